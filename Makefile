@@ -1,0 +1,50 @@
+# Two commands do everything on a machine with python3, pip and make:
+#   make demo    environment, install, train on real data that ships with the package, show the result
+#   make test    environment, install, lint, types, tests
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types tests bench bench-peers clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/digits.py
+
+test: lint types tests
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed-test
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+tests: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/step_overhead.py
+
+bench-peers: $(VENV)/installed-peers
+	$(BIN)/python benchmarks/step_overhead.py --peers
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@ $(VENV)/installed
+
+# torch first and by exact version: the plain name would fetch several GB of CUDA libraries
+$(VENV)/installed-peers: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check keras lightning
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache

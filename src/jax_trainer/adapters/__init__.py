@@ -1,0 +1,19 @@
+"""A model of some library and a loss → `Program`. Nothing else in the library knows which one it is."""
+
+from jax_trainer.adapters.functions import PureLoss, StatefulLoss, function_program, stateful_program
+from jax_trainer.adapters.linen import LinenLoss, LinenView, flax_state_program, linen_program
+from jax_trainer.adapters.nnx import NnxLoss, nnx_program, write_back
+
+__all__ = [
+    "LinenLoss",
+    "LinenView",
+    "NnxLoss",
+    "PureLoss",
+    "StatefulLoss",
+    "flax_state_program",
+    "function_program",
+    "linen_program",
+    "nnx_program",
+    "stateful_program",
+    "write_back",
+]

@@ -1,0 +1,74 @@
+"""Plain functions over a pytree, as a `Program`: for JAX without Flax, and for Equinox."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Unpack
+
+import jax
+import optax
+
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, make_program
+
+
+class PureLoss(Protocol):
+    """A loss over parameters alone."""
+
+    def __call__(self, params: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
+        """Returns the loss, or the loss and what else to report."""
+        ...
+
+
+class StatefulLoss(Protocol):
+    """A loss over parameters and a state that the model carries from batch to batch."""
+
+    def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
+        """Returns the loss, and the state after this batch with what else to report."""
+        ...
+
+
+def function_program(
+    init: Callable[[jax.Array, Batch], PyTree],
+    loss: PureLoss,
+    tx: optax.GradientTransformation,
+    **options: Unpack[StepOptions],
+) -> Program:
+    """A program out of `init(key, batch) -> params` and `loss(params, batch, *, rng, train)`.
+
+    The loss returns a number, or a number and a dict of metrics. Options: see `make_program`.
+
+    >>> import jax.numpy as jnp
+    >>> fit_mean = function_program(
+    ...     init=lambda key, batch: jnp.zeros(()),
+    ...     loss=lambda params, batch, *, rng, train: ((batch - params) ** 2).mean(),
+    ...     tx=optax.sgd(0.1),
+    ... )
+    """
+
+    def loss_fn(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        out = loss(params, batch, rng=rng, train=train)
+        value, reported = out if isinstance(out, tuple) else (out, {})
+        return value, (model_state, reported)
+
+    return make_program(lambda key, batch: (init(key, batch), {}), loss_fn, tx, **options)
+
+
+def stateful_program(
+    init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]],
+    loss: StatefulLoss,
+    tx: optax.GradientTransformation,
+    **options: Unpack[StepOptions],
+) -> Program:
+    """As `function_program`, for models with a state of their own.
+
+    `init(key, batch) -> (params, model_state)` and
+    `loss(params, model_state, batch, *, rng, train) -> (loss, (model_state, metrics))`.
+    """
+
+    def loss_fn(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        value, (changed, reported) = loss(params, model_state, batch, rng=rng, train=train)
+        return value, (changed if train else model_state, reported)
+
+    return make_program(init, loss_fn, tx, **options)

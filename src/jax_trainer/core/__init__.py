@@ -1,0 +1,89 @@
+"""What one step is: the state, the program, metrics, precision, accumulation, layout, compilation.
+
+Nothing here knows of epochs, files or which model library is used. Imports nothing else of ours.
+"""
+
+from jax_trainer.core.accumulate import accumulate
+from jax_trainer.core.compile import CompiledProgram, compile_program
+from jax_trainer.core.failpoints import FaultInjected, failpoint
+from jax_trainer.core.layout import Layout, replicate
+from jax_trainer.core.meter import Column, Columns, Meter, reported_in
+from jax_trainer.core.metrics import (
+    Batch,
+    LogFreq,
+    LogMetricMode,
+    LogMode,
+    Metric,
+    Metrics,
+    PyTree,
+    as_metrics,
+    batch_weight,
+)
+from jax_trainer.core.paths import leaf_path
+from jax_trainer.core.precision import Precision
+from jax_trainer.core.program import Program, StepOptions, make_program
+from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.rng import stream, streams
+from jax_trainer.core.state import FlaxState, TrainState, copy_state, new_state
+from jax_trainer.core.steps import (
+    GradFn,
+    Gradients,
+    LossFn,
+    StepReport,
+    grad_of,
+    make_eval_step,
+    make_train_step,
+)
+from jax_trainer.core.tape import StepRows, TapeFormat, TapeReader
+from jax_trainer.core.wrappers import NonFiniteError, with_ema, with_finite_guard
+
+__all__ = [
+    "Batch",
+    "BatchChangedError",
+    "Column",
+    "Columns",
+    "CompiledProgram",
+    "FaultInjected",
+    "FlaxState",
+    "GradFn",
+    "Gradients",
+    "Layout",
+    "LogFreq",
+    "LogMetricMode",
+    "LogMode",
+    "LossFn",
+    "Meter",
+    "Metric",
+    "Metrics",
+    "NonFiniteError",
+    "OnRecompile",
+    "Precision",
+    "Program",
+    "PyTree",
+    "RecompileError",
+    "RecompileWarning",
+    "StepOptions",
+    "StepReport",
+    "StepRows",
+    "TapeFormat",
+    "TapeReader",
+    "TrainState",
+    "accumulate",
+    "as_metrics",
+    "batch_weight",
+    "compile_program",
+    "copy_state",
+    "failpoint",
+    "grad_of",
+    "leaf_path",
+    "make_eval_step",
+    "make_program",
+    "make_train_step",
+    "new_state",
+    "replicate",
+    "reported_in",
+    "stream",
+    "streams",
+    "with_ema",
+    "with_finite_guard",
+]

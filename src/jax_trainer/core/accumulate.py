@@ -1,0 +1,68 @@
+"""Gradients of a big batch, computed in micro-batches one after the other."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_trainer.core.metrics import Batch, Metrics, PyTree, merge_micro
+from jax_trainer.core.precision import cast_like
+from jax_trainer.core.state import TrainState
+from jax_trainer.core.steps import GradFn, Gradients
+
+
+def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
+    """`grad_fn` over parts of the batch: the same gradients in less memory.
+
+    Each part counts by its number of examples (or by the loss's own `count`), so a ragged last part is right too.
+    """
+    if micro_batches < 1:
+        raise ValueError(f"`micro_batches` must be at least 1, got {micro_batches}.")
+    if micro_batches == 1:
+        return grad_fn
+
+    def accumulated(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
+        length = _length(batch)
+        micro = -(-length // micro_batches)
+        whole = length // micro
+
+        def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
+            total, weight, model_state = carry
+            index, rows = part
+            rows = _sized(rows, _length(rows))
+            found = grad_fn(state.replace(model_state=model_state), rows, jax.random.fold_in(rng, index))
+            count = jnp.asarray(found.metrics.weight_of("loss"), jnp.float32)
+            total = jax.tree.map(lambda t, g: t + count * g.astype(t.dtype), total, found.grads)
+            return (total, weight + count, found.model_state), found.metrics
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+        carry = (zeros, jnp.zeros((), jnp.float32), state.model_state)
+        even = whole * micro
+        parts = jax.tree.map(lambda x: x[:even].reshape(whole, micro, *x.shape[1:]), batch)
+        carry, stacked = lax.scan(add, carry, (jnp.arange(whole), parts))
+        rest = None
+        if even < length:
+            carry, rest = add(carry, (jnp.asarray(whole), jax.tree.map(lambda x: x[even:], batch)))
+        total, weight, model_state = carry
+        grads = cast_like(jax.tree.map(lambda t: t / weight, total), state.params)
+        return Gradients(grads, model_state, merge_micro(stacked, rest))
+
+    return accumulated
+
+
+def _length(batch: Batch) -> int:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+    lengths = {shape[0] if shape else -1 for shape in shapes}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            "Gradient accumulation cuts every array of the batch along its first axis, "
+            f"but their shapes are {shapes}. Give all of them the same first axis."
+        )
+    return lengths.pop()
+
+
+def _sized(batch: Batch, size: int) -> Batch:
+    fields = getattr(batch, "__dataclass_fields__", {})
+    return dataclasses.replace(batch, size=size) if "size" in fields else batch

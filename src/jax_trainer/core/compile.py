@@ -1,0 +1,163 @@
+"""`compile_program`: the one place that calls `jax.jit`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_trainer.core.layout import Layout
+from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
+from jax_trainer.core.program import Program
+from jax_trainer.core.recompile import Guarded, OnRecompile
+from jax_trainer.core.rng import key_data
+from jax_trainer.core.state import TrainState, copy_state
+from jax_trainer.core.steps import StepReport
+from jax_trainer.core.tape import TapeFormat, rows_written
+
+Loose = dict[str, jax.Array]  # metrics that are too large for the tape
+Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
+
+
+class CompiledProgram:
+    """A program ready to run. Steps take the tape and return it; everything else is as in `Program`."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        layout: Layout | None = None,
+        donate: bool = True,
+        debug: bool = False,
+        keep_grads: bool = False,
+        on_recompile: OnRecompile = "warn",
+    ) -> None:
+        self.layout, self.debug, self.checks = layout, debug, program.checks
+        self._program, self._keep_grads = program, keep_grads
+        self._on_recompile: OnRecompile = on_recompile
+        # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
+        self._train_inner = program.train_step if debug else jax.jit(program.train_step, inline=True)
+        self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
+        donated = (0,) if donate else ()
+        self.train_step: Callable[..., Stepped] = self._compile("train_step", self._step, donated)
+        self.train_chunk: Callable[..., Stepped] = self._compile("train_chunk", self._chunk, donated)
+        self.eval_step: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
+
+    def init(self, key: jax.Array, example: Batch) -> TrainState:
+        """A fresh state, its shapes taken from an example batch; with a layout, made where it will live."""
+        init, layout = self._program.init, self.layout
+        if self.debug or not self._program.init_is_traced:
+            state = copy_state(init(key, example))
+            return state if layout is None else jax.device_put(state, layout.state_shardings(state))
+        example = jax.tree.map(jnp.asarray, example)
+        shardings = None if layout is None else layout.state_shardings(jax.eval_shape(init, key, example))
+        return jax.jit(init, out_shardings=shardings)(key, example)
+
+    def place(self, batch: Batch, *, stacked: bool) -> Batch:
+        """`batch` where the step wants it: as it is, or spread over the layout's devices."""
+        return batch if self.layout is None else self.layout.place(batch, stacked=stacked)
+
+    def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
+        """The format of what training steps report, and a blank tape for the last `length` of them."""
+        return self._blank(_reported(self._outline(self._train_inner, state, batch)[1]), length)
+
+    def eval_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
+        """The same for evaluation."""
+        return self._blank(_judged(self._outline(self._eval_inner, state, batch)), length)
+
+    def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
+        # in debug mode user code sees values, never tracers, so it is run instead of traced
+        return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
+
+    def _blank(self, metrics: Metrics, length: int) -> tuple[TapeFormat, jax.Array]:
+        fmt = TapeFormat.of(metrics)
+        tape = fmt.blank(length)
+        return fmt, tape if self.layout is None else jax.device_put(tape, self.layout.replicated)
+
+    def _step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
+        state, report = self._train_inner(state, batch)
+        metrics = _reported(report)
+        tape, loose = TapeFormat.of(metrics).append(tape, metrics)
+        return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
+
+    def _chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array) -> Stepped:
+        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
+
+        def at(index: Any) -> Batch:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
+
+        def body(index: jax.Array, carry: Stepped) -> Stepped:
+            state, tape, kept = carry
+            state, tape, new = self._step(state, tape, at(index))
+            kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
+            return state, tape, kept
+
+        length = jax.tree.leaves(batches)[0].shape[0]
+        shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b)[2], state, tape, jax.eval_shape(at, 0))
+        kept = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
+        return lax.fori_loop(0, steps, body, (state, tape, kept))
+
+    def _judge(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
+        # each batch of an evaluation has a key of its own, the same in every evaluation
+        rng = key_data(jax.random.fold_in(state.key, rows_written(tape)))
+        metrics = _judged(self._eval_inner(state.replace(rng=rng), batch))
+        return TapeFormat.of(metrics).append(tape, metrics)
+
+    def _pinned(self, state: TrainState) -> TrainState:
+        # left to itself the compiler may hand back a sharded parameter replicated
+        if self.layout is None or self.debug:
+            return state
+        return lax.with_sharding_constraint(state, self.layout.state_shardings(state))
+
+    def _compile(self, name: str, function: Callable[..., Any], donated: tuple[int, ...]) -> Callable[..., Any]:
+        if self.debug:
+            return _without_jit(function)
+        arguments = ("state", "tape", "batch", "steps")[: 4 if name == "train_chunk" else 3]
+        return Guarded(
+            name,
+            arguments,
+            function,
+            compile=lambda traced: jax.jit(traced, donate_argnums=donated),
+            on_recompile=self._on_recompile,
+            ragged_is_normal=name == "eval_step",
+        )
+
+
+def compile_program(
+    program: Program,
+    *,
+    layout: Layout | None = None,
+    donate: bool = True,
+    debug: bool = False,
+    keep_grads: bool = False,
+    on_recompile: OnRecompile = "warn",
+) -> CompiledProgram:
+    """Makes `program` ready to run.
+
+    Args:
+        layout: which devices hold what; None is one device.
+        donate: let a step reuse the memory of the state it is given, which is gone afterwards.
+        debug: run step by step in Python, without `jax.jit`, so that breakpoints and prints work.
+        keep_grads: hand out the gradients of every step.
+        on_recompile: "warn", "error" or "ignore" when a step has to be compiled again.
+    """
+    return CompiledProgram(
+        program, layout=layout, donate=donate, debug=debug, keep_grads=keep_grads, on_recompile=on_recompile
+    )
+
+
+def _reported(report: StepReport) -> Metrics:
+    return report.metrics.only(LogMode.TRAIN)
+
+
+def _judged(metrics: Metrics) -> Metrics:
+    return metrics.only(LogMode.VAL, LogMode.TEST)
+
+
+def _without_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with jax.disable_jit():
+            return function(*args)
+
+    return run

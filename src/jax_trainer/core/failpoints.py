@@ -1,0 +1,57 @@
+"""Faults on purpose: `failpoint("name")` does nothing unless the environment or a test switches it on.
+
+`JAXTRAINER_FAILPOINT=name:action:nth` lets the nth passage (from 1; default 1) of the point called `name` fail.
+Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SECONDS`), `enospc`.
+"""
+
+import errno
+import os
+import signal
+import time
+
+ENVIRONMENT = "JAXTRAINER_FAILPOINT"
+
+
+class FaultInjected(RuntimeError):
+    """The error that the action `raise` raises."""
+
+
+class _Armed:
+    def __init__(self, spec: str) -> None:
+        name, _, rest = spec.partition(":")
+        action, _, nth = rest.partition(":")
+        self.name, (self.action, _, self.argument) = name, action.partition("=")
+        if self.action not in ("kill", "raise", "sleep", "enospc") or (nth and not nth.isdigit()):
+            raise ValueError(
+                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with an action out of kill, raise, sleep, enospc."
+            )
+        self.left = int(nth or 1)
+
+
+_armed: _Armed | None = _Armed(os.environ[ENVIRONMENT]) if ENVIRONMENT in os.environ else None
+
+
+def arm(spec: str | None) -> None:
+    """Switches one failpoint on, in this process; None switches it off."""
+    global _armed
+    _armed = None if spec is None else _Armed(spec)
+
+
+def failpoint(name: str) -> None:
+    """A place where a fault can be injected."""
+    if _armed is not None and _armed.name == name:
+        _armed.left -= 1
+        if _armed.left == 0:
+            _fail(_armed)
+
+
+def _fail(armed: _Armed) -> None:
+    match armed.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise FaultInjected(f"failpoint {armed.name!r}")
+        case "sleep":
+            time.sleep(float(armed.argument or 60))
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), armed.name)

@@ -1,0 +1,200 @@
+"""What a loss function may report, and how one step's values are described.
+
+A loss function returns plain values or dicts with options; `as_metrics` turns both into `Metrics`,
+a pytree that crosses `jax.jit`. How values of many steps become one is in `meter.py`.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+Batch = Any
+
+
+class LogMetricMode(enum.Enum):
+    """How the values of many steps become one."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    SINGLE = "single"
+    MAX = "max"
+    MIN = "min"
+    STD = "std"
+    CONCAT = "concat"
+
+
+class LogFreq(enum.Enum):
+    """Whether a training metric is reported per window of steps, per epoch, or both."""
+
+    ANY = "any"
+    STEP = "step"
+    EPOCH = "epoch"
+
+
+class LogMode(enum.Enum):
+    """In which kind of pass a metric is reported."""
+
+    ANY = "any"
+    TRAIN = "train"
+    VAL = "val"
+    TEST = "test"
+    EVAL = "eval"
+
+    def covers(self, phase: "LogMode") -> bool:
+        """Whether a metric marked with this mode is reported in `phase` (TRAIN, VAL or TEST)."""
+        return self in (LogMode.ANY, phase) or (self is LogMode.EVAL and phase is not LogMode.TRAIN)
+
+
+class Metric(flax.struct.PyTreeNode):
+    """One step's value. `weight` None means: as many examples as the batch has."""
+
+    value: Any
+    weight: Any = None
+    mode: LogMetricMode = flax.struct.field(pytree_node=False, default=LogMetricMode.MEAN)
+    log_freq: LogFreq = flax.struct.field(pytree_node=False, default=LogFreq.ANY)
+    log_mode: LogMode = flax.struct.field(pytree_node=False, default=LogMode.ANY)
+
+
+class Metrics(flax.struct.PyTreeNode):
+    """All that one step reports, by name, with the number of examples behind it."""
+
+    by_name: dict[str, Metric]
+    weight: Any
+
+    def weight_of(self, name: str) -> Any:
+        """How much the value called `name` counts in a mean."""
+        own = self.by_name[name].weight
+        return self.weight if own is None else own
+
+    def only(self, *phases: LogMode) -> "Metrics":
+        """The metrics that are reported in any of `phases`; the rest is never computed."""
+        kept = {k: m for k, m in self.by_name.items() if any(m.log_mode.covers(p) for p in phases)}
+        return self.replace(by_name=kept)
+
+    def adding(self, **entries: Any) -> "Metrics":
+        """These metrics and `entries`, which are read like a loss function's."""
+        return self.replace(by_name={**self.by_name, **_read(entries)})
+
+
+_OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
+
+
+def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
+    """Reads what a loss function returned: plain values, or dicts with options.
+
+    >>> as_metrics({"loss": 0.5, "worst": {"value": 2.0, "mode": "max"}}, weight=32).by_name["worst"].mode
+    <LogMetricMode.MAX: 'max'>
+    """
+    return Metrics(_read(reported), weight)
+
+
+def _read(reported: Mapping[str, Any]) -> dict[str, Metric]:
+    return {
+        name: _metric(name, entry) if isinstance(entry, Mapping) else Metric(_numeric(name, entry))
+        for name, entry in reported.items()
+    }
+
+
+def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
+    known = {"value", "count", *_OPTIONS}
+    if "value" not in entry or not set(entry) <= known:
+        raise ValueError(
+            f"Metric {name!r} is a dict with the keys {sorted(map(str, entry))}; "
+            f"it needs `value` and may have {', '.join(sorted(known - {'value'}))}."
+        )
+    options: dict[str, Any] = {
+        key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
+    }
+    return Metric(_numeric(name, entry["value"]), entry.get("count"), **options)
+
+
+def _option(name: str, key: str, kind: type[enum.Enum], given: Any) -> enum.Enum:
+    choices = {member.value: member for member in kind}
+    chosen = given if isinstance(given, kind) else choices.get(str(given).lower())
+    if chosen is None:
+        raise ValueError(f"Metric {name!r} has {key}={given!r}; use one of {', '.join(choices)}.")
+    return chosen
+
+
+def _numeric(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(
+            f"Metric {name!r} is a {type(value).__name__}, not a number or an array. "
+            "Return numbers, arrays, or dicts with a `value`."
+        ) from error
+
+
+def batch_weight(batch: Batch) -> Any:
+    """How many examples `batch` counts for in a mean: its `size`, or the length all its arrays share.
+
+    >>> batch_weight((jnp.zeros((32, 8)), jnp.zeros(32)))
+    32
+    """
+    if not isinstance(batch, jax.Array) and not hasattr(batch, "__array__"):
+        size = getattr(batch, "size", None)
+        if size is not None and not callable(size):
+            return size
+    lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"Cannot tell how many examples a batch holds: its arrays have the leading sizes {sorted(lengths)}. "
+            "Give the batch a `size` attribute, or every array the same first axis."
+        )
+    return lengths.pop()
+
+
+def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:
+    """Metrics of micro-batches (stacked on the first axis, plus a ragged `rest`) as those of the one big batch."""
+    merged = {
+        name: metric.replace(
+            value=_merge(metric.mode, metric.value, jnp.asarray(stacked.weight_of(name))),
+            weight=_total(metric.weight),
+        )
+        for name, metric in stacked.by_name.items()
+    }
+    whole = Metrics(merged, _total(stacked.weight))
+    return whole if rest is None else _join(whole, rest)
+
+
+def _join(first: Metrics, second: Metrics) -> Metrics:
+    def pair(a: Any, b: Any) -> jax.Array:
+        return jnp.stack([jnp.asarray(a), jnp.asarray(b)])
+
+    joined = {}
+    for name, metric in first.by_name.items():
+        a, b = metric.value, second.by_name[name].value
+        if metric.mode is LogMetricMode.CONCAT:
+            value = jnp.concatenate([jnp.atleast_1d(a), jnp.atleast_1d(b)])
+        else:
+            value = _merge(metric.mode, pair(a, b), pair(first.weight_of(name), second.weight_of(name)))
+        weight = None if metric.weight is None else metric.weight + second.by_name[name].weight
+        joined[name] = metric.replace(value=value, weight=weight)
+    return Metrics(joined, first.weight + second.weight)
+
+
+def _total(weight: Any) -> Any:
+    return None if weight is None else jnp.sum(weight, axis=0)
+
+
+def _merge(mode: LogMetricMode, values: jax.Array, weights: jax.Array) -> jax.Array:
+    match mode:
+        case LogMetricMode.SUM:
+            return values.sum(0)
+        case LogMetricMode.MAX:
+            return values.max(0)
+        case LogMetricMode.MIN:
+            return values.min(0)
+        case LogMetricMode.SINGLE:
+            return values[-1]
+        case LogMetricMode.CONCAT:
+            return values.reshape(-1, *values.shape[2:])
+        case _:  # MEAN, and STD: the spread is over steps, so a step's own value is its mean
+            weights = weights.reshape(weights.shape + (1,) * (values.ndim - 1)).astype(jnp.float32)
+            return (values * weights).sum(0) / weights.sum(0)

@@ -1,0 +1,78 @@
+"""`TrainState`: all that changes while training, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_trainer.core.metrics import PyTree
+from jax_trainer.core.rng import key_data, key_of
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """All that changes while training. Data only: save it and you can resume."""
+
+    step: jax.Array
+    params: PyTree
+    model_state: PyTree  # what the model carries besides parameters: batch statistics, caches, …
+    opt_state: PyTree
+    rng: jax.Array  # the words of the root key; `key` is the key itself
+    extra: dict[str, PyTree]  # what program wrappers add: averaged weights, counters
+
+    @property
+    def key(self) -> jax.Array:
+        """The root key. It never changes; uses fold the step or a name into it."""
+        return key_of(self.rng)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        rng: jax.Array | None = None,
+        **collections: PyTree,
+    ) -> "FlaxState":
+        """A state as Flax users write it, e.g. with `batch_stats=…`. A door: the engine runs on plain states."""
+        base = new_state(params, collections, tx, jax.random.key(0) if rng is None else rng)
+        return FlaxState(**vars(base), apply_fn=apply_fn, tx=tx)
+
+
+class FlaxState(TrainState):
+    """A `TrainState` that carries its model's `apply_fn` and its optimizer, as Flax users expect."""
+
+    apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
+
+    @property
+    def batch_stats(self) -> PyTree:
+        """The BatchNorm statistics."""
+        return self.model_state["batch_stats"]
+
+    def apply_gradients(self, *, grads: PyTree, **collections: PyTree) -> Self:
+        """The state after one optimizer update; `collections` replace those of the model state."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self.replace(
+            step=self.step + 1,
+            params=optax.apply_updates(self.params, updates),
+            opt_state=opt_state,
+            model_state={**self.model_state, **collections},
+        )
+
+    def plain(self) -> TrainState:
+        """The data alone, without `apply_fn` and `tx`, as the engine runs on."""
+        return TrainState(*(getattr(self, name) for name in TrainState.__dataclass_fields__))
+
+
+def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params), key_data(key), {})
+
+
+def copy_state(state: TrainState) -> TrainState:
+    """The same values in new arrays, so that donating one state leaves the other alive."""
+    return jax.tree.map(jnp.copy, state)

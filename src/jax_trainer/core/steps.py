@@ -1,0 +1,127 @@
+"""What one step is: from a loss to gradients, from gradients to the next state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
+from jax_trainer.core.precision import Precision, cast_floats, cast_like
+from jax_trainer.core.rng import stream
+from jax_trainer.core.state import TrainState
+
+
+class StepReport(NamedTuple):
+    """What one training step tells: its metrics, and the gradients behind it (dropped unless kept)."""
+
+    metrics: Metrics
+    grads: PyTree
+
+
+class LossFn(Protocol):
+    """What every adapter makes of the user's loss."""
+
+    def __call__(
+        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        """Returns the loss, the model state after this batch, and what else to report."""
+        ...
+
+
+class Gradients(NamedTuple):
+    """What a `GradFn` finds out about one batch."""
+
+    grads: PyTree
+    model_state: PyTree
+    metrics: Metrics
+
+
+class GradFn(Protocol):
+    """Finds the gradients of the loss on one batch, in one go or in micro-batches."""
+
+    def __call__(self, state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
+        """Returns the gradients at `state.params`."""
+        ...
+
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
+EvalStep = Callable[[TrainState, Batch], Metrics]
+
+
+def in_precision(loss_fn: LossFn, precision: Precision) -> LossFn:
+    """`loss_fn` computing in `precision.compute`; its loss and metrics come out in `precision.output`."""
+
+    def cast_loss(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        params, batch = cast_floats((params, batch), precision.compute)
+        loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train)
+        loss, reported = cast_floats((loss, dict(reported)), precision.output)
+        # running statistics keep their own type: in bf16 their small updates would be rounded away
+        return loss, (cast_like(new_model_state, model_state), reported)
+
+    return cast_loss
+
+
+def grad_of(loss_fn: LossFn) -> GradFn:
+    """The gradient of `loss_fn` with respect to the parameters."""
+
+    def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
+        def scalar_loss(params: PyTree) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+            loss, aux = loss_fn(params, state.model_state, batch, rng, train=True)
+            if jnp.shape(loss):
+                raise ValueError(f"The loss must be one number, got shape {jnp.shape(loss)}. Take its mean.")
+            return loss, aux
+
+        (loss, (model_state, reported)), grads = jax.value_and_grad(scalar_loss, has_aux=True)(state.params)
+        return Gradients(grads, model_state, _with_loss(loss, reported, batch))
+
+    return grad_fn
+
+
+def _with_loss(loss: jax.Array, reported: Mapping[str, Any], batch: Batch) -> Metrics:
+    # a loss that is a mean over other things than examples (tokens, pixels) reports itself with its `count`
+    return as_metrics({"loss": loss, **reported}, batch_weight(batch))
+
+
+def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
+    """One optimizer update. The loss is passed to optimizers that ask for it (`value=`)."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        rng = jax.random.fold_in(stream(state.key, "train"), state.step)
+        grads, model_state, metrics = grad_fn(state, batch, rng)
+        loss = metrics.by_name["loss"].value
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        if log_norms:
+            metrics = metrics.adding(**_norms(grads, params))
+        state = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+        return state, StepReport(metrics, grads)
+
+    return train_step
+
+
+def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
+    grad_norm = optax.global_norm(grads)
+    return {
+        "optimizer/grad_global_norm": {"value": grad_norm, "log_mode": "train"},
+        "optimizer/grad_global_norm_max": {
+            "value": grad_norm,
+            "mode": "max",
+            "log_freq": "epoch",
+            "log_mode": "train",
+        },
+        "optimizer/params_global_norm": {"value": optax.global_norm(params), "log_mode": "train"},
+    }
+
+
+def make_eval_step(loss_fn: LossFn) -> EvalStep:
+    """Judges a state on one batch. The key it uses is `state.rng`: whoever numbers batches folds that in."""
+
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        loss, (_, reported) = loss_fn(state.params, state.model_state, batch, stream(state.key, "eval"), train=False)
+        return _with_loss(loss, reported, batch)
+
+    return eval_step

@@ -1,0 +1,217 @@
+"""The tape: the metrics of the last steps, packed into one small device buffer.
+
+Every scalar a step reports is a 32-bit word (or two) of one row; a step appends its row and drops the oldest.
+So a step hands one array to the next whatever it reports, nothing waits for the device, and the host reads many
+steps with one fetch. Bits travel, not rounded values: integers come back exactly. The last word of a row counts
+the rows, which numbers the batches of an evaluation for free. What is large, or has no fixed shape (CONCAT),
+stays off the tape and is handed out step by step.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_trainer.core.meter import Column, Columns
+from jax_trainer.core.metrics import LogMetricMode, Metric, Metrics
+
+LARGEST_ON_TAPE = 64  # elements of one metric; a confusion matrix of 8 classes still fits
+
+
+class Field(NamedTuple):
+    """Where one array lies in a row, and what it was."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The values of this field in `rows`, as float64 (integers are exact up to 2^53)."""
+        words = np.ascontiguousarray(rows[:, self.start : self.stop])
+        return words.view(self.dtype).reshape(len(rows), *self.shape).astype(np.float64)
+
+
+class TapeFormat(NamedTuple):
+    """Which metric lies where in a row."""
+
+    metrics: dict[str, Metric]  # of Fields instead of arrays; the static options are kept
+    default_weight: Field
+    off_tape: tuple[str, ...]
+    width: int
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> "TapeFormat":
+        """The format that fits `metrics` (arrays, tracers or shapes)."""
+        position = 0
+
+        def field(array: Any) -> Field:
+            nonlocal position
+            dtype = np.dtype(_travel_dtype(array.dtype))
+            start, position = position, position + int(np.prod(array.shape)) * max(dtype.itemsize // 4, 1)
+            return Field(start, position, tuple(array.shape), dtype)
+
+        default_weight = field(_array_like(metrics.weight))
+        placed = {
+            name: metric.replace(
+                value=field(metric.value) if _fits(metric) else None,
+                weight=None if metric.weight is None else field(_array_like(metric.weight)),
+            )
+            for name, metric in metrics.by_name.items()
+        }
+        off_tape = tuple(name for name, metric in metrics.by_name.items() if not _fits(metric))
+        return cls(placed, default_weight, off_tape, position + 1)
+
+    def blank(self, length: int) -> jax.Array:
+        """An empty tape that holds the last `length` steps."""
+        return jnp.zeros((length, self.width), jnp.uint32)
+
+    def append(self, tape: jax.Array, metrics: Metrics) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The tape after one more step, and what did not fit on it."""
+        if TapeFormat.of(metrics) != self:
+            raise ValueError(
+                f"The reported metrics changed while training, from {_describe(self)} "
+                f"to {_describe(TapeFormat.of(metrics))}. Report the same names, shapes and options for every batch."
+            )
+        words = [_words(metrics.weight)]
+        for metric in metrics.by_name.values():
+            words += [_words(metric.value)] if _fits(metric) else []
+            words += [] if metric.weight is None else [_words(metric.weight)]
+        row = jnp.concatenate([*words, tape[-1, -1:] + 1])
+        loose = {name: jnp.asarray(metrics.by_name[name].value) for name in self.off_tape}
+        return jnp.concatenate([tape[1:], row[None]]), loose
+
+    def read(self, rows: np.ndarray, loose: Sequence[dict[str, np.ndarray]]) -> Columns:
+        """The columns of consecutive steps out of their rows."""
+        default = self.default_weight.read(rows)
+        return {
+            name: Column(
+                metric.mode,
+                metric.log_freq,
+                metric.log_mode,
+                metric.value.read(rows) if metric.value else self._loose(name, metric.mode, loose),
+                default if metric.weight is None else metric.weight.read(rows),
+            )
+            for name, metric in self.metrics.items()
+        }
+
+    @staticmethod
+    def _loose(name: str, mode: LogMetricMode, loose: Sequence[dict[str, np.ndarray]]) -> Any:
+        values = [step[name] for step in loose]
+        return values if mode is LogMetricMode.CONCAT else np.stack(values).astype(np.float64)
+
+
+def rows_written(tape: jax.Array) -> jax.Array:
+    """How many rows this tape has taken so far: the number of the batch at hand."""
+    return tape[-1, -1]
+
+
+def _fits(metric: Metric) -> bool:
+    return metric.mode is not LogMetricMode.CONCAT and np.prod(metric.value.shape) <= LARGEST_ON_TAPE
+
+
+def _array_like(weight: Any) -> Any:
+    return weight if hasattr(weight, "dtype") else jnp.asarray(weight)
+
+
+def _travel_dtype(dtype: Any) -> Any:
+    if dtype.itemsize == 8:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.float32
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint32
+
+
+def _words(value: Any) -> jax.Array:
+    array = jnp.asarray(value)
+    array = array.astype(_travel_dtype(array.dtype))
+    return lax.bitcast_convert_type(array, jnp.uint32).ravel()
+
+
+def _describe(fmt: TapeFormat) -> str:
+    return ", ".join(
+        f"{name} ({metric.value.dtype}{list(metric.value.shape)})" if metric.value else f"{name} ({metric.mode.value})"
+        for name, metric in fmt.metrics.items()
+    )
+
+
+class StepRows(NamedTuple):
+    """What the steps `first` … `last` reported."""
+
+    first: int
+    columns: Columns
+
+    @property
+    def last(self) -> int:
+        """The number of the last step."""
+        return self.first + len(next(iter(self.columns.values())).weights) - 1
+
+    def split(self, after: int) -> tuple["StepRows", "StepRows"]:
+        """The steps up to and with `after`, and those later."""
+        cut = after + 1 - self.first
+        head = {name: c.rows(0, cut) for name, c in self.columns.items()}
+        tail = {name: c.rows(cut, len(c.weights)) for name, c in self.columns.items()}
+        return StepRows(self.first, head), StepRows(after + 1, tail)
+
+
+class _Window(NamedTuple):
+    first: int
+    steps: int
+    tape: jax.Array
+    loose: list[Any]
+    dispatched: int
+
+
+class TapeReader:
+    """Reads a tape in windows of `every` steps, `lag` dispatches after a window has closed.
+
+    By then the device has long written it, so reading does not hold the device up.
+    """
+
+    def __init__(self, fmt: TapeFormat, every: int, lag: int) -> None:
+        self._format, self._every, self._lag = fmt, every, lag
+        self._closed: deque[_Window] = deque()
+        self._first, self._steps, self._dispatched = 0, 0, 0
+        self._loose: list[Any] = []
+        self._tape: jax.Array | None = None
+
+    def wrote(self, tape: jax.Array, loose: Any, step: int, steps: int, *, stacked: bool) -> None:
+        """Takes note that `steps` rows were dispatched, the last of them for `step`."""
+        if not self._steps:
+            self._first = step - steps + 1
+        self._tape, self._steps, self._dispatched = tape, self._steps + steps, self._dispatched + 1
+        if self._format.off_tape:
+            self._loose.append((loose, steps if stacked else None))
+        if step // self._every != (step - steps) // self._every:
+            self._close()
+
+    def ready(self) -> Iterator[StepRows]:
+        """The windows that closed long enough ago."""
+        while self._closed and self._dispatched - self._closed[0].dispatched >= self._lag:
+            yield self._read(self._closed.popleft())
+
+    def flush(self) -> Iterator[StepRows]:
+        """All that was written so far; waits for the device."""
+        if self._steps:
+            self._close()
+        while self._closed:
+            yield self._read(self._closed.popleft())
+
+    def _close(self) -> None:
+        assert self._tape is not None
+        self._tape.copy_to_host_async()
+        self._closed.append(_Window(self._first, self._steps, self._tape, self._loose, self._dispatched))
+        self._steps, self._loose = 0, []
+
+    def _read(self, window: _Window) -> StepRows:
+        rows = np.asarray(window.tape)[-window.steps :]
+        loose = [step for block, steps in window.loose for step in _unstack(jax.device_get(block), steps)]
+        return StepRows(window.first, self._format.read(rows, loose))
+
+
+def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:
+    return [block] if steps is None else [{k: v[i] for k, v in block.items()} for i in range(steps)]

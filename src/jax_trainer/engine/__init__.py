@@ -1,0 +1,48 @@
+"""When steps happen, and telling about it: the plan, the events, the two loops, and driving observers.
+
+The loops write no files and print nothing; whoever wants an effect observes events.
+"""
+
+from jax_trainer.engine.drive import Observer, StopTraining, drive, run
+from jax_trainer.engine.events import (
+    EpochEnd,
+    EpochStart,
+    EvalEnd,
+    EvalStart,
+    EvalStep,
+    Event,
+    FitEnd,
+    FitStart,
+    Status,
+    StepEnd,
+    StepMetrics,
+)
+from jax_trainer.engine.feed import Addressed, Data, DataError
+from jax_trainer.engine.loop import Position, eval_events, train_events
+from jax_trainer.engine.plan import Every, Plan
+
+__all__ = [
+    "Addressed",
+    "Data",
+    "DataError",
+    "EpochEnd",
+    "EpochStart",
+    "EvalEnd",
+    "EvalStart",
+    "EvalStep",
+    "Event",
+    "Every",
+    "FitEnd",
+    "FitStart",
+    "Observer",
+    "Plan",
+    "Position",
+    "Status",
+    "StepEnd",
+    "StepMetrics",
+    "StopTraining",
+    "drive",
+    "eval_events",
+    "run",
+    "train_events",
+]

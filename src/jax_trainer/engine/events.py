@@ -1,0 +1,89 @@
+"""What happens in a run, as values. Everything with an effect listens to these.
+
+The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) …, EpochEnd, and last FitEnd. An
+evaluation is EvalStart, EvalStep …, EvalEnd per set; it follows the StepEnd or EpochEnd that made it due.
+StepMetrics comes some steps after the StepEnd of the steps it tells of, but always before an evaluation and
+before the end of the epoch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax_trainer.core import PyTree, StepRows, TrainState
+
+Status = Literal["completed", "stopped", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened. `state` is valid until the loop goes on; `epoch` counts from 1 (0: before the first)."""
+
+    step: int
+    epoch: int
+    state: TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class FitStart(Event):
+    """Training is about to begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStart(Event):
+    """An epoch begins; `steps` is its number of steps where that is known."""
+
+    steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd(Event):
+    """`steps` steps were dispatched, the last of them is `step`. They may still be running on the device."""
+
+    steps: int
+    epoch_step: int  # steps taken in this epoch so far: with `epoch`, the position in the data
+    grads: PyTree  # of every step, if the program keeps them
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics(Event):
+    """The numbers of some earlier steps have arrived on the host."""
+
+    rows: StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd(Event):
+    """An epoch is over; `metrics` are its training metrics."""
+
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalStart(Event):
+    """The evaluation set called `name` is next; `batches` is its length where that is known."""
+
+    name: str
+    batches: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalStep(Event):
+    """`batches` batches of the evaluation set called `name` were dispatched."""
+
+    name: str
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvalEnd(Event):
+    """The metrics of `state` on the evaluation set called `name`."""
+
+    name: str
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FitEnd(Event):
+    """Training is over. Always comes, and reaches every observer, however it ended."""
+
+    status: Status

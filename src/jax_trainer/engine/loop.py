@@ -1,0 +1,239 @@
+"""The two loops of the library: generators that yield wherever the outside world may look, act or stop."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_trainer.core import (
+    Batch,
+    BatchChangedError,
+    CompiledProgram,
+    LogFreq,
+    LogMode,
+    Meter,
+    TapeReader,
+    TrainState,
+    failpoint,
+    reported_in,
+)
+from jax_trainer.engine.events import (
+    EpochEnd,
+    EpochStart,
+    EvalEnd,
+    EvalStart,
+    EvalStep,
+    Event,
+    StepEnd,
+    StepMetrics,
+)
+from jax_trainer.engine.feed import Cursor, Data, DataError, Feed, FirstBatches
+from jax_trainer.engine.plan import Plan
+
+EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
+READ_AFTER = 8  # dispatches between the end of a window of step metrics and reading it
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a run stands: after `epoch_step` batches of epoch `epoch` (from 1; 0: before the first).
+
+    `Position(3, 0)` is the end of epoch 3, so the next batch is the first of epoch 4.
+    """
+
+    epoch: int = 0
+    epoch_step: int = 0
+
+
+def train_events(
+    program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position = Position()
+) -> Iterator[Event]:
+    """The training loop, from `state` and the position `at` to the end of the plan."""
+    plan = plan.resolved()
+    feed, evals = _train_feed(data, plan), {name: Feed(source, name) for name, source in data.evals.items()}
+    recorder = _Recorder(program, plan, feed)
+    began = evaluated = time.monotonic()
+    step, epoch, epoch_step = int(state.step), at.epoch, at.epoch_step  # read once: from here on the host counts
+    evaluated_step = None
+
+    if plan.sanity_batches:
+        check = replace(plan, eval_batches=plan.sanity_batches)
+        for _ in eval_events(program, Event(step, epoch, state), evals, check):
+            pass
+    if plan.eval_at_start:
+        yield from eval_events(program, Event(step, epoch, state), evals, plan)
+        evaluated, evaluated_step = time.monotonic(), step
+
+    while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
+        epoch += not epoch_step
+        cursor = feed.open(epoch, epoch_step)
+        recorder.prepare(state, cursor, epoch, epoch_step)
+        yield EpochStart(step, epoch, state, plan.epoch_steps(step, epoch_step, feed.length))
+
+        while not plan.out_of_time(time.monotonic() - began):
+            limit = plan.chunk(step, plan.epoch_steps(step, epoch_step, feed.length), recorder.steps_per_call)
+            taken = cursor.take(limit, recorder.steps_per_call) if limit else None
+            if taken is None:
+                break
+            state, grads = recorder.dispatch(state, taken.batch, taken.steps, taken.stacked, step, cursor)
+            step, epoch_step = step + taken.steps, epoch_step + taken.steps
+            failpoint("step")
+            yield StepEnd(step, epoch, state, taken.steps, epoch_step, grads)
+            due = plan.eval_every.at_step(step) or plan.eval_every.after(time.monotonic() - evaluated)
+            for rows in recorder.read(wait=due):
+                yield StepMetrics(step, epoch, state, rows)
+            if due:
+                yield from eval_events(program, Event(step, epoch, state), evals, plan)
+                evaluated, evaluated_step = time.monotonic(), step
+
+        if not epoch_step and not plan.out_of_time(time.monotonic() - began):
+            raise feed.used_up(epoch)
+        for rows in recorder.read(wait=True):
+            yield StepMetrics(step, epoch, state, rows)
+        yield EpochEnd(step, epoch, state, recorder.epoch_metrics())
+        epoch_step = 0
+        if plan.eval_every.at_epoch(epoch) and evaluated_step != step:
+            yield from eval_events(program, Event(step, epoch, state), evals, plan)
+            evaluated, evaluated_step = time.monotonic(), step
+
+    if plan.eval_at_end and evaluated_step != step:
+        yield from eval_events(program, Event(step, epoch, state), evals, plan)
+
+
+def eval_events(
+    program: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
+) -> Iterator[EvalStart | EvalStep | EvalEnd]:
+    """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`."""
+    for name, source in evals.items():
+        feed = source if isinstance(source, Feed) else Feed(source, name)
+        cursor = feed.open(1)
+        example = program.place(feed.example(cursor, 1), stacked=False)
+        fmt, tape = program.eval_tape(at.state, example, EVAL_WINDOW)
+        reader, meter, phase = TapeReader(fmt, EVAL_WINDOW, READ_AFTER), Meter(), _phase(name)
+        in_flight = _InFlight(program, plan)
+        yield EvalStart(at.step, at.epoch, at.state, name, _shorter(feed.length, plan.eval_batches))
+        done = 0
+        while done != plan.eval_batches and (taken := cursor.take(1)) is not None:
+            with _named(cursor, at.step):
+                tape, loose = program.eval_step(at.state, tape, program.place(taken.batch, stacked=False))
+            done += 1
+            reader.wrote(tape, loose, done, 1, stacked=False)
+            in_flight.add(tape)
+            for rows in reader.ready():
+                meter.add(reported_in(rows.columns, phase))
+            failpoint("eval_step")
+            yield EvalStep(at.step, at.epoch, at.state, name, done)
+        for rows in reader.flush():
+            meter.add(reported_in(rows.columns, phase))
+        yield EvalEnd(at.step, at.epoch, at.state, name, meter.compute())
+
+
+class _Recorder:
+    """Dispatches training steps and collects what they report."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan, feed: Feed) -> None:
+        self._program, self._plan, self._feed = program, plan, feed
+        self.steps_per_call = _steps_per_call(plan, feed)
+        self._tape: jax.Array | None = None
+        self._reader: TapeReader | None = None
+        self._meter = Meter()
+        self._in_flight = _InFlight(program, plan)
+
+    def prepare(self, state: TrainState, cursor: Cursor, epoch: int, start: int) -> None:
+        """Lays out the tape for what a step on the next batch reports; only the first time."""
+        if self._reader is not None or (example := self._feed.example(cursor, epoch, start)) is None:
+            return
+        length = self._plan.metrics_every + self.steps_per_call - 1
+        fmt, self._tape = self._program.train_tape(state, self._program.place(example, stacked=False), length)
+        self._reader = TapeReader(fmt, self._plan.metrics_every, READ_AFTER)
+
+    def dispatch(
+        self, state: TrainState, batch: Batch, steps: int, stacked: bool, step: int, cursor: Cursor
+    ) -> tuple[TrainState, Any]:
+        """Sends `steps` steps after `step` to the device; returns the state after them and their gradients."""
+        with _named(cursor, step):
+            batch = self._program.place(batch, stacked=stacked)
+            if stacked:
+                out = self._program.train_chunk(state, self._tape, batch, np.int32(steps))
+            else:
+                out = self._program.train_step(state, self._tape, batch)
+        state, self._tape, (loose, grads) = out
+        assert self._reader is not None  # `prepare` came first
+        self._reader.wrote(self._tape, loose, step + steps, steps, stacked=stacked)
+        self._in_flight.add(self._tape)
+        return state, grads
+
+    def read(self, *, wait: bool) -> Iterator[Any]:
+        """The metrics that have arrived (or all, waiting for the device), checked and added to the epoch's."""
+        if self._reader is None:
+            return
+        for rows in self._reader.flush() if wait else self._reader.ready():
+            for check in self._program.checks:
+                check(rows)
+            self._meter.add(reported_in(rows.columns, LogMode.TRAIN, freqs=(LogFreq.ANY, LogFreq.EPOCH)))
+            yield rows
+
+    def epoch_metrics(self) -> dict[str, Any]:
+        """The metrics of the epoch that ends here."""
+        return self._meter.compute()
+
+
+class _InFlight:
+    """Bounds how many dispatches wait for the devices: several CPU devices deadlock when too many do."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan) -> None:
+        several = program.layout is not None and program.layout.mesh.size > 1
+        self._limit = plan.max_in_flight if several else None
+        self._waiting: deque[jax.Array] = deque()
+
+    def add(self, tape: jax.Array) -> None:
+        if self._limit is not None:
+            self._waiting.append(tape)
+            if len(self._waiting) > self._limit:
+                self._waiting.popleft().block_until_ready()
+
+
+class _named:
+    """Says in any error from a step which step and which batch it was."""
+
+    def __init__(self, cursor: Cursor, step: int) -> None:
+        self._cursor, self._step = cursor, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, BatchChangedError):
+            raise DataError(f"The {self._cursor.last} differs from those before it: {error}") from error
+        if error is not None:
+            error.add_note(f"This happened in the step after step {self._step}, on {self._cursor.last}.")
+
+
+def _train_feed(data: Data, plan: Plan) -> Feed:
+    feed = Feed(data.train, "train")
+    feed.check(plan)
+    return Feed(FirstBatches(feed, plan.overfit_batches), "train") if plan.overfit_batches else feed
+
+
+def _steps_per_call(plan: Plan, feed: Feed) -> int:
+    if plan.steps_per_call != "epoch":
+        return plan.steps_per_call
+    steps = _shorter(feed.length, plan.steps_per_epoch)
+    if steps is None:
+        raise DataError(
+            "The plan has `steps_per_call=\"epoch\"`, but the 'train' data has no length. "
+            "Set `steps_per_epoch`, a number for `steps_per_call`, or pass data with `len()`."
+        )
+    return steps
+
+
+def _shorter(a: int | None, b: int | None) -> int | None:
+    return min((n for n in (a, b) if n is not None), default=None)
+
+
+def _phase(name: str) -> LogMode:
+    return LogMode.TEST if name.startswith("test") else LogMode.VAL

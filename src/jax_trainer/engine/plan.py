@@ -1,0 +1,149 @@
+"""How long to train, and when to do what, as values."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Every:
+    """When something recurs: every so many steps, epochs or minutes. `Every()` never does.
+
+    >>> Every(steps=10).at_step(30), Every(epochs=2).at_epoch(3), Every().at_step(30)
+    (True, False, False)
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    minutes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "minutes"):
+            value = getattr(self, name)
+            if value < 0 or (name != "minutes" and value != int(value)):
+                raise ValueError(f"`Every({name}=…)` must be a whole number of at least 0, got {value}. 0 is never.")
+
+    def at_step(self, step: int) -> bool:
+        """Whether it is due after this step."""
+        return self.steps > 0 and step % self.steps == 0
+
+    def at_epoch(self, epoch: int) -> bool:
+        """Whether it is due after this epoch (counted from 1)."""
+        return self.epochs > 0 and epoch % self.epochs == 0
+
+    def after(self, seconds: float) -> bool:
+        """Whether it is due this long after the last time."""
+        return self.minutes > 0 and seconds >= 60 * self.minutes
+
+    def steps_left(self, step: int) -> int | None:
+        """How many steps from `step` to the next one that is due."""
+        return self.steps - step % self.steps if self.steps else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long to train, and when and how much to evaluate.
+
+    Args:
+        max_steps, max_epochs, max_time: where training ends, whichever comes first (time: seconds or a timedelta).
+        steps_per_epoch: an epoch is at most this many batches; what makes epochs of an endless stream.
+        eval_every: when to evaluate.
+        eval_batches: at most this many batches of each evaluation set.
+        eval_at_start, eval_at_end: evaluate before the first step; after the last, unless just done.
+        sanity_batches: run this many batches of each evaluation set before training, and forget the result.
+        steps_per_call: optimizer steps in one dispatch: 1, a number, or "epoch".
+        overfit_batches: train on the first so many batches of the first epoch, again and again.
+        fast_dev_run: take only so many training steps and evaluation batches, then evaluate: does it run?
+        metrics_every: fetch step metrics from the device once per so many steps.
+        max_in_flight: how many dispatches may wait for several devices at once.
+        cuts: when else somebody must see the state; see `seen_by`.
+    """
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    max_time: float | timedelta | None = None
+    steps_per_epoch: int | None = None
+    eval_every: Every = Every()
+    eval_batches: int | None = None
+    eval_at_start: bool = False
+    eval_at_end: bool = False
+    sanity_batches: int = 0
+    steps_per_call: int | Literal["epoch"] = 1
+    overfit_batches: int = 0
+    fast_dev_run: int = 0
+    metrics_every: int = 50
+    max_in_flight: int = 8
+    cuts: tuple[Every, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
+            raise ValueError("The plan has no end: set `max_steps`, `max_epochs` or `max_time`.")
+        for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("max_steps", "max_epochs", "sanity_batches", "overfit_batches", "fast_dev_run"):
+            _at_least(0, name, getattr(self, name))
+        if self.steps_per_call != "epoch":
+            _at_least(1, "steps_per_call", self.steps_per_call, ' or "epoch"')
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ValueError(f"`max_time` must be above 0, got {self.max_time}.")
+
+    @property
+    def max_seconds(self) -> float | None:
+        """`max_time` in seconds."""
+        return self.max_time.total_seconds() if isinstance(self.max_time, timedelta) else self.max_time
+
+    def resolved(self) -> "Plan":
+        """The plan with `fast_dev_run` spelled out."""
+        if not self.fast_dev_run:
+            return self
+        n = self.fast_dev_run
+        return replace(
+            self,
+            fast_dev_run=0,
+            max_steps=n,
+            max_epochs=None,
+            max_time=None,
+            eval_every=Every(),
+            eval_batches=n,
+            eval_at_start=False,
+            eval_at_end=True,
+        )
+
+    def seen_by(self, observers: Iterable[object]) -> "Plan":
+        """The plan with chunks cut where an observer must see the state, as its `sees_state_every` says."""
+        wishes = (getattr(observer, "sees_state_every", Every()) for observer in observers)
+        return replace(self, cuts=(*self.cuts, *(wish for wish in wishes if wish.steps)))
+
+    def finished(self, step: int, epoch: int, seconds: float) -> bool:
+        """Whether training is over after this step, this many epochs and this time."""
+        return (
+            (self.max_steps is not None and step >= self.max_steps)
+            or (self.max_epochs is not None and epoch >= self.max_epochs)
+            or self.out_of_time(seconds)
+        )
+
+    def out_of_time(self, seconds: float) -> bool:
+        """Whether the time is up."""
+        return self.max_seconds is not None and seconds >= self.max_seconds
+
+    def epoch_steps(self, step: int, epoch_step: int, length: int | None) -> int | None:
+        """How many more steps the epoch may take; `length` is that of the data where known. None: no limit."""
+        limits = [
+            None if self.max_steps is None else self.max_steps - step,
+            None if self.steps_per_epoch is None else self.steps_per_epoch - epoch_step,
+            None if length is None else length - epoch_step,
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def chunk(self, step: int, left: int | None, steps_per_call: int) -> int:
+        """How many steps the next dispatch takes: never past a step where somebody looks."""
+        stops = [wish.steps_left(step) for wish in (self.eval_every, *self.cuts)]
+        return max(0, min(n for n in (steps_per_call, left, *stops) if n is not None))
+
+
+def _at_least(low: int, name: str, value: int | None, alternative: str = "") -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"`{name}` must be a whole number of at least {low}{alternative}, got {value!r}.")

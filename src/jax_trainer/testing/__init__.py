@@ -1,0 +1,40 @@
+"""For tests, ours and yours: tiny models, numbered data, a recording observer, faults, assertions."""
+
+from jax_trainer.testing.assertions import (
+    assert_close,
+    assert_finite,
+    assert_no_implicit_transfers,
+    assert_same_bits,
+    digest,
+)
+from jax_trainer.testing.data import numbered_data, numbered_loader
+from jax_trainer.testing.faults import FaultInjected, failpoint, fault
+from jax_trainer.testing.models import (
+    TinyLinen,
+    TinyNNX,
+    linen_loss,
+    nnx_loss,
+    nnx_with_weights_of,
+    tiny_program,
+)
+from jax_trainer.testing.observers import Recorder
+
+__all__ = [
+    "FaultInjected",
+    "Recorder",
+    "TinyLinen",
+    "TinyNNX",
+    "assert_close",
+    "assert_finite",
+    "assert_no_implicit_transfers",
+    "assert_same_bits",
+    "digest",
+    "failpoint",
+    "fault",
+    "linen_loss",
+    "nnx_loss",
+    "nnx_with_weights_of",
+    "numbered_data",
+    "numbered_loader",
+    "tiny_program",
+]

@@ -1,0 +1,84 @@
+"""Tiny real models with BatchNorm and Dropout, linen and nnx, and a loss for each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer.adapters import LinenView, linen_program, nnx_program
+from jax_trainer.core import Program
+
+FEATURES, HIDDEN, CLASSES = 8, 16, 4
+
+
+class TinyLinen(nn.Module):
+    """Dense, BatchNorm, relu, Dropout, Dense."""
+
+    dropout: float = 0.1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[batch, features] → [batch, classes]."""
+        x = nn.Dense(HIDDEN, name="hidden")(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="norm")(x)
+        x = nn.Dropout(self.dropout, deterministic=not train)(nn.relu(x))
+        return nn.Dense(CLASSES, name="out")(x)
+
+
+class TinyNNX(nnx.Module):
+    """The same network for nnx."""
+
+    def __init__(self, rngs: nnx.Rngs, dropout: float = 0.1) -> None:
+        self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+        self.norm = nnx.BatchNorm(HIDDEN, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.out = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, features] → [batch, classes]."""
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def _judge(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return loss, {"acc": (logits.argmax(-1) == batch["y"]).mean(dtype=jnp.float32)}
+
+
+def linen_loss(params: Any, state: LinenView, batch: Any, rng: jax.Array, train: bool) -> Any:
+    """Cross entropy and accuracy of a linen classifier."""
+    logits, mutable = state.apply(params, batch["x"], train=train)
+    loss, metrics = _judge(logits, batch)
+    return loss, (mutable, metrics)
+
+
+def nnx_loss(model: Any, batch: Any, train: bool) -> Any:
+    """Cross entropy and accuracy of an nnx classifier."""
+    return _judge(model(batch["x"]), batch)
+
+
+def tiny_program(
+    flavour: str, tx: optax.GradientTransformation | None = None, *, dropout: float = 0.1, **options: Any
+) -> Program:
+    """A program over the tiny model: `flavour` is "linen" or "nnx"; options as for `make_program`."""
+    tx = optax.adamw(1e-2) if tx is None else tx
+    if flavour == "linen":
+        return linen_program(TinyLinen(dropout), linen_loss, tx, to_input=lambda batch: batch["x"], **options)
+    if flavour == "nnx":
+        return nnx_program(lambda rngs: TinyNNX(rngs, dropout), nnx_loss, tx, **options)
+    raise ValueError(f"`flavour` must be 'linen' or 'nnx', got {flavour!r}.")
+
+
+def nnx_with_weights_of(params: Mapping[str, Any], model_state: Mapping[str, Any], dropout: float = 0.1) -> TinyNNX:
+    """A `TinyNNX` that computes what a `TinyLinen` with these variables computes."""
+    model = TinyNNX(nnx.Rngs(0), dropout)
+    for name in ("hidden", "norm", "out"):
+        for leaf, value in params[name].items():
+            getattr(getattr(model, name), leaf)[...] = np.asarray(value)
+    stats = model_state["batch_stats"]["norm"]
+    model.norm.mean[...], model.norm.var[...] = np.asarray(stats["mean"]), np.asarray(stats["var"])
+    return model
