@@ -40,6 +40,7 @@ from jax_trainer.engine import (
     StopTraining,
     drive,
     eval_events,
+    evaluate,
     run,
     train_events,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "compile_program",
     "drive",
     "eval_events",
+    "evaluate",
     "flax_state_program",
     "function_program",
     "linen_program",

@@ -72,8 +72,7 @@ class CompiledProgram:
 
     def _blank(self, metrics: Metrics, length: int) -> tuple[TapeFormat, jax.Array]:
         fmt = TapeFormat.of(metrics)
-        tape = fmt.blank(length)
-        return fmt, tape if self.layout is None else jax.device_put(tape, self.layout.replicated)
+        return fmt, fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
     def _step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
         state, report = self._train_inner(state, batch)

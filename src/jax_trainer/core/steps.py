@@ -104,7 +104,7 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
 
 
 def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     return {
         "optimizer/grad_global_norm": {"value": grad_norm, "log_mode": "train"},
         "optimizer/grad_global_norm_max": {
@@ -113,7 +113,7 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
             "log_freq": "epoch",
             "log_mode": "train",
         },
-        "optimizer/params_global_norm": {"value": optax.global_norm(params), "log_mode": "train"},
+        "optimizer/params_global_norm": {"value": optax.tree.norm(params), "log_mode": "train"},
     }
 
 

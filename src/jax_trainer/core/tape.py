@@ -66,9 +66,9 @@ class TapeFormat(NamedTuple):
         off_tape = tuple(name for name, metric in metrics.by_name.items() if not _fits(metric))
         return cls(placed, default_weight, off_tape, position + 1)
 
-    def blank(self, length: int) -> jax.Array:
+    def blank(self, length: int, sharding: Any = None) -> jax.Array:
         """An empty tape that holds the last `length` steps."""
-        return jnp.zeros((length, self.width), jnp.uint32)
+        return jax.device_put(np.zeros((length, self.width), np.uint32), sharding)
 
     def append(self, tape: jax.Array, metrics: Metrics) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The tape after one more step, and what did not fit on it."""

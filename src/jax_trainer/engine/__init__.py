@@ -18,7 +18,7 @@ from jax_trainer.engine.events import (
     StepMetrics,
 )
 from jax_trainer.engine.feed import Addressed, Data, DataError
-from jax_trainer.engine.loop import Position, eval_events, train_events
+from jax_trainer.engine.loop import Position, eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "StopTraining",
     "drive",
     "eval_events",
+    "evaluate",
     "run",
     "train_events",
 ]

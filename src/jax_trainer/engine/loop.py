@@ -132,6 +132,14 @@ def eval_events(
         yield EvalEnd(at.step, at.epoch, at.state, name, meter.compute())
 
 
+def evaluate(
+    program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """The metrics of `state` on each of the evaluation sets, by name."""
+    at, plan = Event(int(state.step), 0, state), Plan(max_steps=0, eval_batches=max_batches)
+    return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
+
+
 class _Recorder:
     """Dispatches training steps and collects what they report."""
 

@@ -1,0 +1,72 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_trainer.adapters import function_program, stateful_program
+from jax_trainer.core import compile_program
+from jax_trainer.engine import Data, Plan, run
+from jax_trainer.testing import Recorder, numbered_data, numbered_loader
+
+EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
+
+
+def steps(program, n=5):
+    compiled = compile_program(program, on_recompile="ignore")
+    seen = Recorder()
+    state = compiled.init(jax.random.key(0), EXAMPLE)
+    return run(compiled, state, Data(numbered_loader()), Plan(max_steps=n), [seen]), seen
+
+
+def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
+    tx = optax.adam(1e-2)
+
+    def init(key, batch):
+        return {"w": jnp.zeros((batch["x"].shape[-1], 4))}
+
+    def loss(params, batch, *, rng, train):
+        return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"]).mean()
+
+    params = init(None, EXAMPLE)
+    opt_state = tx.init(params)
+    for batch, _ in zip(numbered_loader().epoch(1), range(5), strict=False):
+        grads = jax.grad(lambda p, b=batch: loss(p, b, rng=None, train=True))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    state, _ = steps(function_program(init, loss, tx))
+    np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-7)
+
+
+def test_metrics_may_come_with_the_loss():
+    def loss(params, batch, *, rng, train):
+        return params**2, {"half": params / 2}
+
+    _, seen = steps(function_program(lambda key, batch: jnp.ones(()), loss, optax.sgd(0.1)), 1)
+    assert seen.steps[1]["half"] == 0.5
+
+
+def test_a_state_of_its_own_is_carried():
+    def loss(params, model_state, batch, *, rng, train):
+        return (params * model_state) ** 2, (model_state + 1, {"state": model_state})
+
+    program = stateful_program(lambda key, batch: (jnp.ones(()), jnp.zeros(())), loss, optax.sgd(0.0))
+    state, seen = steps(program, 4)
+    assert float(state.model_state) == 4
+    assert [seen.steps[step]["state"] for step in (1, 2, 3, 4)] == [0, 1, 2, 3]
+
+
+def test_an_equinox_module_trains():
+    static = eqx.partition(eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0)), eqx.is_inexact_array)[1]
+
+    def init(key, batch):
+        return eqx.filter(eqx.nn.MLP(batch["x"].shape[-1], 4, 16, 1, key=key), eqx.is_inexact_array)
+
+    def loss(params, batch, *, rng, train):
+        logits = jax.vmap(eqx.combine(params, static))(batch["x"])
+        value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+        return value, {"acc": (logits.argmax(-1) == batch["y"]).mean()}
+
+    state, seen = steps(function_program(init, loss, optax.adam(1e-2)), 60)
+    assert isinstance(state.params, eqx.nn.MLP)
+    assert seen.steps[60]["loss"] < 0.6 * seen.steps[1]["loss"]

@@ -1,0 +1,211 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_trainer.adapters import linen_program, nnx_program, write_back
+from jax_trainer.core import Layout, compile_program, with_ema
+from jax_trainer.engine import Data, Plan, evaluate, run
+from jax_trainer.testing import (
+    Recorder,
+    TinyLinen,
+    TinyNNX,
+    assert_close,
+    assert_same_bits,
+    linen_loss,
+    nnx_loss,
+    nnx_with_weights_of,
+    numbered_data,
+    numbered_loader,
+)
+
+EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
+
+
+def steps(program, n=5, key=0):
+    compiled = compile_program(program, on_recompile="ignore")
+    seen = Recorder()
+    state = compiled.init(jax.random.key(key), EXAMPLE)
+    return run(compiled, state, Data(numbered_loader()), Plan(max_steps=n), [seen]), seen
+
+
+def test_same_weights_and_seed_give_the_losses_of_linen():
+    linen = linen_program(TinyLinen(0.0), linen_loss, optax.adam(1e-2), to_input=lambda batch: batch["x"])
+    start = compile_program(linen).init(jax.random.key(0), EXAMPLE)
+    nnx_model = nnx_with_weights_of(start.params, start.model_state, dropout=0.0)
+    end_linen, seen_linen = steps(linen, 40)
+    end_nnx, seen_nnx = steps(nnx_program(nnx_model, nnx_loss, optax.adam(1e-2)), 40)
+    losses = [[seen.steps[step]["loss"] for step in range(1, 41)] for seen in (seen_linen, seen_nnx)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert_close(end_nnx.params["out"], dict(end_linen.params["out"]), rtol=1e-4, atol=1e-5)
+
+
+def test_batch_statistics_are_updated_in_training_only(key):
+    compiled = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1)))
+    state = compiled.init(key, EXAMPLE)
+    before = jax.tree.map(np.asarray, state.model_state)
+    evaluate(compiled, state, {"val": [EXAMPLE]})
+    assert_same_bits(jax.tree.map(np.asarray, state.model_state), before)
+    state = run(compiled, state, Data([EXAMPLE]), Plan(max_epochs=1))
+    assert np.abs(np.asarray(state.model_state["norm"]["mean"]) - before["norm"]["mean"]).max() > 0
+
+
+def test_dropout_differs_between_steps_and_repeats_with_the_seed():
+    class Mask(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.a, self.b = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(model, batch, train):
+        ones = jnp.ones(64)
+        bits = jnp.sin(jnp.arange(64.0))  # tells masks apart
+        return model.scale[...] * 0, {"a": (model.a(ones) * bits).sum(), "b": (model.b(ones) * bits).sum()}
+
+    _, seen = steps(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
+    draws = [seen.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")]
+    assert len(set(draws)) == 6
+    _, again = steps(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
+    assert [again.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")] == draws
+
+
+def test_random_streams_do_not_travel_with_the_state(key):
+    state = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
+    assert set(state.model_state) == {"norm"}
+    kinds = {type(node) for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+    assert not any(issubclass(kind, nnx.Variable) for kind in kinds)
+
+
+def test_any_kind_of_variable_is_carried_and_new_ones_are_not():
+    class Calls(nnx.Variable):
+        pass
+
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+            self.calls = Calls(jnp.zeros((), jnp.int32))
+            self.tied = self.layers[0]
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            self.seen = nnx.Intermediate(x)
+            for layer in (*self.layers, self.tied):
+                x = layer(x)
+            return x
+
+    def loss(model, batch, train):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    state, _ = steps(nnx_program(Counting, loss, optax.sgd(0.01)))
+    assert int(state.model_state["calls"]) == 5
+    assert set(state.model_state) == {"calls"}
+    assert set(state.params["layers"]) == {0, 1}
+    assert len(jax.tree.leaves(state.params)) == 4  # a shared layer is there once
+
+
+def test_only_what_the_filter_names_is_trained(key):
+    class Frozen(nnx.Param):
+        pass
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.fixed, self.free = Frozen(jnp.ones(3)), nnx.Param(jnp.ones(3))
+
+    def loss(model, batch, train):
+        return (model.fixed[...] * model.free[...]).sum(), {}
+
+    def trainable(path, variable):
+        return isinstance(variable, nnx.Param) and not isinstance(variable, Frozen)
+
+    state, _ = steps(nnx_program(Model, loss, optax.sgd(0.1), trainable=trainable))
+    assert set(state.params) == {"free"}
+    np.testing.assert_array_equal(state.model_state["fixed"], np.ones(3))
+
+
+def test_a_built_model_is_the_start_and_is_not_touched_until_written_back():
+    model = TinyNNX(nnx.Rngs(7))
+    before = np.array(model.out.kernel[...])
+    state, _ = steps(nnx_program(model, nnx_loss, optax.adam(1e-2)), 20)
+    np.testing.assert_array_equal(model.out.kernel[...], before)
+    write_back(model, state)
+    np.testing.assert_array_equal(model.out.kernel[...], state.params["out"]["kernel"])
+    np.testing.assert_array_equal(model.norm.mean[...], state.model_state["norm"]["mean"])
+    model.eval()
+    assert model(EXAMPLE["x"]).shape == (32, 4)
+
+
+def test_averaged_weights_can_be_written_back():
+    model = TinyNNX(nnx.Rngs(7))
+    state, _ = steps(with_ema(nnx_program(model, nnx_loss, optax.adam(1e-2)), 0.9), 20)
+    write_back(model, state, params=state.extra["ema"])
+    np.testing.assert_array_equal(model.out.kernel[...], state.extra["ema"]["out"]["kernel"])
+
+
+def test_a_model_is_built_from_the_example_batch_where_it_asks(key):
+    def build(rngs, example):
+        return nnx.Linear(example["x"].shape[-1], 4, rngs=rngs)
+
+    def loss(model, batch, train):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    state = compile_program(nnx_program(build, loss, optax.sgd(0.1))).init(key, EXAMPLE)
+    assert state.params["kernel"].shape == (8, 4)
+
+
+def test_a_class_that_takes_rngs_by_keyword_is_built(key):
+    class Model(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.layer = nnx.Linear(8, 4, rngs=rngs)
+
+    def loss(model, batch, train):
+        return (model.layer(batch["x"]) ** 2).mean(), {}
+
+    assert compile_program(nnx_program(Model, loss, optax.sgd(0.1))).init(key, EXAMPLE).params["layer"]
+
+
+def test_a_step_before_init_is_a_clear_error(key):
+    program = nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))
+    state = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
+    with pytest.raises(RuntimeError, match="Call `init"):
+        program.train_step(state, EXAMPLE)
+
+
+def test_stacked_layers_with_their_own_streams_train():
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap
+            def layers(rngs):
+                return nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+            self.linear, self.dropout = layers(rngs)
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+            def apply(x, linear, dropout):
+                return dropout(nnx.relu(linear(x)))
+
+            return apply(x, self.linear, self.dropout)
+
+    def loss(model, batch, train):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    _, seen = steps(nnx_program(Stack, loss, optax.sgd(0.1)), 20)
+    assert seen.steps[20]["loss"] < seen.steps[1]["loss"]
+
+
+def test_with_a_layout_no_device_holds_a_whole_sharded_parameter(key):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def rows(path, shape):
+        split = path.endswith("kernel") and shape[0] % 8 == 0
+        return jax.sharding.PartitionSpec("data") if split else jax.sharding.PartitionSpec()
+
+    layout = Layout(mesh=mesh, param_spec=rows)
+    compiled = compile_program(nnx_program(TinyNNX, nnx_loss, optax.adam(1e-2)), layout=layout)
+    state = compiled.init(key, EXAMPLE)
+    for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
+        assert {shard.data.shape for shard in tree["hidden"]["kernel"].addressable_shards} == {(1, 16)}
+    state = run(compiled, state, Data([EXAMPLE] * 3), Plan(max_epochs=1))
+    assert {shard.data.shape for shard in state.params["hidden"]["kernel"].addressable_shards} == {(1, 16)}

@@ -1,0 +1,58 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jax_trainer.callbacks import LogMetrics
+from jax_trainer.core import compile_program
+from jax_trainer.engine import Data, Every, Plan, run
+from jax_trainer.logger import JsonlWriter
+from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
+
+EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
+PROGRAM = compile_program(tiny_program("linen"), on_recompile="ignore")
+
+
+def logged(path, plan, every):
+    recorder = Recorder()
+    writer = JsonlWriter(path)
+    data = Data(numbered_loader(), {"val": numbered_loader(64)})
+    run(PROGRAM, PROGRAM.init(jax.random.key(0), EXAMPLE), data, plan, [LogMetrics(writer, every), recorder])
+    return [json.loads(line) for line in path.read_text().splitlines()], recorder
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 8, "epoch"])
+@pytest.mark.parametrize("metrics_every", [7, 50])
+def test_windows_of_steps_are_weighted_means_at_multiples(tmp_path, steps_per_call, metrics_every):
+    plan = Plan(max_epochs=2, steps_per_call=steps_per_call, metrics_every=metrics_every)
+    rows, seen = logged(tmp_path / "metrics.jsonl", plan, every=10)
+    windows = {row["step"]: row for row in rows if "train/loss_step" in row}
+    assert list(windows) == [10, 20, 30, 40, 50, 60]
+    sizes = {step: 11 if step % 32 == 0 else 32 for step in range(1, 65)}
+    for end, row in windows.items():
+        steps = range(end - 9, end + 1)
+        mean = np.average([seen.steps[s]["loss"] for s in steps], weights=[sizes[s] for s in steps])
+        assert row["train/loss_step"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_epochs_and_evaluations_are_written_under_their_names(tmp_path):
+    rows, seen = logged(tmp_path / "metrics.jsonl", Plan(max_epochs=2, eval_every=Every(epochs=1)), every=0)
+    assert [(row["step"], row["epoch"]) for row in rows] == [(32, 1), (32, 1), (64, 2), (64, 2)]
+    assert rows[0]["train/loss_epoch"] == seen.epochs[1]["loss"]
+    assert rows[0]["optimizer/grad_global_norm_max_epoch"] == seen.epochs[1]["optimizer/grad_global_norm_max"]
+    assert rows[1]["val/acc"] == seen.evals[0][2]["acc"]
+    assert not [name for row in rows for name in row if name.endswith("_step")]
+
+
+def test_metrics_of_epochs_only_are_not_in_step_rows(tmp_path):
+    rows, _ = logged(tmp_path / "metrics.jsonl", Plan(max_steps=10), every=10)
+    assert "optimizer/grad_global_norm_step" in rows[0]
+    assert "optimizer/grad_global_norm_max_step" not in rows[0]
+
+
+def test_a_negative_interval_is_refused(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="`every_n_steps` must be at least 0, got -1"):
+        LogMetrics(writer, -1)
+    writer.close("failed")

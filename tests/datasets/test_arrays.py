@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_trainer.datasets import ArrayLoader
+
+IDS = np.arange(100)
+
+
+def ids(loader, epoch, start=0):
+    return np.concatenate(list(loader.epoch(epoch, start)))
+
+
+@given(
+    examples=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    epoch=st.integers(1, 5),
+    shuffle=st.booleans(),
+)
+def test_every_example_comes_exactly_once_per_epoch(examples, batch_size, epoch, shuffle):
+    loader = ArrayLoader(np.arange(examples), batch_size, shuffle=shuffle)
+    batches = list(loader.epoch(epoch))
+    assert len(batches) == len(loader)
+    assert sorted(np.concatenate(batches)) == list(range(examples))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    loader = ArrayLoader(IDS, 10, shuffle=True, seed=1)
+    np.testing.assert_array_equal(ids(loader, 2), ids(ArrayLoader(IDS, 10, shuffle=True, seed=1), 2))
+    assert not np.array_equal(ids(loader, 1), ids(loader, 2))
+    assert not np.array_equal(ids(loader, 1), ids(ArrayLoader(IDS, 10, shuffle=True, seed=2), 1))
+
+
+def test_without_shuffling_the_order_is_kept():
+    np.testing.assert_array_equal(ids(ArrayLoader(IDS, 7), 3), IDS)
+
+
+@given(start=st.integers(0, 10))
+def test_an_epoch_can_be_entered_at_any_batch(start):
+    loader = ArrayLoader(IDS, 10, shuffle=True)
+    if start < 10:
+        np.testing.assert_array_equal(ids(loader, 4, start), ids(loader, 4)[start * 10 :])
+    else:
+        assert not list(loader.epoch(4, start))
+
+
+def test_the_last_batch_is_ragged_or_dropped():
+    assert [len(b) for b in ArrayLoader(IDS, 30)] == [30, 30, 30, 10]
+    assert [len(b) for b in ArrayLoader(IDS, 30, drop_last=True)] == [30, 30, 30]
+
+
+@given(limit=st.integers(1, 6), batch_size=st.integers(1, 30))
+def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
+    loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
+    epoch = loader.epoch(1)
+    taken = []
+    while (chunk := epoch.take(limit, 6))[1]:
+        stacked, steps = chunk
+        assert stacked["id"].shape == (6, batch_size)
+        taken += [{name: array[i] for name, array in stacked.items()} for i in range(steps)]
+    full = [batch for batch in loader.epoch(1) if len(batch["id"]) == batch_size]
+    assert len(taken) == len(full)
+    for a, b in zip(taken, full, strict=True):
+        np.testing.assert_array_equal(a["id"], b["id"])
+        np.testing.assert_array_equal(a["x"], b["x"])
+    assert len(list(epoch)) == len(loader) - len(full)  # the ragged one is still to come
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        ((np.zeros(3), np.zeros(4)), {}, "share their first axis"),
+        (np.zeros(()), {}, "share their first axis"),
+        (np.zeros(0), {}, "no examples"),
+        (np.zeros(5), {"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        (np.zeros(5), {"drop_last": True}, "5 examples make no full batch of 8.*at most 5"),
+    ],
+)
+def test_arrays_that_make_no_batches_are_refused_with_the_cure(arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        ArrayLoader(arrays, **{"batch_size": 8, **options})

@@ -1,0 +1,183 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import compile_program
+from jax_trainer.engine import Data, Event, FitEnd, Plan, StepEnd, StopTraining, run
+from jax_trainer.testing import Recorder, numbered_data, numbered_loader
+
+EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
+PROGRAM = compile_program(
+    function_program(
+        lambda key, batch: jnp.zeros(()),
+        lambda params, batch, *, rng, train: (batch["x"].mean() - params) ** 2,
+        optax.sgd(0.1),
+    ),
+    on_recompile="ignore",
+)
+
+
+class Ends:
+    """Notes how the run ended."""
+
+    def __init__(self) -> None:
+        self.status: list[str] = []
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, FitEnd):
+            self.status.append(event.status)
+
+
+class At:
+    """Does something at the end of one step."""
+
+    def __init__(self, step: int, action) -> None:
+        self.step, self.action = step, action
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepEnd) and event.step == self.step:
+            self.action()
+
+
+def fit(*observers, plan=None):
+    state = PROGRAM.init(jax.random.key(0), EXAMPLE)
+    return run(PROGRAM, state, Data(numbered_loader()), plan or Plan(max_epochs=2), observers)
+
+
+def raising(error):
+    def action():
+        raise error
+
+    return action
+
+
+def test_a_completed_run_says_so_and_returns_the_last_state():
+    ends = Ends()
+    assert int(fit(ends).step) == 64
+    assert ends.status == ["completed"]
+
+
+def test_an_observer_can_stop_the_run_after_the_current_step():
+    ends, seen = Ends(), Recorder()
+    state = fit(seen, At(7, raising(StopTraining())), ends)
+    assert (int(state.step), seen.names.count("StepEnd"), ends.status) == (7, 7, ["stopped"])
+
+
+def test_observers_are_told_in_list_order():
+    order = []
+    fit(At(1, lambda: order.append("first")), At(1, lambda: order.append("second")))
+    assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("where", ["observer", "loader"])
+def test_a_failure_reaches_every_observer_and_the_caller(where):
+    def loader():
+        yield EXAMPLE
+        if where == "loader":
+            raise OSError("disk gone")
+
+    before, after = Ends(), Ends()
+    failing = At(1, raising(OSError("disk gone")) if where == "observer" else lambda: None)
+    state = PROGRAM.init(jax.random.key(0), EXAMPLE)
+    with pytest.raises(OSError, match="disk gone"):
+        run(PROGRAM, state, Data(loader), Plan(max_epochs=1), [before, failing, after])
+    assert before.status == after.status == ["failed"]
+
+
+def test_an_observer_that_fails_at_the_end_keeps_nobody_from_ending():
+    class FailsAtEnd:
+        def handle(self, event: Event) -> None:
+            if isinstance(event, FitEnd):
+                raise OSError("cannot close")
+
+    ends = Ends()
+    with pytest.raises(OSError, match="cannot close"):
+        fit(FailsAtEnd(), ends)
+    assert ends.status == ["completed"]
+
+
+def test_the_failure_of_the_run_is_not_hidden_by_one_at_the_end():
+    class FailsAtEnd:
+        def handle(self, event: Event) -> None:
+            if isinstance(event, FitEnd):
+                raise OSError("cannot close")
+
+    with pytest.raises(OSError, match="cannot close") as caught:
+        fit(At(3, raising(ValueError("the real reason"))), FailsAtEnd())
+    assert "the real reason" in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_the_run_after_the_current_step(number, error):
+    before = signal.getsignal(number)
+    ends, seen = Ends(), Recorder()
+    with pytest.raises(error) as caught:
+        fit(At(5, lambda: os.kill(os.getpid(), number)), seen, ends)
+    assert (seen.names.count("StepEnd"), ends.status) == (5, ["interrupted"])
+    assert number != signal.SIGTERM or caught.value.code == 143
+    assert signal.getsignal(number) is before
+
+
+def test_the_handler_of_the_user_is_called_too_and_is_back_afterwards():
+    called = []
+
+    def mine(number, frame):
+        called.append(number)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(SystemExit):
+            fit(At(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        assert called == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_handlers_are_restored_after_a_failure():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(OSError, match="disk"):
+        fit(At(2, raising(OSError("disk"))))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_training_works_outside_the_main_thread():
+    ends = Ends()
+    thread = threading.Thread(target=fit, args=(ends,))
+    thread.start()
+    thread.join(60)
+    assert ends.status == ["completed"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
+    script = f"""
+    import itertools, os, jax, jax.numpy as jnp, numpy as np, optax
+    from jax_trainer import Data, Plan, compile_program, function_program, run
+
+    class Interrupt:
+        def handle(self, event):
+            if type(event).__name__ == "StepEnd" and event.step == 3:
+                os.kill(os.getpid(), {int(number)})
+            if type(event).__name__ == "FitEnd":
+                print(event.status, event.step, flush=True)
+
+    loss = lambda params, batch, *, rng, train: (batch.mean() - params) ** 2
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1)))
+    batch = np.ones(4, np.float32)
+    run(program, program.init(jax.random.key(0), batch), Data(itertools.repeat(batch)), Plan(max_steps=100), [Interrupt()])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "interrupted 3\n", done.stderr
+    assert done.returncode == code

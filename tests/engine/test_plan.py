@@ -1,0 +1,84 @@
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_trainer.engine import Every, Plan
+
+
+def test_every_is_due_at_multiples_and_never_by_default():
+    assert [s for s in range(1, 11) if Every(steps=5).at_step(s)] == [5, 10]
+    assert [e for e in range(1, 7) if Every(epochs=3).at_epoch(e)] == [3, 6]
+    assert Every(minutes=0.5).after(30.0)
+    assert not Every(minutes=0.5).after(29.9)
+    never = Every()
+    assert not (never.at_step(1) or never.at_epoch(1) or never.after(1e9))
+
+
+@pytest.mark.parametrize("wrong", [{"steps": -1}, {"epochs": -2}, {"minutes": -0.1}, {"steps": 1.5}])
+def test_every_refuses_what_cannot_recur(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=…"):
+        Every(**wrong)
+
+
+def test_a_plan_without_an_end_is_an_error():
+    with pytest.raises(ValueError, match="no end: set `max_steps`, `max_epochs` or `max_time`"):
+        Plan()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_steps": -1},
+        {"max_epochs": 1.5},
+        {"max_steps": True},
+        {"steps_per_epoch": 0},
+        {"eval_batches": 0},
+        {"steps_per_call": 0},
+        {"steps_per_call": "all"},
+        {"metrics_every": 0},
+        {"max_time": 0},
+    ],
+)
+def test_a_plan_names_the_field_and_the_value_that_is_wrong(wrong):
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
+        Plan(**{"max_epochs": 1, **wrong})
+
+
+def test_limits_mix_and_the_first_one_ends_the_run():
+    plan = Plan(max_steps=100, max_epochs=3, max_time=timedelta(minutes=1))
+    assert not plan.finished(99, 2, 59.0)
+    assert plan.finished(100, 2, 59.0)
+    assert plan.finished(99, 3, 59.0)
+    assert plan.finished(99, 2, 60.0)
+
+
+def test_a_fast_dev_run_is_a_few_steps_then_an_evaluation():
+    plan = Plan(max_epochs=100, eval_every=Every(steps=1), fast_dev_run=2).resolved()
+    assert (plan.max_steps, plan.max_epochs, plan.eval_batches, plan.eval_at_end) == (2, None, 2, True)
+    assert plan.eval_every == Every()
+
+
+@given(
+    step=st.integers(0, 500),
+    per_call=st.integers(1, 64),
+    left=st.none() | st.integers(1, 300),
+    every=st.lists(st.integers(1, 40), max_size=3),
+)
+def test_a_chunk_never_passes_a_step_where_somebody_looks(step, per_call, left, every):
+    first, *rest = [Every(steps=n) for n in every] or [Every()]
+    plan = Plan(max_steps=10_000, eval_every=first, cuts=tuple(rest))
+    chunk = plan.chunk(step, left, per_call)
+    assert 1 <= chunk <= min(per_call, left or per_call)
+    inside = range(step + 1, step + chunk)
+    assert not any(wish.at_step(s) for s in inside for wish in (first, *rest))
+
+
+def test_observers_that_need_every_step_set_the_chunk_to_one():
+    class Nosy:
+        sees_state_every = Every(steps=1)
+
+    assert Plan(max_steps=10).seen_by([Nosy(), object()]).chunk(0, None, 25) == 1
+    assert Plan(max_steps=10).seen_by([object()]).chunk(0, None, 25) == 25

@@ -1,0 +1,90 @@
+"""Imports go downward: this table is the map, and no file may import past it."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
+
+MAY_IMPORT = {
+    "core": set(),
+    "adapters": {"core"},
+    "engine": {"core"},
+    "datasets": {"core"},
+    "logger": {"core"},
+    "callbacks": {"core", "engine", "logger", "datasets"},
+    "testing": {"core", "engine", "adapters", "datasets"},
+}
+CORE_DEPENDENCIES = {"jax", "flax", "optax", "numpy", "rich", "jax_trainer"}
+ONLY_JIT = SOURCE / "core" / "compile.py"
+
+FILES = sorted(SOURCE.rglob("*.py"))
+ROOM_FILES = [file for file in FILES if file.parent != SOURCE]
+
+
+def imports(file: Path) -> list[tuple[str, ast.AST]]:
+    tree = ast.parse(file.read_text())
+    found = [(alias.name, node) for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return found + [
+        (node.module or "", node) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level
+    ]
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
+
+
+def test_the_table_names_every_room():
+    rooms = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
+    assert rooms == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("file", ROOM_FILES, ids=name_of)
+def test_imports_go_downward(file: Path):
+    room = file.relative_to(SOURCE).parts[0]
+    used = {name.split(".")[1] for name, _ in imports(file) if name.startswith("jax_trainer.")}
+    assert used - {room} <= MAY_IMPORT[room]
+    assert "jax_trainer" not in {name for name, _ in imports(file)}, "import from a room, not from the package"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_nothing_is_imported_inside_a_function_or_for_type_checking_only(file: Path):
+    tree = ast.parse(file.read_text())
+    inner = [
+        node
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.If)
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not inner
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_the_core_dependencies_are_imported(file: Path):
+    roots = {name.split(".")[0] for name, _ in imports(file)}
+    assert roots <= CORE_DEPENDENCIES | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != ONLY_JIT], ids=name_of)
+def test_jit_is_called_in_one_file_only(file: Path):
+    calls = [
+        node.attr
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("jit", "pmap", "pjit")
+    ]
+    assert not calls
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_no_unsafe_call_stands_in_the_library(file: Path):
+    unsafe = r"pickle|(?<![.\w])(eval|exec)\(|yaml\.load|full_load|import_module|extractall|shell=True"
+    assert not re.findall(unsafe, file.read_text().replace("allow_pickle=False", ""))
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_a_room_states_its_job(room: str):
+    assert len(ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or "") > 40

@@ -1,0 +1,57 @@
+"""What is exported is documented and annotated, and importing it costs and does little."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOMS = ["core", "adapters", "engine", "datasets", "logger", "callbacks", "testing"]
+MODULES = ["jax_trainer", *(f"jax_trainer.{room}" for room in ROOMS)]
+
+
+def exported() -> list[tuple[str, str]]:
+    return [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), exported())
+def test_an_exported_name_exists_and_is_documented(module: str, name: str):
+    thing = getattr(importlib.import_module(module), name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        own = thing.__dict__.get("__doc__") if inspect.isclass(thing) else thing.__doc__
+        assert own, f"{module}.{name} has no docstring"
+
+
+@pytest.mark.parametrize(("module", "name"), exported())
+def test_an_exported_function_is_annotated(module: str, name: str):
+    thing = getattr(importlib.import_module(module), name)
+    if not inspect.isfunction(thing):
+        return
+    signature = inspect.signature(thing)
+    bare = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
+    assert not bare
+    assert signature.return_annotation is not signature.empty
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_exports_are_sorted_and_unique(module: str):
+    names = importlib.import_module(module).__all__
+    assert len(set(names)) == len(names)
+
+
+def test_importing_loads_no_optional_tool_and_touches_no_device():
+    script = """
+    import sys, threading
+    import jax_trainer
+    heavy = {"torch", "tensorboardX", "tensorboard", "wandb", "matplotlib", "optuna", "grain", "orbax", "keras"}
+    assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    assert threading.active_count() == 1
+    from jax._src import xla_bridge
+    assert not xla_bridge._backends, "a device was initialised"
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

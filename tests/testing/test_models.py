@@ -1,0 +1,27 @@
+import jax
+import numpy as np
+import pytest
+
+from jax_trainer.core import compile_program
+from jax_trainer.engine import Data, Plan, run
+from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
+
+
+def test_the_tiny_model_learns_the_numbered_data(flavour):
+    program = compile_program(tiny_program(flavour), on_recompile="ignore")
+    loader = numbered_loader()
+    seen = Recorder()
+    state = program.init(jax.random.key(0), next(iter(loader)))
+    run(program, state, Data(loader), Plan(max_epochs=5), [seen])
+    assert seen.epochs[5]["acc"] > 0.8 > seen.epochs[1]["acc"]
+
+
+def test_an_unknown_flavour_is_refused():
+    with pytest.raises(ValueError, match="'linen' or 'nnx', got 'haiku'"):
+        tiny_program("haiku")
+
+
+def test_numbered_data_tells_every_example_apart():
+    data = numbered_data(50)
+    np.testing.assert_array_equal(data["id"], np.arange(50))
+    assert len(np.unique(data["x"], axis=0)) == 50
