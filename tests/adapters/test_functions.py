@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
     def loss(params, batch, *, rng, train):
         return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"]).mean()
 
-    params = init(None, EXAMPLE)
+    params: Any = init(None, EXAMPLE)
     opt_state = tx.init(params)
     for batch, _ in zip(numbered_loader().epoch(1), range(5), strict=False):
         grads = jax.grad(lambda p, b=batch: loss(p, b, rng=None, train=True))(params)

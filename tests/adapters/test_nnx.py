@@ -132,7 +132,7 @@ def test_a_built_model_is_the_start_and_is_not_touched_until_written_back():
     np.testing.assert_array_equal(model.out.kernel[...], state.params["out"]["kernel"])
     np.testing.assert_array_equal(model.norm.mean[...], state.model_state["norm"]["mean"])
     model.eval()
-    assert model(EXAMPLE["x"]).shape == (32, 4)
+    assert model(jnp.asarray(EXAMPLE["x"])).shape == (32, 4)
 
 
 def test_averaged_weights_can_be_written_back():

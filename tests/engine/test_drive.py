@@ -174,7 +174,8 @@ def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
     loss = lambda params, batch, *, rng, train: (batch.mean() - params) ** 2
     program = compile_program(function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1)))
     batch = np.ones(4, np.float32)
-    run(program, program.init(jax.random.key(0), batch), Data(itertools.repeat(batch)), Plan(max_steps=100), [Interrupt()])
+    state = program.init(jax.random.key(0), batch)
+    run(program, state, Data(itertools.repeat(batch)), Plan(max_steps=100), [Interrupt()])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
