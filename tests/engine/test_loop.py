@@ -352,6 +352,15 @@ def test_an_error_in_the_loss_says_which_step_and_batch(key):
         run(program, program.init(key, EXAMPLE), Data([EXAMPLE]), Plan(max_epochs=1))
 
 
+def test_weakly_typed_parameters_compile_once(key):
+    def loss(params, batch, *, rng, train):
+        return ((params["a"].sum() + params["b"]) - batch["x"].mean()) ** 2
+
+    init = lambda key, batch: {"a": jnp.full(3, 1.0), "b": 2.0}
+    program = compile_program(function_program(init, loss, optax.adam(0.1)), on_recompile="error")
+    assert int(run(program, program.init(key, EXAMPLE), Data([EXAMPLE] * 3), Plan(max_epochs=1)).step) == 3
+
+
 def test_too_many_bad_steps_end_the_run_and_name_the_step(key):
     program = compile_program(with_finite_guard(averaging_program(), max_consecutive=3))
     bad = {**EXAMPLE, "x": np.full_like(EXAMPLE["x"], np.nan)}

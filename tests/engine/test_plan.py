@@ -63,16 +63,15 @@ def test_a_fast_dev_run_is_a_few_steps_then_an_evaluation():
 
 @given(
     step=st.integers(0, 500),
-    per_call=st.integers(1, 64),
     left=st.none() | st.integers(1, 300),
     every=st.lists(st.integers(1, 40), max_size=3),
 )
-def test_a_chunk_never_passes_a_step_where_somebody_looks(step, per_call, left, every):
+def test_there_is_never_room_past_a_step_where_somebody_looks(step, left, every):
     first, *rest = [Every(steps=n) for n in every] or [Every()]
     plan = Plan(max_steps=10_000, eval_every=first, cuts=tuple(rest))
-    chunk = plan.chunk(step, left, per_call)
-    assert 1 <= chunk <= min(per_call, left or per_call)
-    inside = range(step + 1, step + chunk)
+    room = plan.room(step, left)
+    assert 1 <= room <= (left or room)
+    inside = range(step + 1, step + min(room, 1000))
     assert not any(wish.at_step(s) for s in inside for wish in (first, *rest))
 
 
@@ -80,5 +79,5 @@ def test_observers_that_need_every_step_set_the_chunk_to_one():
     class Nosy:
         sees_state_every = Every(steps=1)
 
-    assert Plan(max_steps=10).seen_by([Nosy(), object()]).chunk(0, None, 25) == 1
-    assert Plan(max_steps=10).seen_by([object()]).chunk(0, None, 25) == 25
+    assert Plan(max_steps=10).seen_by([Nosy(), object()]).room(0, 25) == 1
+    assert Plan(max_steps=10).seen_by([object()]).room(0, 25) == 25

@@ -24,7 +24,7 @@ from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.rng import stream, streams
-from jax_trainer.core.state import FlaxState, TrainState, copy_state, new_state
+from jax_trainer.core.state import FlaxState, TrainState, copy_state, new_state, step_of
 from jax_trainer.core.steps import (
     GradFn,
     Gradients,
@@ -82,6 +82,7 @@ __all__ = [
     "new_state",
     "replicate",
     "reported_in",
+    "step_of",
     "stream",
     "streams",
     "with_ema",

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_trainer.core.layout import Layout
@@ -41,7 +42,8 @@ class CompiledProgram:
         self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
         donated = (0,) if donate else ()
         self.train_step: Callable[..., Stepped] = self._compile("train_step", self._step, donated)
-        self.train_chunk: Callable[..., Stepped] = self._compile("train_chunk", self._chunk, donated)
+        self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
+        self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
         self.eval_step: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
@@ -66,6 +68,14 @@ class CompiledProgram:
         """The same for evaluation."""
         return self._blank(_judged(self._outline(self._eval_inner, state, batch)), length)
 
+    def train_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: int) -> Stepped:
+        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
+        # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
+        # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
+        if steps == _length(batches) and jax.default_backend() != "cpu":
+            return self._full_chunk(state, tape, batches)
+        return self._part_chunk(state, tape, batches, np.int32(steps))
+
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
@@ -80,9 +90,10 @@ class CompiledProgram:
         tape, loose = TapeFormat.of(metrics).append(tape, metrics)
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
-    def _chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array) -> Stepped:
-        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
+    def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch) -> Stepped:
+        return self._chunk(state, tape, batches, _length(batches))
 
+    def _chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array | int) -> Stepped:
         def at(index: Any) -> Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
 
@@ -92,9 +103,8 @@ class CompiledProgram:
             kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
             return state, tape, kept
 
-        length = jax.tree.leaves(batches)[0].shape[0]
         shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b)[2], state, tape, jax.eval_shape(at, 0))
-        kept = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
+        kept = jax.tree.map(lambda x: jnp.zeros((_length(batches), *x.shape), x.dtype), shapes)
         return lax.fori_loop(0, steps, body, (state, tape, kept))
 
     def _judge(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
@@ -109,13 +119,14 @@ class CompiledProgram:
             return state
         return lax.with_sharding_constraint(state, self.layout.state_shardings(state))
 
-    def _compile(self, name: str, function: Callable[..., Any], donated: tuple[int, ...]) -> Callable[..., Any]:
+    def _compile(
+        self, name: str, function: Callable[..., Any], donated: tuple[int, ...], *more: str
+    ) -> Callable[..., Any]:
         if self.debug:
             return _without_jit(function)
-        arguments = ("state", "tape", "batch", "steps")[: 4 if name == "train_chunk" else 3]
         return Guarded(
             name,
-            arguments,
+            ("state", "tape", "batch", *more),
             function,
             compile=lambda traced: jax.jit(traced, donate_argnums=donated),
             on_recompile=self._on_recompile,
@@ -144,6 +155,10 @@ def compile_program(
     return CompiledProgram(
         program, layout=layout, donate=donate, debug=debug, keep_grads=keep_grads, on_recompile=on_recompile
     )
+
+
+def _length(batches: Batch) -> int:
+    return jax.tree.leaves(batches)[0].shape[0]
 
 
 def _reported(report: StepReport) -> Metrics:

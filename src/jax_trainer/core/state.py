@@ -70,7 +70,18 @@ class FlaxState(TrainState):
 
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params), key_data(key), {})
+    params, model_state = _strong(params), _strong(model_state)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(tx.init(params)), key_data(key), {})
+
+
+def _strong(tree: PyTree) -> PyTree:
+    # a weak type (`jnp.full(3, 1.0)`, a Python number) would become strong in the first step and compile it twice
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
+
+
+def step_of(state: TrainState) -> int:
+    """The number of steps taken, on the host; waits for the device."""
+    return int(jax.device_get(state.step))
 
 
 def copy_state(state: TrainState) -> TrainState:

@@ -189,9 +189,14 @@ class TapeReader:
         if step // self._every != (step - steps) // self._every:
             self._close()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a window closed long enough ago to be read."""
+        return bool(self._closed) and self._dispatched - self._closed[0].dispatched >= self._lag
+
     def ready(self) -> Iterator[StepRows]:
         """The windows that closed long enough ago."""
-        while self._closed and self._dispatched - self._closed[0].dispatched >= self._lag:
+        while self.has_news:
             yield self._read(self._closed.popleft())
 
     def flush(self) -> Iterator[StepRows]:
@@ -203,12 +208,13 @@ class TapeReader:
 
     def _close(self) -> None:
         assert self._tape is not None
-        self._tape.copy_to_host_async()
+        with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
+            self._tape.copy_to_host_async()
         self._closed.append(_Window(self._first, self._steps, self._tape, self._loose, self._dispatched))
         self._steps, self._loose = 0, []
 
     def _read(self, window: _Window) -> StepRows:
-        rows = np.asarray(window.tape)[-window.steps :]
+        rows = jax.device_get(window.tape)[-window.steps :]
         loose = [step for block, steps in window.loose for step in _unstack(jax.device_get(block), steps)]
         return StepRows(window.first, self._format.read(rows, loose))
 

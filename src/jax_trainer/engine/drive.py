@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
-from jax_trainer.core import CompiledProgram, TrainState
+from jax_trainer.core import CompiledProgram, TrainState, step_of
 from jax_trainer.engine.events import Event, FitEnd, FitStart, Status
 from jax_trainer.engine.feed import Data
 from jax_trainer.engine.loop import Position, train_events
@@ -53,7 +53,7 @@ def drive(
     `KeyboardInterrupt` or `SystemExit(143)`. A second one of them does not wait. The handlers that were installed
     before are back afterwards.
     """
-    event: Event = FitStart(int(state.step), at.epoch, state)
+    event: Event = FitStart(step_of(state), at.epoch, state)
     status: Status = "failed"
     with _signals() as stop:
         try:

@@ -171,6 +171,7 @@ class Cursor:
                 return None
             self.position += 1
             return Taken(batch, 1, False)
+        limit = min(limit, chunk)
         whole = self._take_whole(limit, chunk)
         return self._stack(limit, chunk) if whole is None else whole
 

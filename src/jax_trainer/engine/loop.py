@@ -1,16 +1,15 @@
 """The two loops of the library: generators that yield wherever the outside world may look, act or stop."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_trainer.core import (
-    Batch,
     BatchChangedError,
     CompiledProgram,
     LogFreq,
@@ -20,6 +19,7 @@ from jax_trainer.core import (
     TrainState,
     failpoint,
     reported_in,
+    step_of,
 )
 from jax_trainer.engine.events import (
     EpochEnd,
@@ -31,7 +31,7 @@ from jax_trainer.engine.events import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.engine.feed import Cursor, Data, DataError, Feed, FirstBatches
+from jax_trainer.engine.feed import Cursor, Data, DataError, Feed, FirstBatches, Taken
 from jax_trainer.engine.plan import Plan
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
@@ -57,16 +57,24 @@ def train_events(
     feed, evals = _train_feed(data, plan), {name: Feed(source, name) for name, source in data.evals.items()}
     recorder = _Recorder(program, plan, feed)
     began = evaluated = time.monotonic()
-    step, epoch, epoch_step = int(state.step), at.epoch, at.epoch_step  # read once: from here on the host counts
+    deadline = began + (plan.max_seconds or math.inf)
+    eval_pause = 60 * plan.eval_every.minutes or math.inf
+    step, epoch, epoch_step = step_of(state), at.epoch, at.epoch_step  # read once: from here on the host counts
     evaluated_step = None
 
+    def judge() -> Iterator[Event]:
+        nonlocal evaluated, evaluated_step
+        if evaluated_step != step:
+            yield from eval_events(program, Event(step, epoch, state), evals, plan)
+            evaluated, evaluated_step = time.monotonic(), step
+
+    def tell(*, wait: bool) -> Iterator[Event]:
+        return (StepMetrics(step, epoch, state, rows) for rows in recorder.read(wait=wait))
+
     if plan.sanity_batches:
-        check = replace(plan, eval_batches=plan.sanity_batches)
-        for _ in eval_events(program, Event(step, epoch, state), evals, check):
-            pass
+        evaluate(program, state, evals, max_batches=plan.sanity_batches)
     if plan.eval_at_start:
-        yield from eval_events(program, Event(step, epoch, state), evals, plan)
-        evaluated, evaluated_step = time.monotonic(), step
+        yield from judge()
 
     while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
         epoch += not epoch_step
@@ -74,34 +82,32 @@ def train_events(
         recorder.prepare(state, cursor, epoch, epoch_step)
         yield EpochStart(step, epoch, state, plan.epoch_steps(step, epoch_step, feed.length))
 
-        while not plan.out_of_time(time.monotonic() - began):
-            limit = plan.chunk(step, plan.epoch_steps(step, epoch_step, feed.length), recorder.steps_per_call)
-            taken = cursor.take(limit, recorder.steps_per_call) if limit else None
+        room = 0
+        while time.monotonic() < deadline:
+            room = room or plan.room(step, plan.epoch_steps(step, epoch_step, feed.length))
+            taken = cursor.take(room, recorder.steps_per_call) if room else None
             if taken is None:
                 break
-            state, grads = recorder.dispatch(state, taken.batch, taken.steps, taken.stacked, step, cursor)
-            step, epoch_step = step + taken.steps, epoch_step + taken.steps
+            state, grads = recorder.dispatch(state, taken, step, cursor)
+            step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
             failpoint("step")
             yield StepEnd(step, epoch, state, taken.steps, epoch_step, grads)
-            due = plan.eval_every.at_step(step) or plan.eval_every.after(time.monotonic() - evaluated)
-            for rows in recorder.read(wait=due):
-                yield StepMetrics(step, epoch, state, rows)
+            due = (not room and plan.eval_every.at_step(step)) or time.monotonic() >= evaluated + eval_pause
+            if due or recorder.has_news:
+                yield from tell(wait=due)
             if due:
-                yield from eval_events(program, Event(step, epoch, state), evals, plan)
-                evaluated, evaluated_step = time.monotonic(), step
+                yield from judge()
 
-        if not epoch_step and not plan.out_of_time(time.monotonic() - began):
+        if not epoch_step and time.monotonic() < deadline:
             raise feed.used_up(epoch)
-        for rows in recorder.read(wait=True):
-            yield StepMetrics(step, epoch, state, rows)
+        yield from tell(wait=True)
         yield EpochEnd(step, epoch, state, recorder.epoch_metrics())
         epoch_step = 0
-        if plan.eval_every.at_epoch(epoch) and evaluated_step != step:
-            yield from eval_events(program, Event(step, epoch, state), evals, plan)
-            evaluated, evaluated_step = time.monotonic(), step
+        if plan.eval_every.at_epoch(epoch):
+            yield from judge()
 
-    if plan.eval_at_end and evaluated_step != step:
-        yield from eval_events(program, Event(step, epoch, state), evals, plan)
+    if plan.eval_at_end:
+        yield from judge()
 
 
 def eval_events(
@@ -118,8 +124,10 @@ def eval_events(
         yield EvalStart(at.step, at.epoch, at.state, name, _shorter(feed.length, plan.eval_batches))
         done = 0
         while done != plan.eval_batches and (taken := cursor.take(1)) is not None:
-            with _named(cursor, at.step):
+            try:
                 tape, loose = program.eval_step(at.state, tape, program.place(taken.batch, stacked=False))
+            except Exception as error:
+                raise _named(error, cursor, at.step)  # noqa: B904 - the same error, with a note
             done += 1
             reader.wrote(tape, loose, done, 1, stacked=False)
             in_flight.add(tape)
@@ -136,7 +144,7 @@ def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """The metrics of `state` on each of the evaluation sets, by name."""
-    at, plan = Event(int(state.step), 0, state), Plan(max_steps=0, eval_batches=max_batches)
+    at, plan = Event(step_of(state), 0, state), Plan(max_steps=0, eval_batches=max_batches)
     return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
 
 
@@ -159,21 +167,27 @@ class _Recorder:
         fmt, self._tape = self._program.train_tape(state, self._program.place(example, stacked=False), length)
         self._reader = TapeReader(fmt, self._plan.metrics_every, READ_AFTER)
 
-    def dispatch(
-        self, state: TrainState, batch: Batch, steps: int, stacked: bool, step: int, cursor: Cursor
-    ) -> tuple[TrainState, Any]:
-        """Sends `steps` steps after `step` to the device; returns the state after them and their gradients."""
-        with _named(cursor, step):
+    def dispatch(self, state: TrainState, taken: Taken, step: int, cursor: Cursor) -> tuple[TrainState, Any]:
+        """Sends the steps after `step` to the device; returns the state after them and their gradients."""
+        assert self._reader is not None and self._tape is not None  # `prepare` came first
+        batch, steps, stacked = taken
+        try:
             batch = self._program.place(batch, stacked=stacked)
             if stacked:
-                out = self._program.train_chunk(state, self._tape, batch, np.int32(steps))
+                state, tape, (loose, grads) = self._program.train_chunk(state, self._tape, batch, steps)
             else:
-                out = self._program.train_step(state, self._tape, batch)
-        state, self._tape, (loose, grads) = out
-        assert self._reader is not None  # `prepare` came first
-        self._reader.wrote(self._tape, loose, step + steps, steps, stacked=stacked)
-        self._in_flight.add(self._tape)
+                state, tape, (loose, grads) = self._program.train_step(state, self._tape, batch)
+        except Exception as error:
+            raise _named(error, cursor, step)  # noqa: B904 - the same error, with a note
+        self._tape = tape
+        self._reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
+        self._in_flight.add(tape)
         return state, grads
+
+    @property
+    def has_news(self) -> bool:
+        """Whether metrics of earlier steps can be read without waiting."""
+        return self._reader is not None and self._reader.has_news
 
     def read(self, *, wait: bool) -> Iterator[Any]:
         """The metrics that have arrived (or all, waiting for the device), checked and added to the epoch's."""
@@ -205,20 +219,14 @@ class _InFlight:
                 self._waiting.popleft().block_until_ready()
 
 
-class _named:
-    """Says in any error from a step which step and which batch it was."""
-
-    def __init__(self, cursor: Cursor, step: int) -> None:
-        self._cursor, self._step = cursor, step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, BatchChangedError):
-            raise DataError(f"The {self._cursor.last} differs from those before it: {error}") from error
-        if error is not None:
-            error.add_note(f"This happened in the step after step {self._step}, on {self._cursor.last}.")
+def _named(error: Exception, cursor: Cursor, step: int) -> Exception:
+    """The error, saying in which step and on which batch it happened."""
+    if isinstance(error, BatchChangedError):
+        changed = DataError(f"The {cursor.last} differs from those before it: {error}")
+        changed.__cause__ = error
+        return changed
+    error.add_note(f"This happened in the step after step {step}, on {cursor.last}.")
+    return error
 
 
 def _train_feed(data: Data, plan: Plan) -> Feed:

@@ -1,5 +1,6 @@
 """How long to train, and when to do what, as values."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -136,10 +137,10 @@ class Plan:
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def chunk(self, step: int, left: int | None, steps_per_call: int) -> int:
-        """How many steps the next dispatch takes: never past a step where somebody looks."""
-        stops = [wish.steps_left(step) for wish in (self.eval_every, *self.cuts)]
-        return max(0, min(n for n in (steps_per_call, left, *stops) if n is not None))
+    def room(self, step: int, left: int | None) -> int:
+        """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
+        looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts))
+        return max(0, min((n for n in (left, *looks) if n is not None), default=sys.maxsize))
 
 
 def _at_least(low: int, name: str, value: int | None, alternative: str = "") -> None:

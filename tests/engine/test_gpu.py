@@ -1,0 +1,37 @@
+"""What only a GPU can show: on the CPU, reading an array is not a transfer, so no guard catches it."""
+
+import itertools
+
+import jax
+import pytest
+
+from jax_trainer.core import compile_program
+from jax_trainer.engine import Data, Event, Every, Plan, StepEnd, run
+from jax_trainer.testing import numbered_data, tiny_program
+
+EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
+]
+
+
+class ReadsEveryLoss:
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepEnd):
+            float(event.state.params["out"]["bias"][0])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_the_loop_reads_nothing_back_that_nobody_asked_for(flavour, steps_per_call, key):
+    program = compile_program(tiny_program(flavour))
+    data = Data(itertools.repeat(EXAMPLE), {"val": [EXAMPLE]})
+    plan = Plan(max_steps=120, eval_every=Every(steps=40), steps_per_call=steps_per_call)
+    with jax.transfer_guard_device_to_host("disallow"):
+        assert int(jax.device_get(run(program, program.init(key, EXAMPLE), data, plan).step)) == 120
+
+
+def test_the_guard_would_notice(flavour, key):
+    program = compile_program(tiny_program(flavour))
+    with jax.transfer_guard_device_to_host("disallow"), pytest.raises(Exception, match="Disallowed device-to-host"):
+        run(program, program.init(key, EXAMPLE), Data([EXAMPLE]), Plan(max_epochs=1), [ReadsEveryLoss()])
