@@ -366,7 +366,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_step(key):
     bad = {**EXAMPLE, "x": np.full_like(EXAMPLE["x"], np.nan)}
     state = program.init(key, EXAMPLE)
     seen = Recorder()
-    with pytest.raises(NonFiniteError, match="Step 9: .*4th time in a row"):
+    with pytest.raises(NonFiniteError, match="Step 9: .*not finite 4 times in a row"):
         run(program, state, Data([EXAMPLE] * 5 + [bad] * 10), Plan(max_epochs=1, metrics_every=5), [seen])
     assert seen.names[-1] == "FitEnd"
 
@@ -420,3 +420,16 @@ def test_memory_does_not_grow_with_steps(prepared):
     run(program, fresh(), Data(batches * 1000), Plan(max_epochs=1), [Count()])
     assert len(live) == 10
     assert max(live[1:]) <= live[1] + 2
+
+
+def test_in_debug_mode_the_loss_sees_values_whatever_the_chunk(key):
+    branches = []
+
+    def loss(params, batch, *, rng, train):
+        branches.append(bool(batch["x"][0, 0] > 0))
+        return (batch["x"].mean() - params) ** 2
+
+    program = compile_program(function_program(lambda k, b: jnp.zeros(()), loss, optax.sgd(0.1)), debug=True)
+    state = program.init(key, EXAMPLE)
+    run(program, state, Data([EXAMPLE] * 4), Plan(max_epochs=1, steps_per_call=4))
+    assert len(branches) == 5  # four steps, and one look at what a step reports

@@ -34,7 +34,10 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             rows = _sized(rows, _length(rows))
             found = grad_fn(state.replace(model_state=model_state), rows, jax.random.fold_in(rng, index))
             count = jnp.asarray(found.metrics.weight_of("loss"), jnp.float32)
-            total = jax.tree.map(lambda t, g: t + count * g.astype(t.dtype), total, found.grads)
+            # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
+            total = jax.tree.map(
+                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, found.grads
+            )
             return (total, weight + count, found.model_state), found.metrics
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
@@ -46,7 +49,8 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
         if even < length:
             carry, rest = add(carry, (jnp.asarray(whole), jax.tree.map(lambda x: x[even:], batch)))
         total, weight, model_state = carry
-        grads = cast_like(jax.tree.map(lambda t: t / weight, total), state.params)
+        counted = jnp.where(weight > 0, weight, 1)
+        grads = cast_like(jax.tree.map(lambda t: t / counted, total), state.params)
         return Gradients(grads, model_state, merge_micro(stacked, rest))
 
     return accumulated

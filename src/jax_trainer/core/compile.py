@@ -1,7 +1,7 @@
 """`compile_program`: the one place that calls `jax.jit`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,12 @@ class CompiledProgram:
         keep_grads: bool = False,
         on_recompile: OnRecompile = "warn",
     ) -> None:
+        if on_recompile not in get_args(OnRecompile):
+            raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
         self.layout, self.debug, self.checks = layout, debug, program.checks
         self._program, self._keep_grads = program, keep_grads
+        self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
+        self._eval_format: TapeFormat | None = None
         self._on_recompile: OnRecompile = on_recompile
         # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
         self._train_inner = program.train_step if debug else jax.jit(program.train_step, inline=True)
@@ -62,11 +66,13 @@ class CompiledProgram:
 
     def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The format of what training steps report, and a blank tape for the last `length` of them."""
-        return self._blank(_reported(self._outline(self._train_inner, state, batch)[1]), length)
+        self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
+        return self._train_format, self._blank(self._train_format, length)
 
     def eval_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The same for evaluation."""
-        return self._blank(_judged(self._outline(self._eval_inner, state, batch)), length)
+        self._eval_format = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
+        return self._eval_format, self._blank(self._eval_format, length)
 
     def train_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: int) -> Stepped:
         """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
@@ -80,14 +86,13 @@ class CompiledProgram:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
 
-    def _blank(self, metrics: Metrics, length: int) -> tuple[TapeFormat, jax.Array]:
-        fmt = TapeFormat.of(metrics)
-        return fmt, fmt.blank(length, None if self.layout is None else self.layout.replicated)
+    def _blank(self, fmt: TapeFormat, length: int) -> jax.Array:
+        return fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
     def _step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
         state, report = self._train_inner(state, batch)
         metrics = _reported(report)
-        tape, loose = TapeFormat.of(metrics).append(tape, metrics)
+        tape, loose = (self._train_format or TapeFormat.of(metrics)).append(tape, metrics)
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
     def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch) -> Stepped:
@@ -111,7 +116,7 @@ class CompiledProgram:
         # each batch of an evaluation has a key of its own, the same in every evaluation
         rng = key_data(jax.random.fold_in(state.key, rows_written(tape)))
         metrics = _judged(self._eval_inner(state.replace(rng=rng), batch))
-        return TapeFormat.of(metrics).append(tape, metrics)
+        return (self._eval_format or TapeFormat.of(metrics)).append(tape, metrics)
 
     def _pinned(self, state: TrainState) -> TrainState:
         # left to itself the compiler may hand back a sharded parameter replicated

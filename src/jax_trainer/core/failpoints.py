@@ -21,7 +21,9 @@ class _Armed:
         name, _, rest = spec.partition(":")
         action, _, nth = rest.partition(":")
         self.name, (self.action, _, self.argument) = name, action.partition("=")
-        if self.action not in ("kill", "raise", "sleep", "enospc") or (nth and not nth.isdigit()):
+        known = self.action in ("kill", "raise", "sleep", "enospc")
+        seconds = self.argument.replace(".", "", 1)
+        if not name or not known or (nth and not nth.isdigit()) or nth == "0" or (seconds and not seconds.isdigit()):
             raise ValueError(
                 f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with an action out of kill, raise, sleep, enospc."
             )

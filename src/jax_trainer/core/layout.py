@@ -42,8 +42,9 @@ class Layout:
         }
 
         def sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            parts = leaf_path(path).split(".")
-            for start in range(len(parts)):
+            field, *parts = leaf_path(path).split(".")
+            mirrors = field in ("params", "opt_state", "extra")
+            for start in range(len(parts) + 1) if mirrors else ():
                 shape, spec = specs.get(".".join(parts[start:]), (None, None))
                 if shape == leaf.shape and spec is not None:
                     return NamedSharding(self.mesh, spec)

@@ -37,6 +37,11 @@ class Fold(NamedTuple):
     finish: Callable[[Any], Any] = lambda partial: partial
 
 
+def _sums(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    spread = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
+    return np.stack([(values * spread).sum(0), np.broadcast_to(weights.sum(), values.shape[1:])])
+
+
 def _moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     spread = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
     total = weights.sum()
@@ -51,7 +56,7 @@ def _join_moments(a: Any, b: Any) -> tuple[float, np.ndarray, np.ndarray]:
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_moments, _join_moments, lambda m: m[1]),
+    LogMetricMode.MEAN: Fold(_sums, np.add, lambda sums: sums[0] / sums[1]),
     LogMetricMode.STD: Fold(_moments, _join_moments, lambda m: np.sqrt(m[2] / m[0])),
     LogMetricMode.SUM: Fold(lambda v, w: v.sum(0), np.add),
     LogMetricMode.MAX: Fold(lambda v, w: v.max(0), np.maximum),
@@ -69,15 +74,17 @@ class Meter:
 
     def add(self, columns: Columns) -> None:
         """Folds in the steps of `columns`."""
-        for name, column in columns.items():
-            kept = column.weights > 0
-            if not kept.any():
-                continue
-            fold = FOLDS[column.mode]
-            partial = fold.start(*_heard(column, kept))
-            if name in self._partials:
-                partial = fold.join(self._partials[name][1], partial)
-            self._partials[name] = (column.mode, partial)
+        with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are results here, not accidents
+            for name, column in columns.items():
+                kept = column.weights > 0
+                if kept.any():
+                    self._fold(name, column.mode, *_heard(column, kept))
+
+    def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: np.ndarray) -> None:
+        partial = FOLDS[mode].start(values, weights)
+        if name in self._partials:
+            partial = FOLDS[mode].join(self._partials[name][1], partial)
+        self._partials[name] = (mode, partial)
 
     def compute(self) -> dict[str, Any]:
         """One value per metric: a float, or an array where the metric is one."""

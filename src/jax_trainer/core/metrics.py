@@ -107,6 +107,12 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
             f"Metric {name!r} is a dict with the keys {sorted(map(str, entry))}; "
             f"it needs `value` and may have {', '.join(sorted(known - {'value'}))}."
         )
+    count = _numeric(name, entry.get("count", 0))
+    if count.ndim:
+        raise ValueError(
+            f"Metric {name!r} has a `count` of shape {count.shape}; it must be one number: how many examples "
+            "the value is a mean over."
+        )
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
@@ -124,7 +130,7 @@ def _option(name: str, key: str, kind: type[enum.Enum], given: Any) -> enum.Enum
 def _numeric(name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"Metric {name!r} is a {type(value).__name__}, not a number or an array. "
             "Return numbers, arrays, or dicts with a `value`."
@@ -139,7 +145,7 @@ def batch_weight(batch: Batch) -> Any:
     """
     if not isinstance(batch, jax.Array) and not hasattr(batch, "__array__"):
         size = getattr(batch, "size", None)
-        if size is not None and not callable(size):
+        if size is not None and not callable(size) and jnp.ndim(size) == 0:
             return size
     lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
     if len(lengths) != 1:
@@ -197,4 +203,5 @@ def _merge(mode: LogMetricMode, values: jax.Array, weights: jax.Array) -> jax.Ar
             return values.reshape(-1, *values.shape[2:])
         case _:  # MEAN, and STD: the spread is over steps, so a step's own value is its mean
             weights = weights.reshape(weights.shape + (1,) * (values.ndim - 1)).astype(jnp.float32)
-            return (values * weights).sum(0) / weights.sum(0)
+            total = weights.sum(0)
+            return jnp.where(weights > 0, values * weights, 0).sum(0) / jnp.where(total > 0, total, 1)

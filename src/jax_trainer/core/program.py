@@ -52,6 +52,9 @@ def make_program(
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
         log_norms: report the global norms of gradients (before clipping) and of parameters.
     """
+    unknown = sorted(set(options) - set(StepOptions.__annotations__))
+    if unknown:
+        raise TypeError(f"No such option: {', '.join(unknown)}. There are {', '.join(StepOptions.__annotations__)}.")
     precision = Precision.named(options.get("precision", Precision()))
     clip_norm = options.get("clip_norm")
     if clip_norm is not None and not clip_norm > 0:

@@ -5,10 +5,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+
 from jax_trainer.core.signature import Change, Signature, changes, signature_of
 
 OnRecompile = Literal["warn", "error", "ignore"]
 WARNINGS_PER_FUNCTION = 3
+RAGGED_LENGTHS = 3  # so many lengths of a last batch are normal where raggedness is
 
 _CURES = {
     "length": "The last batch of an epoch is often smaller: drop it (`drop_last=True`) or pad it to the full size.",
@@ -51,7 +54,8 @@ class Guarded:
         self._on_recompile, self._ragged_is_normal = on_recompile, ragged_is_normal
         self._seen: list[Signature] = []
         self._args: tuple[Any, ...] = ()
-        self._entries = 0
+        self._entries = self._warned = 0
+        self._placement: list[Any] | None = None
 
         def traced(*args: Any) -> Any:
             self._refuse()
@@ -62,18 +66,29 @@ class Guarded:
     def __call__(self, *args: Any) -> Any:
         """Runs the function, compiling it first where its arguments are new."""
         self._args = args
-        started = time.perf_counter()
-        out = self._compiled(*args)
-        if self._compiled._cache_size() != self._entries:
-            self._entries = self._compiled._cache_size()
-            self._note(time.perf_counter() - started)
-        self._args = ()
-        return out
+        try:
+            if self._on_recompile == "error":
+                self._check_placement()
+            started = time.perf_counter()
+            out = self._compiled(*args)
+            if self._compiled._cache_size() != self._entries:
+                self._entries = self._compiled._cache_size()
+                self._note(time.perf_counter() - started)
+            return out
+        finally:
+            self._args = ()  # or the batch and the state would live on
 
     @property
     def compilations(self) -> int:
         """How many different signatures were compiled so far."""
         return len(self._seen)
+
+    def _check_placement(self) -> None:
+        """Looks for what is compiled again without being traced again: arrays that live elsewhere."""
+        placement = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[2])]
+        if placement != self._placement:
+            self._refuse()
+            self._placement = placement
 
     def _refuse(self) -> None:
         # raised while tracing: nothing was compiled or donated yet, so the caller's state is still whole
@@ -93,10 +108,11 @@ class Guarded:
             return
         if self._on_recompile == "error":
             raise RecompileError(f"`{self.name}` was compiled again, which took {seconds:.1f} s: {_told(found)}")
-        nth = self.compilations - 1
-        if nth <= WARNINGS_PER_FUNCTION:
-            last = " Further recompilations of it are not reported." if nth == WARNINGS_PER_FUNCTION else ""
-            text = f"`{self.name}` was compiled again ({seconds:.1f} s, compilation {nth + 1}): {_told(found)}{last}"
+        self._warned += 1
+        if self._warned <= WARNINGS_PER_FUNCTION:
+            last = " Further recompilations of it are not reported." if self._warned == WARNINGS_PER_FUNCTION else ""
+            count = f"{seconds:.1f} s, compilation {self.compilations}"
+            text = f"`{self.name}` was compiled again ({count}): {_told(found)}{last}"
             warnings.warn(text, RecompileWarning, stacklevel=3)
 
     def _signature(self) -> Signature:
@@ -108,7 +124,7 @@ class Guarded:
             return []
         found = min((changes(old, signature) for old in reversed(self._seen)), key=len)
         expected = self._ragged_is_normal and all(c.kind in ("length", "static value") for c in found)
-        return [] if expected and self.compilations <= WARNINGS_PER_FUNCTION else found
+        return [] if expected and self.compilations <= RAGGED_LENGTHS else found
 
 
 def _told(found: list[Change]) -> str:

@@ -152,7 +152,7 @@ class StepRows(NamedTuple):
 
     def split(self, after: int) -> tuple["StepRows", "StepRows"]:
         """The steps up to and with `after`, and those later."""
-        cut = after + 1 - self.first
+        cut = max(0, after + 1 - self.first)
         head = {name: c.rows(0, cut) for name, c in self.columns.items()}
         tail = {name: c.rows(cut, len(c.weights)) for name, c in self.columns.items()}
         return StepRows(self.first, head), StepRows(after + 1, tail)

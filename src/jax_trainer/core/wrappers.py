@@ -86,9 +86,9 @@ def with_finite_guard(program: Program, max_consecutive: int = 10) -> Program:
         over = np.flatnonzero(in_a_row > max_consecutive)
         if len(over):
             raise NonFiniteError(
-                f"Step {rows.first + int(over[0])}: the loss or a gradient was not finite for the "
-                f"{max_consecutive + 1}th time in a row (`max_consecutive` is {max_consecutive}). The state is that "
-                "of the last good step. Lower the learning rate, clip gradients, or look at the data of these steps."
+                f"Step {rows.first + int(over[0])}: the loss or a gradient was not finite {max_consecutive + 1} times "
+                f"in a row, and `max_consecutive` is {max_consecutive}. The state is that of the last good step. "
+                "Lower the learning rate, clip gradients, or look at the data of these steps."
             )
 
     return program._replace(init=init, train_step=train_step, checks=(*program.checks, check))

@@ -153,7 +153,8 @@ class _Recorder:
 
     def __init__(self, program: CompiledProgram, plan: Plan, feed: Feed) -> None:
         self._program, self._plan, self._feed = program, plan, feed
-        self.steps_per_call = _steps_per_call(plan, feed)
+        # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
+        self.steps_per_call = 1 if program.debug else _steps_per_call(plan, feed)
         self._tape: jax.Array | None = None
         self._reader: TapeReader | None = None
         self._meter = Meter()
@@ -169,7 +170,8 @@ class _Recorder:
 
     def dispatch(self, state: TrainState, taken: Taken, step: int, cursor: Cursor) -> tuple[TrainState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
-        assert self._reader is not None and self._tape is not None  # `prepare` came first
+        assert self._reader is not None  # `prepare` came first
+        assert self._tape is not None
         batch, steps, stacked = taken
         try:
             batch = self._program.place(batch, stacked=stacked)

@@ -1,0 +1,96 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jax_trainer
+from jax_trainer.core.failpoints import ENVIRONMENT, FaultInjected, arm, failpoint
+from jax_trainer.testing import fault
+
+
+def passages(name: str, times: int) -> list[bool]:
+    """Which of the passages through a failpoint raised."""
+    raised = []
+    for _ in range(times):
+        try:
+            failpoint(name)
+        except FaultInjected:
+            raised.append(True)
+        else:
+            raised.append(False)
+    return raised
+
+
+def test_a_failpoint_does_nothing_by_default():
+    assert passages("x", 3) == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("spec", "raised"),
+    [
+        ("x:raise", [True, False, False, False]),
+        ("x:raise:1", [True, False, False, False]),
+        ("x:raise:2", [False, True, False, False]),
+        ("y:raise:1", [False, False, False, False]),
+    ],
+)
+def test_the_nth_passage_raises_and_no_other(spec, raised):
+    with fault(spec):
+        assert passages("x", 4) == raised
+
+
+def test_other_points_do_not_count():
+    with fault("x:raise:2"):
+        assert passages("y", 5) == [False] * 5
+        assert passages("x", 2) == [False, True]
+
+
+def test_a_point_can_be_switched_off():
+    arm("x:raise")
+    arm(None)
+    assert passages("x", 1) == [False]
+
+
+def test_the_error_names_the_point():
+    with fault("x:raise"), pytest.raises(FaultInjected, match="'x'"):
+        failpoint("x")
+
+
+def test_enospc_is_what_a_full_disk_raises():
+    with fault("x:enospc"), pytest.raises(OSError, match="No space left") as error:
+        failpoint("x")
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_sleep_holds_up_the_process():
+    with fault("x:sleep=0.05"):
+        started = time.perf_counter()
+        failpoint("x")
+    assert time.perf_counter() - started >= 0.05
+
+
+@pytest.mark.parametrize("spec", ["x", "x:explode", "x:raise:soon", "x:raise:-1", ""])
+def test_a_bad_spec_is_an_error_that_names_the_actions(spec):
+    with pytest.raises(ValueError, match=r"`name:action:nth`.*kill, raise, sleep, enospc"):
+        arm(spec)
+
+
+def test_the_environment_can_kill_a_process():
+    code = (
+        "from jax_trainer.core.failpoints import failpoint\nfailpoint('x'); print('once', flush=True)\nfailpoint('x')"
+    )
+    source = str(Path(jax_trainer.__file__).parents[1])
+    environment = {**os.environ, ENVIRONMENT: "x:kill:2", "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "once\n"), done.stderr
+
+
+@pytest.mark.parametrize("spec", ["x:raise:0", ":raise", "x:sleep=abc"])
+def test_a_fault_that_could_never_happen_is_refused(spec):
+    with pytest.raises(ValueError, match="is not `name:action:nth`"):
+        arm(spec)

@@ -1,0 +1,182 @@
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_trainer.adapters import function_program, stateful_program
+from jax_trainer.core import Layout, Program, TrainState, compile_program, with_ema
+from jax_trainer.testing import assert_close, numbered_data, tiny_program
+
+P = PartitionSpec
+
+
+def mesh(*sizes: int) -> Mesh:
+    names = ("data", "model")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def first_axis_of_kernels(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+    return P("data") if path.endswith("kernel") else P()
+
+
+def layout() -> Layout:
+    return Layout(mesh=mesh(8), param_spec=first_axis_of_kernels)
+
+
+def spec(array: jax.Array) -> PartitionSpec:
+    assert isinstance(array.sharding, NamedSharding)
+    return array.sharding.spec
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_a_batch_is_split_along_the_data_axis(length):
+    placed = layout().place({"x": np.zeros((length, 3), np.float32), "y": np.zeros(length, np.int32)})
+    for leaf in placed.values():
+        assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [length // 8] * 8
+
+
+@pytest.mark.parametrize("leaf", [np.zeros((9, 3)), np.zeros((4,)), np.float32(2)], ids=["9 rows", "4 rows", "scalar"])
+def test_what_does_not_divide_is_replicated(leaf):
+    placed = layout().place({"x": leaf})["x"]
+    assert placed.sharding.is_fully_replicated
+    assert len(placed.addressable_shards) == 8
+
+
+def test_stacked_batches_are_split_along_the_second_axis():
+    placed = layout().place(np.arange(48).reshape(3, 16), stacked=True)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(3, 2)}
+
+
+def test_stacked_scalars_are_replicated():
+    assert layout().place(np.zeros(8), stacked=True).sharding.is_fully_replicated
+
+
+def test_a_batch_can_be_split_along_several_axes():
+    both = Layout(mesh=mesh(4, 2), batch_axes=("data", "model"))
+    assert [shard.data.shape for shard in both.place(np.zeros((16, 3))).addressable_shards] == [(2, 3)] * 8
+
+
+def test_placing_does_not_change_values():
+    x = np.arange(48.0, dtype=np.float32).reshape(16, 3)
+    np.testing.assert_array_equal(layout().place(x), x)
+
+
+def test_batch_axes_that_the_mesh_does_not_have_are_an_error():
+    with pytest.raises(ValueError, match=r"axes \['data'\], not \['batch'\].*`batch_axes`"):
+        Layout(mesh=mesh(8), batch_axes=("data", "batch"))
+
+
+def test_everything_that_mirrors_a_parameter_is_laid_out_like_it(flavour):
+    program = with_ema(tiny_program(flavour, optax.adam(0.1)), 0.9)
+    state = jax.eval_shape(program.init, jax.random.key(0), numbered_data(8))
+    shardings = layout().state_shardings(state)
+    adam = shardings.opt_state[0]
+    for tree in (shardings.params, adam.mu, adam.nu, shardings.extra["ema"]):
+        assert tree["hidden"]["kernel"].spec == tree["out"]["kernel"].spec == P("data")
+        assert tree["hidden"]["bias"].spec == P()
+    others = jax.tree.leaves((shardings.step, shardings.rng, shardings.model_state, adam.count))
+    assert {sharding.spec for sharding in others} == {P()}
+
+
+def test_a_name_alone_does_not_make_a_mirror():
+    params = {"kernel": jnp.zeros((8, 2))}
+    extra = {"kernel": jnp.zeros(3), "mine": {"kernel": jnp.zeros((8, 2))}}
+    shardings = layout().state_shardings(TrainState(jnp.zeros(()), params, {}, (), jnp.zeros(2), extra))
+    assert shardings.extra["kernel"].spec == P()
+    assert shardings.extra["mine"]["kernel"].spec == P("data")
+
+
+def test_the_longest_common_name_decides():
+    params = {"kernel": jnp.zeros((8, 2)), "inner": {"kernel": jnp.zeros((8, 2))}}
+    inner = Layout(mesh=mesh(8), param_spec=lambda path, shape: P("data") if path == "inner.kernel" else P())
+    state = TrainState(jnp.zeros(()), params, {}, ({"mu": params},), jnp.zeros(2), {})
+    moments = inner.state_shardings(state).opt_state[0]["mu"]
+    assert (moments["kernel"].spec, moments["inner"]["kernel"].spec) == (P(), P("data"))
+
+
+def two_steps(program: Program, batch: Any, layout: Layout | None) -> tuple[TrainState, TrainState, Any]:
+    """The state before and after two steps, and what they reported."""
+    compiled = compile_program(program, layout=layout, donate=False)
+    start = state = compiled.init(jax.random.key(0), batch)
+    placed = compiled.place(batch, stacked=False)
+    fmt, tape = compiled.train_tape(state, placed, 2)
+    for _ in range(2):
+        state, tape, _ = compiled.train_step(state, tape, placed)
+        jax.block_until_ready(tape)
+    return start, state, {name: column.values for name, column in fmt.read(np.asarray(tape), []).items()}
+
+
+@cache
+def trained(flavour: str, *, sharded: bool) -> tuple[TrainState, TrainState, Any]:
+    program = with_ema(tiny_program(flavour, optax.adam(1e-3, eps=1e-3)), 0.9)
+    return two_steps(program, numbered_data(16), layout() if sharded else None)
+
+
+def kernels(state: TrainState) -> list[jax.Array]:
+    trees = (state.params, state.opt_state[0].mu, state.opt_state[0].nu, state.extra["ema"])
+    return [tree[layer]["kernel"] for tree in trees for layer in ("hidden", "out")]
+
+
+def test_a_sharded_state_is_made_where_it_will_live(flavour):
+    start, _, _ = trained(flavour, sharded=True)
+    for kernel in kernels(start):
+        rows = {shard.data.shape[0] for shard in kernel.addressable_shards}
+        assert rows == {kernel.shape[0] // 8}
+        assert len(kernel.addressable_shards) == 8
+
+
+def test_a_step_keeps_every_leaf_where_it_is(flavour):
+    start, after, _ = trained(flavour, sharded=True)
+    assert {spec(kernel) for kernel in kernels(after)} == {P("data")}
+    for before, now in zip(jax.tree.leaves(start), jax.tree.leaves(after), strict=True):
+        assert now.sharding.is_equivalent_to(before.sharding, now.ndim)
+
+
+def test_what_a_step_takes_over_from_a_split_batch_is_brought_to_its_place():
+    def loss(params, model_state, batch, *, rng, train):
+        return (batch["x"] @ params["kernel"]).mean(), ({"seen": batch["x"][:, 0]}, {})
+
+    def init(key, batch):
+        return {"kernel": jnp.ones((8, 2))}, {"seen": jnp.zeros(16)}
+
+    _, after, _ = two_steps(stateful_program(init, loss, optax.sgd(0.1)), numbered_data(16), layout())
+    assert after.model_state["seen"].sharding.is_fully_replicated
+
+
+def test_many_devices_give_what_one_device_gives(flavour):
+    assert_close(trained(flavour, sharded=True), trained(flavour, sharded=False), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_that_does_not_divide_gives_what_one_device_gives():
+    def loss(params, batch, *, rng, train):
+        return ((batch["x"] @ params["kernel"]) ** 2).mean()
+
+    program = function_program(lambda key, batch: {"kernel": jnp.ones((8, 2))}, loss, optax.sgd(0.01))
+    batch = numbered_data(13)
+    assert_close(two_steps(program, batch, layout()), two_steps(program, batch, None), rtol=1e-5)
+
+
+def test_a_layout_without_param_spec_replicates_the_state():
+    compiled = compile_program(tiny_program("linen"), layout=Layout(mesh=mesh(8)))
+    state = compiled.init(jax.random.key(0), numbered_data(16))
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {8}
+
+
+def test_a_bare_array_of_parameters_is_laid_out_too(key):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = Layout(mesh=mesh, param_spec=lambda path, shape: PartitionSpec("data"))
+
+    def loss(params, batch, *, rng, train):
+        return ((batch @ params) ** 2).mean()
+
+    program = compile_program(function_program(lambda k, b: jnp.ones(8), loss, optax.adam(0.1)), layout=layout)
+    state = program.init(key, np.ones((8, 8), np.float32))
+    for leaf in (state.params, state.opt_state[0].mu):
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(1,)}
+    assert state.rng.sharding.is_fully_replicated

@@ -1,0 +1,189 @@
+import enum
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
+from jax_trainer.core.metrics import merge_micro
+from jax_trainer.testing import assert_close, assert_same_bits
+
+OPTIONS: dict[str, type[enum.Enum]] = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
+CHOICES = [(option, choice) for option, kind in OPTIONS.items() for choice in kind]
+
+
+def test_a_plain_value_is_a_mean_that_counts_as_many_examples_as_the_batch_has():
+    metrics = as_metrics({"acc": 0.5}, weight=32)
+    metric = metrics.by_name["acc"]
+    assert (metric.mode, metric.log_freq, metric.log_mode) == (LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY)
+    assert float(metric.value) == 0.5
+    assert metrics.weight_of("acc") == 32
+
+
+def test_a_dict_may_set_every_option():
+    entry = {"value": 2.0, "mode": "max", "log_freq": "epoch", "log_mode": "eval", "count": 7}
+    metrics = as_metrics({"worst": entry}, weight=32)
+    metric = metrics.by_name["worst"]
+    assert (metric.mode, metric.log_freq, metric.log_mode) == (LogMetricMode.MAX, LogFreq.EPOCH, LogMode.EVAL)
+    assert float(metric.value) == 2.0
+    assert metrics.weight_of("worst") == 7
+
+
+@pytest.mark.parametrize(("option", "choice"), CHOICES)
+@pytest.mark.parametrize("spelling", [lambda c: c, lambda c: c.value, lambda c: c.name], ids=["enum", "lower", "upper"])
+def test_an_option_may_be_an_enum_or_its_name(option, choice, spelling):
+    metrics = as_metrics({"m": {"value": 1.0, option: spelling(choice)}}, weight=1)
+    assert getattr(metrics.by_name["m"], option) is choice
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_unknown_choice_is_an_error_that_names_the_metric_and_the_choices(option):
+    with pytest.raises(ValueError, match=r"'speed'.*'fast'") as error:
+        as_metrics({"speed": {"value": 1.0, option: "fast"}}, weight=1)
+    assert all(choice.value in str(error.value) for choice in OPTIONS[option])
+
+
+def test_an_unknown_option_is_an_error_that_names_the_metric_and_the_options():
+    with pytest.raises(ValueError, match=r"'acc'.*'modus'.*count, log_freq, log_mode, mode"):
+        as_metrics({"acc": {"value": 1.0, "modus": "max"}}, weight=1)
+
+
+def test_a_dict_without_a_value_is_an_error_that_names_the_metric():
+    with pytest.raises(ValueError, match=r"'acc'.*needs `value`"):
+        as_metrics({"acc": {"mode": "max"}}, weight=1)
+
+
+@pytest.mark.parametrize("value", ["high", object(), np.array(["a", "b"])], ids=["str", "object", "strings"])
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"value": v}], ids=["plain", "dict"])
+def test_a_value_that_is_not_numeric_is_an_error_that_names_the_metric(value, wrap):
+    with pytest.raises(TypeError, match=r"'quality'.*not a number"):
+        as_metrics({"quality": wrap(value)}, weight=1)
+
+
+PHASES = (LogMode.TRAIN, LogMode.VAL, LogMode.TEST)
+
+
+@pytest.mark.parametrize(
+    ("mode", "covered"),
+    [
+        (LogMode.ANY, PHASES),
+        (LogMode.TRAIN, (LogMode.TRAIN,)),
+        (LogMode.VAL, (LogMode.VAL,)),
+        (LogMode.TEST, (LogMode.TEST,)),
+        (LogMode.EVAL, (LogMode.VAL, LogMode.TEST)),
+    ],
+)
+def test_a_log_mode_covers_its_phases_and_no_other(mode, covered):
+    assert tuple(phase for phase in PHASES if mode.covers(phase)) == covered
+
+
+@pytest.mark.parametrize(
+    ("phases", "kept"),
+    [
+        ([LogMode.TRAIN], {"any", "train"}),
+        ([LogMode.VAL], {"any", "val", "eval"}),
+        ([LogMode.VAL, LogMode.TEST], {"any", "val", "test", "eval"}),
+    ],
+)
+def test_only_keeps_what_is_reported_in_a_phase(phases, kept):
+    metrics = as_metrics({mode.value: {"value": 1.0, "log_mode": mode} for mode in LogMode}, weight=3)
+    assert set(metrics.only(*phases).by_name) == kept
+    assert metrics.only(*phases).weight == 3
+
+
+def test_adding_reads_entries_like_those_of_a_loss_function():
+    metrics = as_metrics({"loss": 1.0}, weight=8).adding(worst={"value": 2.0, "mode": "max"})
+    assert set(metrics.by_name) == {"loss", "worst"}
+    assert metrics.by_name["worst"].mode is LogMetricMode.MAX
+
+
+def test_metrics_cross_jit_with_their_options():
+    metrics = as_metrics({"worst": {"value": 2.0, "mode": "max", "log_freq": "epoch", "count": 3}}, weight=8)
+    returned = jax.jit(lambda m: m)(metrics)
+    assert_same_bits(returned, jax.tree.map(jnp.asarray, metrics))
+    assert returned.by_name["worst"].mode is LogMetricMode.MAX
+
+
+class SizedBatch(flax.struct.PyTreeNode):
+    x: jax.Array
+    size: int = flax.struct.field(pytree_node=False)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (np.zeros((5, 3)), np.zeros(5)),
+        {"x": np.zeros((5, 3)), "y": np.zeros(5)},
+        {"x": np.zeros((5, 3)), "temperature": 0.7},
+        SizedBatch(jnp.zeros((2, 3)), size=5),
+        np.zeros((5, 3)),
+        jnp.zeros((5, 3)),
+        [np.zeros((5, 3))],
+    ],
+    ids=["tuple", "dict", "scalar beside", "size", "numpy array", "jax array", "list"],
+)
+def test_a_batch_counts_for_the_examples_it_holds(batch):
+    assert batch_weight(batch) == 5
+
+
+def test_a_batch_of_ambiguous_length_is_an_error_that_names_the_sizes():
+    with pytest.raises(ValueError, match=r"leading sizes \[4, 6\].*`size`"):
+        batch_weight({"x": np.zeros((6, 3)), "y": np.zeros(4)})
+
+
+def test_a_batch_without_any_length_is_an_error():
+    with pytest.raises(ValueError, match=r"how many examples"):
+        batch_weight({"temperature": 0.7})
+
+
+MERGED = {
+    LogMetricMode.MEAN: lambda v, w: (v * w).sum() / w.sum(),
+    LogMetricMode.SUM: lambda v, w: v.sum(),
+    LogMetricMode.MAX: lambda v, w: v.max(),
+    LogMetricMode.MIN: lambda v, w: v.min(),
+    LogMetricMode.SINGLE: lambda v, w: v[-1],
+    LogMetricMode.CONCAT: lambda v, w: v,
+}
+
+
+@pytest.mark.parametrize("mode", MERGED)
+@pytest.mark.parametrize("ragged", [False, True])
+@settings(deadline=None, max_examples=10)
+@given(
+    values=st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4),
+    weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+)
+def test_metrics_of_micro_batches_merge_into_those_of_the_batch(mode, ragged, values, weights):
+    v, w = np.asarray(values, np.float32), np.asarray(weights, np.int32)
+
+    def metrics(v, w):
+        return Metrics({"m": Metric(jnp.asarray(v), jnp.asarray(w), mode)}, jnp.asarray(w))
+
+    merged = merge_micro(metrics(v[:3], w[:3]), metrics(v[3], w[3])) if ragged else merge_micro(metrics(v, w))
+    expected = MERGED[mode](v.astype(np.float64), w)
+    assert_close(np.asarray(merged.by_name["m"].value), np.asarray(expected), atol=1e-5)
+    assert int(merged.weight) == int(merged.weight_of("m")) == w.sum()
+
+
+def test_a_count_is_one_number():
+    with pytest.raises(ValueError, match=r"Metric 'm' has a `count` of shape \(2,\); it must be one number"):
+        as_metrics({"m": {"value": [1.0, 2.0], "count": [3, 0]}}, 4)
+
+
+@pytest.mark.parametrize("value", [None, [[1], [2, 3]]])
+def test_what_makes_no_array_is_named(value):
+    with pytest.raises(TypeError, match="Metric 'm' is a"):
+        as_metrics({"m": value}, 1)
+
+
+def test_a_size_per_example_is_not_the_size_of_the_batch():
+    class Lengths(NamedTuple):
+        x: jax.Array
+        size: jax.Array
+
+    assert batch_weight(Lengths(jnp.zeros((4, 2)), jnp.arange(4))) == 4

@@ -1,0 +1,114 @@
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import Precision, TrainState, stream
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
+
+BATCH = {"x": np.full((4, 3), 2.0, np.float32)}
+GRAD_NORM = 2 * np.sqrt(3)
+
+
+def init(key: jax.Array, batch: Any) -> Any:
+    return {"w": jax.random.normal(key, batch["x"].shape[1:])}
+
+
+def linear(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
+    """A loss whose gradient is 2 everywhere."""
+    return (batch["x"] @ params["w"]).mean()
+
+
+def one_step(**options: Any) -> tuple[TrainState, TrainState, Any]:
+    program = function_program(init, linear, optax.sgd(0.5), **options)
+    before = program.init(jax.random.key(0), BATCH)
+    after, report = program.train_step(before, BATCH)
+    return before, after, report
+
+
+def update_norm(before: TrainState, after: TrainState) -> float:
+    return float(jnp.linalg.norm(after.params["w"] - before.params["w"]))
+
+
+def test_clip_norm_bounds_the_update():
+    before, after, _ = one_step(clip_norm=0.1)
+    assert update_norm(before, after) == pytest.approx(0.5 * 0.1, rel=1e-4)
+
+
+def test_clip_norm_leaves_smaller_gradients_as_they_are():
+    before, after, _ = one_step(clip_norm=10.0)
+    assert update_norm(before, after) == pytest.approx(0.5 * GRAD_NORM, rel=1e-4)
+
+
+def test_the_reported_norm_and_gradients_are_those_before_clipping():
+    _, _, report = one_step(clip_norm=0.1)
+    assert float(report.metrics.by_name["optimizer/grad_global_norm"].value) == pytest.approx(GRAD_NORM)
+    assert_close(report.grads, {"w": np.full(3, 2.0)})
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+def test_a_clip_norm_that_is_not_above_0_is_an_error(clip_norm):
+    with pytest.raises(ValueError, match=rf"`clip_norm` must be above 0, got {clip_norm}.*None"):
+        function_program(init, linear, optax.sgd(0.5), clip_norm=clip_norm)
+
+
+def test_clipping_does_not_hide_the_loss_from_the_optimizer():
+    program = function_program(init, linear, optax.polyak_sgd(max_learning_rate=0.01), clip_norm=1.0)
+    before = program.init(jax.random.key(0), BATCH)
+    before = before.replace(params={"w": jnp.ones(3)})
+    after, _ = program.train_step(before, BATCH)
+    assert update_norm(before, after) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_an_unknown_precision_is_an_error_that_names_the_choices():
+    with pytest.raises(ValueError, match=r"'fp8'.*f32, bf16, bf16_full"):
+        function_program(init, linear, optax.sgd(0.5), precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("f32", jnp.float32), ("bf16", jnp.float32), ("bf16_full", jnp.bfloat16), (Precision(param=jnp.float16), "f2")],
+)
+def test_precision_decides_how_parameters_are_kept(precision, dtype):
+    before, after, report = one_step(precision=precision)
+    kept = {leaf.dtype for leaf in (before.params["w"], after.params["w"], report.grads["w"])}
+    assert kept == {jnp.dtype(dtype)}
+
+
+@cache
+def start(flavour: str) -> Any:
+    """A compiled `init` of the tiny model on an example batch."""
+    return partial(jax.jit(tiny_program(flavour).init), batch=numbered_data(4))
+
+
+def test_a_fresh_state_stands_before_the_first_step_and_holds_its_key(flavour):
+    key = jax.random.key(3)
+    state = start(flavour)(key)
+    assert int(state.step) == 0
+    assert state.extra == {}
+    assert_same_bits(state.key, key)
+
+
+def test_the_same_key_gives_the_same_start(flavour):
+    assert_same_bits(start(flavour)(jax.random.key(0)), start(flavour)(jax.random.key(0)))
+
+
+def test_another_key_gives_another_start(flavour):
+    first, second = (start(flavour)(jax.random.key(seed)).params["hidden"]["kernel"] for seed in (0, 1))
+    assert not np.allclose(first, second)
+
+
+def test_parameters_are_drawn_from_a_stream_of_their_own():
+    program = function_program(init, linear, optax.sgd(0.5))
+    state = program.init(jax.random.key(0), BATCH)
+    assert_same_bits(state.params, init(stream(jax.random.key(0), "init"), BATCH))
+
+
+def test_an_unknown_option_is_refused_by_name():
+    with pytest.raises(TypeError, match="No such option: microbatches. There are micro_batches"):
+        tiny_program("linen", microbatches=3)

@@ -1,0 +1,242 @@
+import warnings
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import BatchChangedError, RecompileError, RecompileWarning, TrainState, compile_program
+from jax_trainer.core.recompile import Guarded
+from jax_trainer.testing import numbered_data, tiny_program
+
+
+def batch_of(length: int = 8, **more: Any) -> dict[str, Any]:
+    return {"x": np.ones((length, 3), np.float32), "y": np.ones(length, np.float32), **more}
+
+
+class Sized(flax.struct.PyTreeNode):
+    x: Any
+    scale: float = flax.struct.field(pytree_node=False)
+    size: int = flax.struct.field(pytree_node=False)
+
+
+def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
+    if isinstance(batch, Sized):
+        return (batch.x @ params["w"] * batch.scale).mean()
+    first = next(leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) == 2)
+    return ((first.astype(jnp.float32) @ params["w"]) ** 2).mean()
+
+
+class Run:
+    """A compiled regression with its state and tape."""
+
+    def __init__(self, batch: Any = None, **options: Any) -> None:
+        batch = batch_of() if batch is None else batch
+        program = function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1))
+        self.compiled = compile_program(program, **options)
+        self.state = self.compiled.init(jax.random.key(0), batch)
+        _, self.tape = self.compiled.train_tape(self.state, batch, 2)
+        _, self.eval_tape = self.compiled.eval_tape(self.state, batch, 2)
+
+    def step(self, batch: Any) -> TrainState:
+        self.state, self.tape, _ = self.compiled.train_step(self.state, self.tape, batch)
+        return self.state
+
+    def judge(self, batch: Any) -> None:
+        self.eval_tape, _ = self.compiled.eval_step(self.state, self.eval_tape, batch)
+
+
+def compilations(step: Any) -> int:
+    assert isinstance(step, Guarded)
+    return step.compilations
+
+
+def test_equal_batches_compile_once():
+    run = Run()
+    for _ in range(4):
+        run.step(batch_of())
+    assert compilations(run.compiled.train_step) == 1
+
+
+def test_numpy_and_jax_arrays_of_the_same_shape_share_a_compilation():
+    run = Run()
+    run.step(batch_of())
+    run.step(jax.tree.map(jnp.asarray, batch_of()))
+    run.step(batch_of())
+    assert compilations(run.compiled.train_step) == 1
+
+
+def test_a_number_of_steps_in_a_chunk_is_not_a_recompilation():
+    run = Run()
+    batches = jax.tree.map(lambda x: np.stack([x] * 3), batch_of())
+    for steps in (3, 1, 2):
+        run.state, run.tape, _ = run.compiled.train_chunk(run.state, run.tape, batches, steps)
+    assert compilations(run.compiled._part_chunk) == 1
+    assert int(run.state.step) == 6
+
+
+def test_another_length_warns_with_leaf_shapes_seconds_and_cure():
+    run = Run()
+    run.step(batch_of(8))
+    told = r"`train_step`.*\(\d+\.\d s.*batch\.x changed from float32\[8,3\] to float32\[5,3\].*`drop_last=True`"
+    with pytest.warns(RecompileWarning, match=told):
+        run.step(batch_of(5))
+
+
+def test_a_length_that_was_warned_of_is_silent_afterwards():
+    run = Run()
+    run.step(batch_of(8))
+    with pytest.warns(RecompileWarning):
+        run.step(batch_of(5))
+    for length in (8, 5, 8, 5):
+        run.step(batch_of(length))
+    assert compilations(run.compiled.train_step) == 2
+
+
+def test_at_most_three_recompilations_of_a_step_are_reported():
+    run = Run()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in range(8, 2, -1):
+            run.step(batch_of(length))
+    assert [warning.category for warning in told] == [RecompileWarning] * 3
+    assert "not reported" in str(told[-1].message)
+    assert compilations(run.compiled.train_step) == 6
+
+
+def test_another_width_is_cured_by_padding():
+    run = Run({"x": np.ones((8, 3), np.float32), "z": np.ones((8, 4), np.float32)})
+    run.step({"x": np.ones((8, 3), np.float32), "z": np.ones((8, 4), np.float32)})
+    with pytest.warns(RecompileWarning, match=r"batch\.z changed from float32\[8,4\] to float32\[8,6\]\. Pad"):
+        run.step({"x": np.ones((8, 3), np.float32), "z": np.ones((8, 6), np.float32)})
+
+
+def test_a_changed_static_value_is_named():
+    x = np.ones((8, 3), np.float32)
+    run = Run(Sized(x, scale=1.0, size=8))
+    run.step(Sized(x, scale=1.0, size=8))
+    with pytest.warns(RecompileWarning, match=r"batch\.scale changed from 1\.0 to 2\.0\. Keep static fields constant"):
+        run.step(Sized(x, scale=2.0, size=8))
+
+
+def test_a_changed_weak_type_is_named():
+    run = Run(batch_of(temperature=np.float32(2)))
+    run.step(batch_of(temperature=np.float32(2)))
+    told = r"batch\.temperature changed from float32\[\] to float32\[\] \(weak type\)\. Wrap Python numbers"
+    with pytest.warns(RecompileWarning, match=told):
+        run.step(batch_of(temperature=2.0))
+
+
+def test_a_changed_placement_is_named():
+    run = Run()
+    run.step(batch_of())
+    placed = {**batch_of(), "y": jax.device_put(batch_of()["y"], jax.devices()[0])}
+    told = r"batch\.y changed from float32\[8\] to float32\[8\] on 1 device\..*`layout`"
+    with pytest.warns(RecompileWarning, match=told):
+        run.step(placed)
+
+
+CHANGED = {
+    "dtype": (batch_of() | {"x": np.ones((8, 3), np.int32)}, r"batch\.x changed from float32\[8,3\] to int32\[8,3\]"),
+    "rank": (batch_of() | {"y": np.ones((8, 1), np.float32)}, r"batch\.y changed from float32\[8\] to float32\[8,1\]"),
+    "more": (batch_of(z=np.ones(8, np.float32)), r"batch\.z changed from absent to float32\[8\]"),
+    "less": ({"x": batch_of()["x"]}, r"batch\.y changed from float32\[8\] to absent"),
+    "other type": (tuple(batch_of().values()), r"batch\.0 changed from absent to float32\[8,3\]"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_batch_of_another_kind_is_refused_and_the_state_stays_usable(change):
+    batch, told = CHANGED[change]
+    run = Run()
+    before = run.step(batch_of())
+    with pytest.raises(BatchChangedError, match=told):
+        run.step(batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert int(run.step(batch_of()).step) == 2
+
+
+@pytest.mark.parametrize("on_recompile", ["error", "ignore"])
+def test_a_batch_of_another_kind_is_refused_whatever_is_said_of_recompilation(on_recompile):
+    batch, told = CHANGED["dtype"]
+    run = Run(on_recompile=on_recompile)
+    run.step(batch_of())
+    with pytest.raises(BatchChangedError, match=told):
+        run.step(batch)
+
+
+def test_a_list_in_place_of_a_tuple_is_refused():
+    x = np.ones((8, 3), np.float32)
+    run = Run((x,))
+    run.step((x,))
+    with pytest.raises(BatchChangedError, match=r"batch changed from tuple to list"):
+        run.step([x])
+
+
+def test_evaluation_refuses_a_batch_of_another_kind():
+    run = Run()
+    run.judge(batch_of())
+    with pytest.raises(BatchChangedError, match=r"batch\.z"):
+        run.judge(batch_of(z=np.ones(8, np.float32)))
+
+
+def test_recompilation_can_be_an_error_that_leaves_the_state_alive():
+    run = Run(on_recompile="error")
+    before = run.step(batch_of(8))
+    with pytest.raises(
+        RecompileError, match=r"`train_step` would be compiled again: batch\.x changed from .*drop_last"
+    ):
+        run.step(batch_of(5))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert int(run.step(batch_of(8)).step) == 2
+
+
+def test_recompilation_can_be_ignored():
+    run = Run(on_recompile="ignore")
+    for length in (8, 5, 3):
+        run.step(batch_of(length))
+    assert compilations(run.compiled.train_step) == 3
+
+
+@pytest.mark.parametrize("on_recompile", ["warn", "error"])
+def test_evaluation_takes_a_ragged_last_batch_silently(on_recompile):
+    run = Run(on_recompile=on_recompile)
+    for length in (8, 8, 5):
+        run.judge(batch_of(length))
+    assert compilations(run.compiled.eval_step) == 2
+
+
+def test_evaluation_takes_a_ragged_last_batch_that_tells_its_size():
+    run = Run(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
+    run.judge(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
+    run.judge(Sized(np.ones((5, 3), np.float32), scale=1.0, size=5))
+
+
+def test_with_error_even_a_changed_place_leaves_the_state_alive(key):
+    batch = {name: array[:8] for name, array in numbered_data(8).items()}
+    program = compile_program(tiny_program("linen"), on_recompile="error")
+    state = program.init(key, batch)
+    _, tape = program.train_tape(state, batch, 2)
+    state, tape, _ = program.train_step(state, tape, batch)
+    with pytest.raises(RecompileError, match="would be compiled again: batch.* on 1 device"):
+        program.train_step(state, tape, jax.device_put(batch, jax.devices()[0]))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_an_evaluation_over_many_lengths_is_reported(key):
+    program = compile_program(tiny_program("linen"))
+    data = numbered_data(30)
+    state = program.init(key, data)
+    _, tape = program.eval_tape(state, data, 2)
+    lengths = range(30, 22, -1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            tape, _ = program.eval_step(state, tape, {name: array[:length] for name, array in data.items()})
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, RecompileWarning)]
+    assert len(texts) == 3
+    assert "compilation 5" in texts[0]

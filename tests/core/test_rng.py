@@ -1,0 +1,44 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_trainer.core import stream, streams
+from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.testing import assert_same_bits, digest
+
+NAMES = ("init", "train", "eval", "model", "dropout", "params", "noise")
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_a_key_comes_back_from_its_words(impl):
+    key = jax.random.key(3, impl=impl)
+    assert key_data(key).dtype == jnp.uint32
+    assert key_of(key_data(key)).dtype == key.dtype
+    assert_same_bits(key_of(key_data(key)), key)
+
+
+def test_words_stay_as_they_are():
+    words = jax.random.PRNGKey(3)
+    assert_same_bits(key_data(words), words)
+
+
+def test_every_stream_has_a_key_of_its_own():
+    key = jax.random.key(0)
+    assert len({digest(key), *(digest(stream(key, name)) for name in NAMES)}) == len(NAMES) + 1
+
+
+def test_a_stream_is_found_by_name_not_by_order():
+    key = jax.random.key(0)
+    assert_same_bits(streams(key, "noise", "dropout")["dropout"], stream(key, "dropout"))
+    assert_same_bits(streams(key, "dropout")["dropout"], stream(key, "dropout"))
+
+
+def test_a_stream_has_the_same_key_in_every_process():
+    # an address computed with Python's salted `hash` would differ from run to run
+    expected = jax.random.fold_in(jax.random.key(0), 0x5C66E4A3)
+    assert_same_bits(stream(jax.random.key(0), "train"), expected)
+
+
+def test_streams_can_be_found_while_tracing():
+    key = jax.random.key(0)
+    assert_same_bits(jax.jit(lambda k: stream(k, "train"))(key), stream(key, "train"))

@@ -1,0 +1,181 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import (
+    Meter,
+    NonFiniteError,
+    Program,
+    StepRows,
+    TrainState,
+    compile_program,
+    with_ema,
+    with_finite_guard,
+)
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
+
+GOOD, BAD = np.array([1.0, 2.0], np.float32), np.array([1.0, np.nan], np.float32)
+
+
+def distance(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+    return ((params["w"] - batch) ** 2).mean(), {"last": {"value": batch[-1], "count": 5}}
+
+
+def fit_mean(tx: optax.GradientTransformation | None = None, loss: Any = distance) -> Program:
+    return function_program(lambda key, batch: {"w": jnp.full((), 4.0, jnp.float32)}, loss, tx or optax.sgd(0.1))
+
+
+def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], StepRows]:
+    """The states before and after every step, and what the steps reported."""
+    compiled = compile_program(program, donate=False)
+    states = [compiled.init(jax.random.key(0), batches[0])]
+    fmt, tape = compiled.train_tape(states[0], batches[0], len(batches))
+    for batch in batches:
+        state, tape, _ = compiled.train_step(states[-1], tape, batch)
+        states.append(state)
+    return states, StepRows(1, fmt.read(np.asarray(tape), []))
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("decay", [0.3, 0.99])
+def test_the_average_follows_the_parameters(decay, warmup):
+    states, _ = trained(with_ema(fit_mean(), decay, warmup=warmup), [GOOD] * 6)
+    average = float(states[0].params["w"])
+    assert float(states[0].extra["ema"]["w"]) == average
+    for step, state in enumerate(states[1:], start=1):
+        keep = min(decay, (1 + step) / (10 + step)) if warmup else decay
+        average = keep * average + (1 - keep) * float(state.params["w"])
+        assert_close(state.extra["ema"], {"w": average}, rtol=1e-6, atol=0)
+
+
+def test_averaging_does_not_change_training():
+    averaged, plain = trained(with_ema(fit_mean(), 0.9), [GOOD] * 3)[0], trained(fit_mean(), [GOOD] * 3)[0]
+    assert_close([state.params for state in averaged], [state.params for state in plain])
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_evaluation_judges_the_averaged_weights_or_the_current_ones(evaluate):
+    program = with_ema(fit_mean(), 0.9, warmup=False, evaluate=evaluate)
+    state = trained(program, [GOOD] * 3)[0][-1]
+    average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
+    assert average != pytest.approx(current, rel=1e-2)
+    judged = average if evaluate else current
+    assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((judged - GOOD) ** 2).mean())
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
+def test_a_decay_outside_0_to_1_is_an_error(decay):
+    with pytest.raises(ValueError, match=rf"`decay` must be at least 0 and below 1, got {decay}"):
+        with_ema(fit_mean(), decay)
+
+
+def test_averages_keep_the_type_of_their_parameters():
+    program = function_program(lambda key, batch: {"w": jnp.zeros(())}, distance, optax.sgd(0.1), precision="bf16_full")
+    states, _ = trained(with_ema(program, 0.9), [GOOD])
+    assert states[-1].extra["ema"]["w"].dtype == jnp.bfloat16
+
+
+def test_a_skipped_step_leaves_the_state_bit_for_bit(flavour):
+    program = with_finite_guard(with_ema(tiny_program(flavour), 0.9))
+    good, bad = numbered_data(8), numbered_data(8, seed=1)
+    bad["x"][3, 2] = np.nan
+    step = jax.jit(program.train_step)
+    before, _ = step(jax.jit(program.init)(jax.random.key(0), good), good)
+    after, report = step(before, bad)
+    assert np.isnan(report.metrics.by_name["loss"].value)
+    assert int(after.step) == int(before.step) + 1
+    assert set(after.extra) == {"ema", "skipped_in_a_row"}
+    counted = {"ema": before.extra["ema"], "skipped_in_a_row": jnp.int32(1)}
+    assert_same_bits(after, before.replace(step=after.step, extra=counted))
+
+
+def test_a_good_step_is_not_changed_by_the_guard():
+    batches = [GOOD, GOOD + 1, GOOD - 1]
+    guarded, plain = trained(with_finite_guard(fit_mean()), batches)[0][-1], trained(fit_mean(), batches)[0][-1]
+    assert_close(guarded.params, plain.params)
+    assert int(guarded.step) == 3
+
+
+def test_an_infinite_gradient_is_caught_though_the_loss_is_finite():
+    def root(params, batch, *, rng, train):
+        return jnp.sqrt(jnp.abs(params["w"] - batch)).sum()  # where both are equal the slope is infinite
+
+    fine, steep = np.array([1.0], np.float32), np.array([4.0], np.float32)
+    states, rows = trained(with_finite_guard(fit_mean(loss=root)), [steep, fine])
+    assert rows.columns["loss"].values[0] == 0
+    assert_same_bits(states[1].params, states[0].params)
+    assert float(states[2].params["w"]) != 4
+    np.testing.assert_array_equal(rows.columns["guard/skipped"].values, [1, 0])
+
+
+def test_skips_are_counted_and_their_metrics_count_for_nothing():
+    states, rows = trained(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
+    np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 2, 0])
+    np.testing.assert_array_equal(rows.columns["last"].weights, [5, 0, 5, 0])
+    meter = Meter()
+    meter.add(rows.columns)
+    epoch = meter.compute()
+    assert epoch["guard/skipped"] == 2
+    assert epoch["guard/in_a_row"] == 1
+    good = [((float(states[i].params["w"]) - GOOD) ** 2).mean() for i in (0, 2)]
+    assert epoch["loss"] == pytest.approx(np.mean(good), rel=1e-6)
+
+
+def check(program: Program, rows: StepRows) -> None:
+    (only,) = program.checks
+    only(rows)
+
+
+def test_as_many_bad_steps_in_a_row_as_allowed_do_not_end_the_run():
+    program = with_finite_guard(fit_mean(), max_consecutive=2)
+    states, rows = trained(program, [BAD, BAD, GOOD, BAD, BAD, GOOD])
+    check(program, rows)
+    moved = [bool(b.params["w"] != a.params["w"]) for a, b in zip(states, states[1:], strict=False)]
+    assert moved == [False, False, True, False, False, True]
+
+
+def test_one_more_bad_step_in_a_row_freezes_the_state():
+    program = with_finite_guard(fit_mean(optax.adam(0.1)), max_consecutive=2)
+    states, rows = trained(program, [GOOD, BAD, BAD, BAD, GOOD, GOOD])
+    for state in states[2:]:
+        assert_same_bits((state.params, state.opt_state), (states[1].params, states[1].opt_state))
+    assert int(states[-1].step) == 6
+    np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("first", [1, 101])
+def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
+    program = with_finite_guard(fit_mean(), max_consecutive=2)
+    _, rows = trained(program, [GOOD, BAD, BAD, BAD, GOOD])
+    with pytest.raises(
+        NonFiniteError, match=rf"Step {first + 3}: .*not finite 3 times in a row.*`max_consecutive` is 2"
+    ):
+        check(program, rows._replace(first=first))
+    check(program, rows.split(3)[0])
+
+
+def test_a_run_may_allow_no_bad_step_at_all():
+    program = with_finite_guard(fit_mean(), max_consecutive=0)
+    states, rows = trained(program, [GOOD, BAD, GOOD])
+    assert_same_bits(states[-1].params, states[1].params)
+    with pytest.raises(NonFiniteError, match=r"Step 2\b"):
+        check(program, rows)
+
+
+def test_a_negative_number_of_allowed_skips_is_an_error():
+    with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 0, got -1"):
+        with_finite_guard(fit_mean(), max_consecutive=-1)
+
+
+def test_checks_of_inner_programs_are_kept():
+    def inner(rows: StepRows) -> None:
+        raise AssertionError("looked")
+
+    program = with_finite_guard(fit_mean()._replace(checks=(inner,)))
+    assert program.checks[0] is inner
+    assert len(program.checks) == 2
