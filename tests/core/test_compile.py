@@ -51,7 +51,7 @@ class Run:
         return out
 
     def rows(self, steps: int, loose: list[Any]) -> StepRows:
-        return StepRows(1, self.format.read(np.asarray(self.tape)[-steps:], jax.device_get(loose)))
+        return StepRows(1, self.format, np.asarray(self.tape)[-steps:], tuple(jax.device_get(loose)))
 
 
 def evaluated(run: Run, batches: list[Any], state: TrainState | None = None) -> dict[str, np.ndarray]:

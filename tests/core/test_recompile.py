@@ -59,7 +59,7 @@ def test_equal_batches_compile_once():
     run = Run()
     for _ in range(4):
         run.step(batch_of())
-    assert compilations(run.compiled.train_step) == 1
+    assert compilations(run.compiled.advance) == 1
 
 
 def test_numpy_and_jax_arrays_of_the_same_shape_share_a_compilation():
@@ -67,7 +67,7 @@ def test_numpy_and_jax_arrays_of_the_same_shape_share_a_compilation():
     run.step(batch_of())
     run.step(jax.tree.map(jnp.asarray, batch_of()))
     run.step(batch_of())
-    assert compilations(run.compiled.train_step) == 1
+    assert compilations(run.compiled.advance) == 1
 
 
 def test_a_number_of_steps_in_a_chunk_is_not_a_recompilation():
@@ -94,7 +94,7 @@ def test_a_length_that_was_warned_of_is_silent_afterwards():
         run.step(batch_of(5))
     for length in (8, 5, 8, 5):
         run.step(batch_of(length))
-    assert compilations(run.compiled.train_step) == 2
+    assert compilations(run.compiled.advance) == 2
 
 
 def test_at_most_three_recompilations_of_a_step_are_reported():
@@ -105,7 +105,7 @@ def test_at_most_three_recompilations_of_a_step_are_reported():
             run.step(batch_of(length))
     assert [warning.category for warning in told] == [RecompileWarning] * 3
     assert "not reported" in str(told[-1].message)
-    assert compilations(run.compiled.train_step) == 6
+    assert compilations(run.compiled.advance) == 6
 
 
 def test_another_width_is_cured_by_padding():
@@ -199,7 +199,7 @@ def test_recompilation_can_be_ignored():
     run = Run(on_recompile="ignore")
     for length in (8, 5, 3):
         run.step(batch_of(length))
-    assert compilations(run.compiled.train_step) == 3
+    assert compilations(run.compiled.advance) == 3
 
 
 @pytest.mark.parametrize("on_recompile", ["warn", "error"])
@@ -207,7 +207,7 @@ def test_evaluation_takes_a_ragged_last_batch_silently(on_recompile):
     run = Run(on_recompile=on_recompile)
     for length in (8, 8, 5):
         run.judge(batch_of(length))
-    assert compilations(run.compiled.eval_step) == 2
+    assert compilations(run.compiled.judge) == 2
 
 
 def test_evaluation_takes_a_ragged_last_batch_that_tells_its_size():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainStat
     for batch in batches:
         state, tape, _ = compiled.train_step(states[-1], tape, batch)
         states.append(state)
-    return states, StepRows(1, fmt.read(np.asarray(tape), []))
+    return states, StepRows(1, fmt, np.asarray(tape))
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -155,7 +156,7 @@ def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
     with pytest.raises(
         NonFiniteError, match=rf"Step {first + 3}: .*not finite 3 times in a row.*`max_consecutive` is 2"
     ):
-        check(program, rows._replace(first=first))
+        check(program, replace(rows, first=first))
     check(program, rows.split(3)[0])
 
 

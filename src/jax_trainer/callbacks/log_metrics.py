@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.core import LogFreq, LogMode, Meter, StepRows, reported_in
+from jax_trainer.core import LogFreq, LogMode, RowMeter, StepRows
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, StepMetrics
 from jax_trainer.logger import MetricWriter
 
@@ -14,14 +14,14 @@ class Windows:
     """Folds step metrics into windows that end at multiples of `every` steps, however they arrive."""
 
     def __init__(self, every: int) -> None:
-        self._every, self._meter = every, Meter()
+        self._every, self._meter = every, RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.STEP))
 
     def add(self, rows: StepRows) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the last step and the metrics of every window that `rows` complete."""
         while rows.first <= rows.last:
             end = -(-rows.first // self._every) * self._every
             head, rest = rows.split(end) if end < rows.last else (rows, None)
-            self._meter.add(reported_in(head.columns, LogMode.TRAIN, freqs=(LogFreq.ANY, LogFreq.STEP)))
+            self._meter.add(head)
             if head.last == end:
                 yield end, self._meter.compute()
             if rest is None:

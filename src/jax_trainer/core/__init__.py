@@ -24,7 +24,8 @@ from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.rng import stream, streams
-from jax_trainer.core.state import FlaxState, TrainState, copy_state, new_state, step_of
+from jax_trainer.core.rows import RowMeter, StepRows, TapeReader
+from jax_trainer.core.state import FlaxState, HeldState, TrainState, copy_state, new_state, step_of
 from jax_trainer.core.steps import (
     GradFn,
     Gradients,
@@ -34,7 +35,7 @@ from jax_trainer.core.steps import (
     make_eval_step,
     make_train_step,
 )
-from jax_trainer.core.tape import StepRows, TapeFormat, TapeReader
+from jax_trainer.core.tape import TapeFormat
 from jax_trainer.core.wrappers import NonFiniteError, with_ema, with_finite_guard
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "FlaxState",
     "GradFn",
     "Gradients",
+    "HeldState",
     "Layout",
     "LogFreq",
     "LogMetricMode",
@@ -62,6 +64,7 @@ __all__ = [
     "PyTree",
     "RecompileError",
     "RecompileWarning",
+    "RowMeter",
     "StepOptions",
     "StepReport",
     "StepRows",

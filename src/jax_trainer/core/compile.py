@@ -13,16 +13,21 @@ from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
 from jax_trainer.core.rng import key_data
-from jax_trainer.core.state import TrainState, copy_state
+from jax_trainer.core.state import HeldState, TrainState, copy_state
 from jax_trainer.core.steps import StepReport
 from jax_trainer.core.tape import TapeFormat, rows_written
 
 Loose = dict[str, jax.Array]  # metrics that are too large for the tape
 Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
+HeldStepped = tuple[HeldState, jax.Array, tuple[Loose, PyTree]]
 
 
 class CompiledProgram:
-    """A program ready to run. Steps take the tape and return it; everything else is as in `Program`."""
+    """A program ready to run. Steps take the tape and return it; everything else is as in `Program`.
+
+    `train_step`, `train_chunk` and `eval_step` are for people; the loop passes held states to `advance`,
+    `advance_chunk` and `judge`, which do the same.
+    """
 
     def __init__(
         self,
@@ -45,10 +50,10 @@ class CompiledProgram:
         self._train_inner = program.train_step if debug else jax.jit(program.train_step, inline=True)
         self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
         donated = (0,) if donate else ()
-        self.train_step: Callable[..., Stepped] = self._compile("train_step", self._step, donated)
+        self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
         self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
         self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
-        self.eval_step: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
+        self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
         """A fresh state, its shapes taken from an example batch; with a layout, made where it will live."""
@@ -74,13 +79,27 @@ class CompiledProgram:
         self._eval_format = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
         return self._eval_format, self._blank(self._eval_format, length)
 
+    def train_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
+        """One step: the state and the tape after it, and (large metrics, gradients) if there are any."""
+        held, tape, kept = self.advance(HeldState.of(state), tape, batch)
+        return held.state, tape, kept
+
     def train_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: int) -> Stepped:
         """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
+        held, tape, kept = self.advance_chunk(HeldState.of(state), tape, batches, steps)
+        return held.state, tape, kept
+
+    def eval_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
+        """Judges `state` on one batch: the tape after it, and large metrics if there are any."""
+        return self.judge(HeldState.of(state), tape, batch)
+
+    def advance_chunk(self, held: HeldState, tape: jax.Array, batches: Batch, steps: int) -> HeldStepped:
+        """As `train_chunk`, on a held state."""
         # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
         # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
         if steps == _length(batches) and jax.default_backend() != "cpu":
-            return self._full_chunk(state, tape, batches)
-        return self._part_chunk(state, tape, batches, np.int32(steps))
+            return self._full_chunk(held, tape, batches)
+        return self._part_chunk(held, tape, batches, np.int32(steps))
 
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
@@ -128,7 +147,7 @@ class CompiledProgram:
         self, name: str, function: Callable[..., Any], donated: tuple[int, ...], *more: str
     ) -> Callable[..., Any]:
         if self.debug:
-            return _without_jit(function)
+            return _held(_without_jit(function))
         return Guarded(
             name,
             ("state", "tape", "batch", *more),
@@ -172,6 +191,14 @@ def _reported(report: StepReport) -> Metrics:
 
 def _judged(metrics: Metrics) -> Metrics:
     return metrics.only(LogMode.VAL, LogMode.TEST)
+
+
+def _held(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(held: HeldState, *more: Any) -> Any:
+        first, *rest = function(held.state, *more)
+        return (HeldState.of(first) if isinstance(first, TrainState) else first, *rest)
+
+    return run
 
 
 def _without_jit(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,9 +37,12 @@ class Fold(NamedTuple):
     finish: Callable[[Any], Any] = lambda partial: partial
 
 
-def _sums(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    spread = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
-    return np.stack([(values * spread).sum(0), np.broadcast_to(weights.sum(), values.shape[1:])])
+def _sums(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+    return np.tensordot(weights, values, 1) if values.ndim > 1 else weights @ values, weights.sum()
+
+
+def _join_sums(a: Any, b: Any) -> tuple[np.ndarray, float]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
@@ -56,7 +59,7 @@ def _join_moments(a: Any, b: Any) -> tuple[float, np.ndarray, np.ndarray]:
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_sums, np.add, lambda sums: sums[0] / sums[1]),
+    LogMetricMode.MEAN: Fold(_sums, _join_sums, lambda sums: sums[0] / sums[1]),
     LogMetricMode.STD: Fold(_moments, _join_moments, lambda m: np.sqrt(m[2] / m[0])),
     LogMetricMode.SUM: Fold(lambda v, w: v.sum(0), np.add),
     LogMetricMode.MAX: Fold(lambda v, w: v.max(0), np.maximum),
@@ -75,9 +78,12 @@ class Meter:
     def add(self, columns: Columns) -> None:
         """Folds in the steps of `columns`."""
         with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are results here, not accidents
+            heard: dict[int, np.ndarray] = {}  # most metrics share the weights of the batch: look at those once
             for name, column in columns.items():
-                kept = column.weights > 0
-                if kept.any():
+                kept = heard.get(id(column.weights))
+                if kept is None:
+                    kept = heard[id(column.weights)] = np.flatnonzero(column.weights > 0)
+                if len(kept):
                     self._fold(name, column.mode, *_heard(column, kept))
 
     def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: np.ndarray) -> None:
@@ -94,8 +100,8 @@ class Meter:
 
 def _heard(column: Column, kept: np.ndarray) -> tuple[Any, np.ndarray]:
     if column.mode is LogMetricMode.CONCAT:
-        return [np.atleast_1d(v) for v, keep in zip(column.values, kept, strict=True) if keep], column.weights
-    if kept.all():
+        return [np.atleast_1d(column.values[index]) for index in kept], column.weights
+    if len(kept) == len(column.weights):
         return column.values, column.weights
     return column.values[kept], column.weights[kept]
 

@@ -10,9 +10,9 @@ from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
+from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import EvalStep, LossFn, TrainStep, grad_of, in_precision, make_eval_step, make_train_step
-from jax_trainer.core.tape import StepRows
 
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
 Check = Callable[[StepRows], None]

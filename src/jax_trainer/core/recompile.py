@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jax_trainer.core.signature import Change, Signature, changes, signature_of
+from jax_trainer.core.state import HeldState, TrainState
 
 OnRecompile = Literal["warn", "error", "ignore"]
 WARNINGS_PER_FUNCTION = 3
@@ -38,7 +39,10 @@ class BatchChangedError(ValueError):
 
 
 class Guarded:
-    """A compiled function that notices when it compiles again."""
+    """A compiled function of a held state and more, that notices when it compiles again.
+
+    Where `function` returns a state first, so does this, held.
+    """
 
     def __init__(
         self,
@@ -54,29 +58,40 @@ class Guarded:
         self._on_recompile, self._ragged_is_normal = on_recompile, ragged_is_normal
         self._seen: list[Signature] = []
         self._args: tuple[Any, ...] = ()
+        self._structure: Any = None
+        self._by_structure: dict[Any, Any] = {}
         self._entries = self._warned = 0
         self._placement: list[Any] | None = None
 
-        def traced(*args: Any) -> Any:
+        def traced(leaves: list[jax.Array], *more: Any) -> Any:
             self._refuse()
-            return function(*args)
+            first, *rest = function(self._structure.unflatten(leaves), *more)
+            return (_leaves(first, self._structure) if isinstance(first, TrainState) else first, *rest)
 
-        self._compiled = compile(traced)
+        self._compile = lambda: compile(traced)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, held: HeldState, *more: Any) -> Any:
         """Runs the function, compiling it first where its arguments are new."""
-        self._args = args
+        if held.structure is not self._structure:
+            self._take(held.structure)
+        self._args = (held, *more)
         try:
             if self._on_recompile == "error":
                 self._check_placement()
             started = time.perf_counter()
-            out = self._compiled(*args)
+            first, *rest = self._compiled(held.leaves, *more)
             if self._compiled._cache_size() != self._entries:
-                self._entries = self._compiled._cache_size()
                 self._note(time.perf_counter() - started)
-            return out
+            return (HeldState(first, held.structure) if type(first) is list else first, *rest)
         finally:
             self._args = ()  # or the batch and the state would live on
+
+    def _take(self, structure: Any) -> None:
+        """Turns to states of this structure, each of which is compiled for on its own."""
+        if structure not in self._by_structure:
+            self._by_structure[structure] = self._compile()
+        self._structure, self._compiled = structure, self._by_structure[structure]
+        self._entries = self._compiled._cache_size()
 
     @property
     def compilations(self) -> int:
@@ -85,7 +100,7 @@ class Guarded:
 
     def _check_placement(self) -> None:
         """Looks for what is compiled again without being traced again: arrays that live elsewhere."""
-        placement = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[2])]
+        placement = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._args[1:])]
         if placement != self._placement:
             self._refuse()
             self._placement = placement
@@ -100,6 +115,7 @@ class Guarded:
             raise RecompileError(f"`{self.name}` would be compiled again: {_told(found)}")
 
     def _note(self, seconds: float) -> None:
+        self._entries = self._compiled._cache_size()
         signature = self._signature()
         found = self._difference(signature)
         if signature not in self._seen:
@@ -116,7 +132,8 @@ class Guarded:
             warnings.warn(text, RecompileWarning, stacklevel=3)
 
     def _signature(self) -> Signature:
-        return signature_of(dict(zip(self._arguments, self._args, strict=True)))
+        held, *more = self._args
+        return signature_of(dict(zip(self._arguments, (held.state, *more), strict=True)))
 
     def _difference(self, signature: Signature) -> list[Change]:
         """What is new about `signature`, against the most similar one seen; nothing if it is expected."""
@@ -125,6 +142,16 @@ class Guarded:
         found = min((changes(old, signature) for old in reversed(self._seen)), key=len)
         expected = self._ragged_is_normal and all(c.kind in ("length", "static value") for c in found)
         return [] if expected and self.compilations <= RAGGED_LENGTHS else found
+
+
+def _leaves(state: TrainState, structure: Any) -> list[jax.Array]:
+    leaves, returned = jax.tree.flatten(state)
+    if returned != structure:
+        raise ValueError(
+            f"The step returned a state of another structure.\nGiven: {structure}\nReturned: {returned}\n"
+            "Model state and `extra` must keep their keys and types from step to step."
+        )
+    return leaves
 
 
 def _told(found: list[Change]) -> str:

@@ -79,6 +79,31 @@ def _strong(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
 
 
+class HeldState:
+    """A state as the loop passes it on: its arrays in a list, put together when somebody looks.
+
+    Taking a state apart and putting it together at every step costs about as much as dispatching a small step.
+    """
+
+    __slots__ = ("_whole", "leaves", "structure")
+
+    def __init__(self, leaves: list[jax.Array], structure: Any, whole: TrainState | None = None) -> None:
+        self.leaves, self.structure, self._whole = leaves, structure, whole
+
+    @classmethod
+    def of(cls, state: TrainState) -> "HeldState":
+        """`state`, taken apart."""
+        leaves, structure = jax.tree.flatten(state)
+        return cls(leaves, structure, state)
+
+    @property
+    def state(self) -> TrainState:
+        """The state, put together."""
+        if self._whole is None:
+            self._whole = self.structure.unflatten(self.leaves)
+        return self._whole
+
+
 def step_of(state: TrainState) -> int:
     """The number of steps taken, on the host; waits for the device."""
     return int(jax.device_get(state.step))

@@ -7,8 +7,7 @@ the rows, which numbers the batches of an evaluation for free. What is large, or
 stays off the tape and is handed out step by step.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +80,8 @@ class TapeFormat(NamedTuple):
         for metric in metrics.by_name.values():
             words += [_words(metric.value)] if _fits(metric) else []
             words += [] if metric.weight is None else [_words(metric.weight)]
-        row = jnp.concatenate([*words, tape[-1, -1:] + 1])
+        # the barrier keeps reductions (norms, means) out of the loop that copies the tape: there they run unvectorised
+        row = lax.optimization_barrier(jnp.concatenate([*words, tape[-1, -1:] + 1]))
         loose = {name: jnp.asarray(metrics.by_name[name].value) for name in self.off_tape}
         return jnp.concatenate([tape[1:], row[None]]), loose
 
@@ -137,87 +137,3 @@ def _describe(fmt: TapeFormat) -> str:
         f"{name} ({metric.value.dtype}{list(metric.value.shape)})" if metric.value else f"{name} ({metric.mode.value})"
         for name, metric in fmt.metrics.items()
     )
-
-
-class StepRows(NamedTuple):
-    """What the steps `first` … `last` reported."""
-
-    first: int
-    columns: Columns
-
-    @property
-    def last(self) -> int:
-        """The number of the last step."""
-        return self.first + len(next(iter(self.columns.values())).weights) - 1
-
-    def split(self, after: int) -> tuple["StepRows", "StepRows"]:
-        """The steps up to and with `after`, and those later."""
-        cut = max(0, after + 1 - self.first)
-        head = {name: c.rows(0, cut) for name, c in self.columns.items()}
-        tail = {name: c.rows(cut, len(c.weights)) for name, c in self.columns.items()}
-        return StepRows(self.first, head), StepRows(after + 1, tail)
-
-
-class _Window(NamedTuple):
-    first: int
-    steps: int
-    tape: jax.Array
-    loose: list[Any]
-    dispatched: int
-
-
-class TapeReader:
-    """Reads a tape in windows of `every` steps, `lag` dispatches after a window has closed.
-
-    By then the device has long written it, so reading does not hold the device up.
-    """
-
-    def __init__(self, fmt: TapeFormat, every: int, lag: int) -> None:
-        self._format, self._every, self._lag = fmt, every, lag
-        self._closed: deque[_Window] = deque()
-        self._first, self._steps, self._dispatched = 0, 0, 0
-        self._loose: list[Any] = []
-        self._tape: jax.Array | None = None
-
-    def wrote(self, tape: jax.Array, loose: Any, step: int, steps: int, *, stacked: bool) -> None:
-        """Takes note that `steps` rows were dispatched, the last of them for `step`."""
-        if not self._steps:
-            self._first = step - steps + 1
-        self._tape, self._steps, self._dispatched = tape, self._steps + steps, self._dispatched + 1
-        if self._format.off_tape:
-            self._loose.append((loose, steps if stacked else None))
-        if step // self._every != (step - steps) // self._every:
-            self._close()
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a window closed long enough ago to be read."""
-        return bool(self._closed) and self._dispatched - self._closed[0].dispatched >= self._lag
-
-    def ready(self) -> Iterator[StepRows]:
-        """The windows that closed long enough ago."""
-        while self.has_news:
-            yield self._read(self._closed.popleft())
-
-    def flush(self) -> Iterator[StepRows]:
-        """All that was written so far; waits for the device."""
-        if self._steps:
-            self._close()
-        while self._closed:
-            yield self._read(self._closed.popleft())
-
-    def _close(self) -> None:
-        assert self._tape is not None
-        with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
-            self._tape.copy_to_host_async()
-        self._closed.append(_Window(self._first, self._steps, self._tape, self._loose, self._dispatched))
-        self._steps, self._loose = 0, []
-
-    def _read(self, window: _Window) -> StepRows:
-        rows = jax.device_get(window.tape)[-window.steps :]
-        loose = [step for block, steps in window.loose for step in _unstack(jax.device_get(block), steps)]
-        return StepRows(window.first, self._format.read(rows, loose))
-
-
-def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:
-    return [block] if steps is None else [{k: v[i] for k, v in block.items()} for i in range(steps)]

@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_trainer.core.metrics import Batch, Metrics, PyTree
 from jax_trainer.core.program import Program
+from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import StepReport
-from jax_trainer.core.tape import StepRows
 
 
 def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: bool = True) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
-from jax_trainer.core import CompiledProgram, TrainState, step_of
+from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of
 from jax_trainer.engine.events import Event, FitEnd, FitStart, Status
 from jax_trainer.engine.feed import Data
 from jax_trainer.engine.loop import Position, train_events
@@ -53,7 +53,7 @@ def drive(
     `KeyboardInterrupt` or `SystemExit(143)`. A second one of them does not wait. The handlers that were installed
     before are back afterwards.
     """
-    event: Event = FitStart(step_of(state), at.epoch, state)
+    event: Event = FitStart(step_of(state), at.epoch, HeldState.of(state))
     status: Status = "failed"
     with _signals() as stop:
         try:
@@ -67,7 +67,7 @@ def drive(
         except StopTraining:
             status = "stopped"
         finally:
-            _tell_all(observers, FitEnd(event.step, event.epoch, event.state, status))
+            _tell_all(observers, FitEnd(event.step, event.epoch, event.held, status))
     if stop.signal is not None:
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
     return event.state

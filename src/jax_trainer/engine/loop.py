@@ -12,13 +12,13 @@ import jax
 from jax_trainer.core import (
     BatchChangedError,
     CompiledProgram,
+    HeldState,
     LogFreq,
     LogMode,
-    Meter,
+    RowMeter,
     TapeReader,
     TrainState,
     failpoint,
-    reported_in,
     step_of,
 )
 from jax_trainer.engine.events import (
@@ -60,16 +60,17 @@ def train_events(
     deadline = began + (plan.max_seconds or math.inf)
     eval_pause = 60 * plan.eval_every.minutes or math.inf
     step, epoch, epoch_step = step_of(state), at.epoch, at.epoch_step  # read once: from here on the host counts
+    held = HeldState.of(state)
     evaluated_step = None
 
     def judge() -> Iterator[Event]:
         nonlocal evaluated, evaluated_step
         if evaluated_step != step:
-            yield from eval_events(program, Event(step, epoch, state), evals, plan)
+            yield from eval_events(program, Event(step, epoch, held), evals, plan)
             evaluated, evaluated_step = time.monotonic(), step
 
     def tell(*, wait: bool) -> Iterator[Event]:
-        return (StepMetrics(step, epoch, state, rows) for rows in recorder.read(wait=wait))
+        return (StepMetrics(step, epoch, held, rows) for rows in recorder.read(wait=wait))
 
     if plan.sanity_batches:
         evaluate(program, state, evals, max_batches=plan.sanity_batches)
@@ -79,8 +80,8 @@ def train_events(
     while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
         epoch += not epoch_step
         cursor = feed.open(epoch, epoch_step)
-        recorder.prepare(state, cursor, epoch, epoch_step)
-        yield EpochStart(step, epoch, state, plan.epoch_steps(step, epoch_step, feed.length))
+        recorder.prepare(held, cursor, epoch, epoch_step)
+        yield EpochStart(step, epoch, held, plan.epoch_steps(step, epoch_step, feed.length))
 
         room = 0
         while time.monotonic() < deadline:
@@ -88,10 +89,10 @@ def train_events(
             taken = cursor.take(room, recorder.steps_per_call) if room else None
             if taken is None:
                 break
-            state, grads = recorder.dispatch(state, taken, step, cursor)
+            held, grads = recorder.dispatch(held, taken, step, cursor)
             step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
             failpoint("step")
-            yield StepEnd(step, epoch, state, taken.steps, epoch_step, grads)
+            yield StepEnd(step, epoch, held, taken.steps, epoch_step, grads)
             due = (not room and plan.eval_every.at_step(step)) or time.monotonic() >= evaluated + eval_pause
             if due or recorder.has_news:
                 yield from tell(wait=due)
@@ -101,7 +102,7 @@ def train_events(
         if not epoch_step and time.monotonic() < deadline:
             raise feed.used_up(epoch)
         yield from tell(wait=True)
-        yield EpochEnd(step, epoch, state, recorder.epoch_metrics())
+        yield EpochEnd(step, epoch, held, recorder.epoch_metrics())
         epoch_step = 0
         if plan.eval_every.at_epoch(epoch):
             yield from judge()
@@ -119,32 +120,32 @@ def eval_events(
         cursor = feed.open(1)
         example = program.place(feed.example(cursor, 1), stacked=False)
         fmt, tape = program.eval_tape(at.state, example, EVAL_WINDOW)
-        reader, meter, phase = TapeReader(fmt, EVAL_WINDOW, READ_AFTER), Meter(), _phase(name)
+        reader, meter = TapeReader(fmt, EVAL_WINDOW, READ_AFTER), RowMeter(_phase(name))
         in_flight = _InFlight(program, plan)
-        yield EvalStart(at.step, at.epoch, at.state, name, _shorter(feed.length, plan.eval_batches))
+        yield EvalStart(at.step, at.epoch, at.held, name, _shorter(feed.length, plan.eval_batches))
         done = 0
         while done != plan.eval_batches and (taken := cursor.take(1)) is not None:
             try:
-                tape, loose = program.eval_step(at.state, tape, program.place(taken.batch, stacked=False))
+                tape, loose = program.judge(at.held, tape, program.place(taken.batch, stacked=False))
             except Exception as error:
                 raise _named(error, cursor, at.step)  # noqa: B904 - the same error, with a note
             done += 1
             reader.wrote(tape, loose, done, 1, stacked=False)
             in_flight.add(tape)
             for rows in reader.ready():
-                meter.add(reported_in(rows.columns, phase))
+                meter.add(rows)
             failpoint("eval_step")
-            yield EvalStep(at.step, at.epoch, at.state, name, done)
+            yield EvalStep(at.step, at.epoch, at.held, name, done)
         for rows in reader.flush():
-            meter.add(reported_in(rows.columns, phase))
-        yield EvalEnd(at.step, at.epoch, at.state, name, meter.compute())
+            meter.add(rows)
+        yield EvalEnd(at.step, at.epoch, at.held, name, meter.compute())
 
 
 def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """The metrics of `state` on each of the evaluation sets, by name."""
-    at, plan = Event(step_of(state), 0, state), Plan(max_steps=0, eval_batches=max_batches)
+    at, plan = Event(step_of(state), 0, HeldState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
     return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
 
 
@@ -157,18 +158,18 @@ class _Recorder:
         self.steps_per_call = 1 if program.debug else _steps_per_call(plan, feed)
         self._tape: jax.Array | None = None
         self._reader: TapeReader | None = None
-        self._meter = Meter()
+        self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = _InFlight(program, plan)
 
-    def prepare(self, state: TrainState, cursor: Cursor, epoch: int, start: int) -> None:
+    def prepare(self, held: HeldState, cursor: Cursor, epoch: int, start: int) -> None:
         """Lays out the tape for what a step on the next batch reports; only the first time."""
         if self._reader is not None or (example := self._feed.example(cursor, epoch, start)) is None:
             return
         length = self._plan.metrics_every + self.steps_per_call - 1
-        fmt, self._tape = self._program.train_tape(state, self._program.place(example, stacked=False), length)
+        fmt, self._tape = self._program.train_tape(held.state, self._program.place(example, stacked=False), length)
         self._reader = TapeReader(fmt, self._plan.metrics_every, READ_AFTER)
 
-    def dispatch(self, state: TrainState, taken: Taken, step: int, cursor: Cursor) -> tuple[TrainState, Any]:
+    def dispatch(self, held: HeldState, taken: Taken, step: int, cursor: Cursor) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
         assert self._reader is not None  # `prepare` came first
         assert self._tape is not None
@@ -176,15 +177,15 @@ class _Recorder:
         try:
             batch = self._program.place(batch, stacked=stacked)
             if stacked:
-                state, tape, (loose, grads) = self._program.train_chunk(state, self._tape, batch, steps)
+                held, tape, (loose, grads) = self._program.advance_chunk(held, self._tape, batch, steps)
             else:
-                state, tape, (loose, grads) = self._program.train_step(state, self._tape, batch)
+                held, tape, (loose, grads) = self._program.advance(held, self._tape, batch)
         except Exception as error:
             raise _named(error, cursor, step)  # noqa: B904 - the same error, with a note
         self._tape = tape
         self._reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
-        return state, grads
+        return held, grads
 
     @property
     def has_news(self) -> bool:
@@ -198,7 +199,7 @@ class _Recorder:
         for rows in self._reader.flush() if wait else self._reader.ready():
             for check in self._program.checks:
                 check(rows)
-            self._meter.add(reported_in(rows.columns, LogMode.TRAIN, freqs=(LogFreq.ANY, LogFreq.EPOCH)))
+            self._meter.add(rows)
             yield rows
 
     def epoch_metrics(self) -> dict[str, Any]:

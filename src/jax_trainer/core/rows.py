@@ -1,0 +1,141 @@
+"""The host's side of the tape: reading windows of it, late, and folding the rows of many steps."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_trainer.core.meter import Columns, Meter, reported_in
+from jax_trainer.core.metrics import LogFreq, LogMode
+from jax_trainer.core.tape import TapeFormat
+
+FOLD_AFTER = 4096  # steps whose rows are kept until they are folded
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What the steps `first` … `last` reported: their rows, read when somebody asks."""
+
+    first: int
+    format: TapeFormat
+    words: np.ndarray  # a row per step
+    off_tape: tuple[dict[str, np.ndarray], ...] = ()  # per step, where the format has something off the tape
+
+    @property
+    def last(self) -> int:
+        """The number of the last step."""
+        return self.first + len(self.words) - 1
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The values, by metric."""
+        return self.format.read(self.words, self.off_tape)
+
+    def split(self, after: int) -> tuple["StepRows", "StepRows"]:
+        """The steps up to and with `after`, and those later."""
+        cut = max(0, after + 1 - self.first)
+        head = replace(self, words=self.words[:cut], off_tape=self.off_tape[:cut])
+        return head, replace(self, first=self.first + cut, words=self.words[cut:], off_tape=self.off_tape[cut:])
+
+
+class RowMeter:
+    """A `Meter` over rows, of what is reported in `phase` at any of `freqs`.
+
+    It collects, and folds late: reading many rows costs hardly more than reading one.
+    """
+
+    def __init__(self, phase: LogMode, freqs: Iterable[LogFreq] = LogFreq) -> None:
+        self._phase, self._freqs, self._meter = phase, tuple(freqs), Meter()
+        self._rows: list[StepRows] = []
+        self._steps = 0
+
+    def add(self, rows: StepRows) -> None:
+        """Takes in more steps."""
+        self._rows.append(rows)
+        self._steps += len(rows.words)
+        if self._steps >= FOLD_AFTER:
+            self._fold()
+
+    def compute(self) -> dict[str, Any]:
+        """One value per metric; starts over."""
+        if self._rows:
+            self._fold()
+        return self._meter.compute()
+
+    def _fold(self) -> None:
+        words = np.concatenate([rows.words for rows in self._rows])
+        columns = self._rows[0].format.read(words, list(chain.from_iterable(rows.off_tape for rows in self._rows)))
+        self._meter.add(reported_in(columns, self._phase, freqs=self._freqs))
+        self._rows, self._steps = [], 0
+
+
+class _Window(NamedTuple):
+    first: int
+    last: int
+    tape: jax.Array
+    off_tape: list[Any]
+    dispatched: int
+
+
+class TapeReader:
+    """Reads a tape in windows that end at multiples of `every` steps, `lag` dispatches after they are over.
+
+    By then the device has long written them, so reading does not hold the device up.
+    """
+
+    def __init__(self, fmt: TapeFormat, every: int, lag: int) -> None:
+        self._format, self._every, self._lag = fmt, every, lag
+        self._closed: deque[_Window] = deque()
+        self._tape: jax.Array | None = None
+        self._off_tape: list[Any] = []
+        self._first = self._last = self._closes_at = self._dispatched = 0
+
+    def wrote(self, tape: jax.Array, off_tape: Any, step: int, steps: int, *, stacked: bool) -> None:
+        """Takes note that `steps` rows were dispatched, the last of them for `step`."""
+        if self._tape is None:
+            self._first = step - steps + 1
+            self._closes_at = -(-self._first // self._every) * self._every
+        self._tape, self._last = tape, step
+        self._dispatched += 1
+        if self._format.off_tape:
+            self._off_tape.append((off_tape, steps if stacked else None))
+        if step >= self._closes_at:
+            self._close()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a window closed long enough ago to be read."""
+        return bool(self._closed) and self._dispatched - self._closed[0].dispatched >= self._lag
+
+    def ready(self) -> Iterator[StepRows]:
+        """The windows that closed long enough ago."""
+        while self.has_news:
+            yield self._read(self._closed.popleft())
+
+    def flush(self) -> Iterator[StepRows]:
+        """All that was written so far; waits for the device."""
+        if self._tape is not None:
+            self._close()
+        while self._closed:
+            yield self._read(self._closed.popleft())
+
+    def _close(self) -> None:
+        assert self._tape is not None
+        with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
+            self._tape.copy_to_host_async()
+        self._closed.append(_Window(self._first, self._last, self._tape, self._off_tape, self._dispatched))
+        self._tape, self._off_tape = None, []
+
+    def _read(self, window: _Window) -> StepRows:
+        words = jax.device_get(window.tape)[window.first - window.last - 1 :]
+        off_tape = (_unstack(jax.device_get(block), steps) for block, steps in window.off_tape)
+        return StepRows(window.first, self._format, words, tuple(chain.from_iterable(off_tape)))
+
+
+def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:
+    return [block] if steps is None else [{k: v[i] for k, v in block.items()} for i in range(steps)]
