@@ -24,7 +24,7 @@ def shown(*, terminal: bool, **options) -> str:
 def test_a_terminal_sees_steps_speed_and_the_latest_metrics():
     text = shown(terminal=True, refresh_seconds=0.0)
     assert "32/32" in text
-    assert "compiling" in text
+    assert "starting" in text
     assert "/s" in text
     assert "loss" in text
     assert "epoch 2 val" in text

@@ -9,6 +9,7 @@ import pytest
 
 from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Program, TrainState, make_program
+from jax_trainer.core.steps import global_norm
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
@@ -236,3 +237,13 @@ def test_the_loss_is_told_whether_it_trains():
     program.train_step(state, BATCH)
     program.eval_step(state, BATCH)
     assert told == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_the_global_norm_is_that_of_all_numbers_together(dtype):
+    rng = np.random.default_rng(0)
+    tree = {"small": rng.normal(size=7), "large": rng.normal(size=(200, 200)) + 3}
+    tree = {name: jnp.asarray(x * (1 + 1j) if dtype == jnp.complex64 else x, dtype) for name, x in tree.items()}
+    flat = np.concatenate([np.asarray(x, np.complex128).ravel() for x in tree.values()])
+    assert float(global_norm(tree)) == pytest.approx(np.linalg.norm(flat), rel=1e-6)
+    assert global_norm({}) == 0
