@@ -343,13 +343,25 @@ def test_a_batch_that_changes_its_kind_is_named_and_the_state_survives(steps_per
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last[0]))  # nothing was donated
 
 
-def test_an_error_in_the_loss_says_which_step_and_batch(key):
+@pytest.mark.parametrize(
+    ("bad", "batch"),
+    [
+        (4, "0 of epoch 1 of the 'train' data"),
+        (5, "1 of epoch 1 of the 'train' data"),
+        (6, "0 of epoch 1 of the 'val' data"),
+    ],
+)
+def test_an_error_in_the_loss_says_on_which_batch(bad, batch, key):
     def loss(params, batch, *, rng, train):
-        raise KeyError("label")
+        if len(batch["x"]) == bad:
+            raise KeyError("label")
+        return params**2
 
-    program = compile_program(function_program(lambda k, b: jnp.zeros(()), loss, optax.sgd(0.1)))
-    with pytest.raises(KeyError, match="label"):
-        run(program, program.init(key, EXAMPLE), Data([EXAMPLE]), Plan(max_epochs=1))
+    program = compile_program(function_program(lambda k, b: jnp.zeros(()), loss, optax.sgd(0.1)), on_recompile="ignore")
+    data = Data([numbered_data(4), numbered_data(5)], {"val": [numbered_data(6)]})
+    with pytest.raises(KeyError, match="label") as caught:
+        run(program, program.init(key, EXAMPLE), data, Plan(max_epochs=1, eval_at_end=True))
+    assert caught.value.__notes__ == [f"This happened on batch {batch}."]
 
 
 def test_weakly_typed_parameters_compile_once(key):

@@ -6,6 +6,7 @@ from typing import Any
 def leaf_path(path: tuple[Any, ...]) -> str:
     """The dotted name of a leaf.
 
+    >>> import jax
     >>> leaf_path(jax.tree_util.tree_leaves_with_path({"a": [1, 2]})[1][0])
     'a.1'
     """

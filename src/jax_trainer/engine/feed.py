@@ -148,6 +148,11 @@ class Cursor:
         return self
 
     @property
+    def next(self) -> str:
+        """The batch to be taken next, in words."""
+        return self._where(self.position)
+
+    @property
     def last(self) -> str:
         """The batch taken last, in words."""
         return self._where(self.position - 1)

@@ -35,7 +35,7 @@ from jax_trainer.engine.feed import Cursor, Data, DataError, Feed, FirstBatches,
 from jax_trainer.engine.plan import Plan
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
-READ_AFTER = 8  # dispatches between the end of a window of step metrics and reading it
+READ_AFTER = 8  # steps between the end of a window of metrics and reading it: by then it is written
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ def eval_events(
         feed = source if isinstance(source, Feed) else Feed(source, name)
         cursor = feed.open(1)
         example = program.place(feed.example(cursor, 1), stacked=False)
-        fmt, tape = program.eval_tape(at.state, example, EVAL_WINDOW)
+        try:
+            fmt, tape = program.eval_tape(at.state, example, EVAL_WINDOW)
+        except Exception as error:
+            raise _named(error, cursor.next)  # noqa: B904 - the same error, with a note
         reader, meter = TapeReader(fmt, EVAL_WINDOW, READ_AFTER), RowMeter(_phase(name))
         in_flight = _InFlight(program, plan)
         yield EvalStart(at.step, at.epoch, at.held, name, _shorter(feed.length, plan.eval_batches))
@@ -128,7 +131,7 @@ def eval_events(
             try:
                 tape, loose = program.judge(at.held, tape, program.place(taken.batch, stacked=False))
             except Exception as error:
-                raise _named(error, cursor, at.step)  # noqa: B904 - the same error, with a note
+                raise _named(error, cursor.last)  # noqa: B904 - the same error, with a note
             done += 1
             reader.wrote(tape, loose, done, 1, stacked=False)
             in_flight.add(tape)
@@ -166,8 +169,11 @@ class _Recorder:
         if self._reader is not None or (example := self._feed.example(cursor, epoch, start)) is None:
             return
         length = self._plan.metrics_every + self.steps_per_call - 1
-        fmt, self._tape = self._program.train_tape(held.state, self._program.place(example, stacked=False), length)
-        self._reader = TapeReader(fmt, self._plan.metrics_every, READ_AFTER)
+        try:
+            fmt, self._tape = self._program.train_tape(held.state, self._program.place(example, stacked=False), length)
+        except Exception as error:
+            raise _named(error, cursor.next)  # noqa: B904 - the same error, with a note
+        self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self.steps_per_call))
 
     def dispatch(self, held: HeldState, taken: Taken, step: int, cursor: Cursor) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
@@ -181,7 +187,7 @@ class _Recorder:
             else:
                 held, tape, (loose, grads) = self._program.advance(held, self._tape, batch)
         except Exception as error:
-            raise _named(error, cursor, step)  # noqa: B904 - the same error, with a note
+            raise _named(error, cursor.last)  # noqa: B904 - the same error, with a note
         self._tape = tape
         self._reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
@@ -222,13 +228,13 @@ class _InFlight:
                 self._waiting.popleft().block_until_ready()
 
 
-def _named(error: Exception, cursor: Cursor, step: int) -> Exception:
-    """The error, saying in which step and on which batch it happened."""
+def _named(error: Exception, batch: str) -> Exception:
+    """The error, saying on which batch it happened."""
     if isinstance(error, BatchChangedError):
-        changed = DataError(f"The {cursor.last} differs from those before it: {error}")
+        changed = DataError(f"The {batch} differs from those before it: {error}")
         changed.__cause__ = error
         return changed
-    error.add_note(f"This happened in the step after step {step}, on {cursor.last}.")
+    error.add_note(f"This happened on {batch}.")
     return error
 
 
