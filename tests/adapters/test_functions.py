@@ -7,18 +7,9 @@ import numpy as np
 import optax
 
 from jax_trainer.adapters import function_program, stateful_program
-from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Plan, run
-from jax_trainer.testing import Recorder, numbered_data, numbered_loader
+from jax_trainer.testing import numbered_data, numbered_loader, short_run
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
-
-
-def steps(program, n=5):
-    compiled = compile_program(program, on_recompile="ignore")
-    seen = Recorder()
-    state = compiled.init(jax.random.key(0), EXAMPLE)
-    return run(compiled, state, Data(numbered_loader()), Plan(max_steps=n), [seen]), seen
 
 
 def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
@@ -36,7 +27,7 @@ def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
         grads = jax.grad(lambda p, b=batch: loss(p, b, rng=None, train=True))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-    state, _ = steps(function_program(init, loss, tx))
+    state, _ = short_run(function_program(init, loss, tx))
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-7)
 
 
@@ -44,7 +35,7 @@ def test_metrics_may_come_with_the_loss():
     def loss(params, batch, *, rng, train):
         return params**2, {"half": params / 2}
 
-    _, seen = steps(function_program(lambda key, batch: jnp.ones(()), loss, optax.sgd(0.1)), 1)
+    _, seen = short_run(function_program(lambda key, batch: jnp.ones(()), loss, optax.sgd(0.1)), 1)
     assert seen.steps[1]["half"] == 0.5
 
 
@@ -53,7 +44,7 @@ def test_a_state_of_its_own_is_carried():
         return (params * model_state) ** 2, (model_state + 1, {"state": model_state})
 
     program = stateful_program(lambda key, batch: (jnp.ones(()), jnp.zeros(())), loss, optax.sgd(0.0))
-    state, seen = steps(program, 4)
+    state, seen = short_run(program, 4)
     assert float(state.model_state) == 4
     assert [seen.steps[step]["state"] for step in (1, 2, 3, 4)] == [0, 1, 2, 3]
 
@@ -69,6 +60,6 @@ def test_an_equinox_module_trains():
         value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
         return value, {"acc": (logits.argmax(-1) == batch["y"]).mean()}
 
-    state, seen = steps(function_program(init, loss, optax.adam(1e-2)), 60)
+    state, seen = short_run(function_program(init, loss, optax.adam(1e-2)), 60)
     assert isinstance(state.params, eqx.nn.MLP)
     assert seen.steps[60]["loss"] < 0.6 * seen.steps[1]["loss"]

@@ -7,17 +7,15 @@ from flax import linen as nn
 
 from jax_trainer.adapters import flax_state_program, linen_program
 from jax_trainer.core import TrainState, compile_program
-from jax_trainer.engine import Data, Plan, run
-from jax_trainer.testing import Recorder, TinyLinen, assert_same_bits, linen_loss, numbered_data, numbered_loader
+from jax_trainer.testing import (
+    TinyLinen,
+    assert_same_bits,
+    linen_loss,
+    numbered_data,
+    short_run,
+)
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
-
-
-def steps(program, n=5, key=0):
-    compiled = compile_program(program, on_recompile="ignore")
-    seen = Recorder()
-    state = compiled.init(jax.random.key(key), EXAMPLE)
-    return run(compiled, state, Data(numbered_loader()), Plan(max_steps=n), [seen]), seen
 
 
 def test_shapes_come_from_the_example_batch(key):
@@ -38,7 +36,7 @@ def test_the_loss_contract_of_the_documents_trains():
         value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
         return value, (changed, {"acc": (logits.argmax(-1) == batch["y"]).mean()})
 
-    _, seen = steps(linen_program(model, loss, optax.adam(1e-2), to_input=lambda batch: batch["x"]), 60)
+    _, seen = short_run(linen_program(model, loss, optax.adam(1e-2), to_input=lambda batch: batch["x"]), 60)
     assert seen.steps[60]["loss"] < 0.6 * seen.steps[1]["loss"]
 
 
@@ -58,7 +56,7 @@ def test_any_mutable_collection_is_carried_and_sown_ones_are_not():
         )
         return (out**2).mean(), (changed, {})
 
-    state, _ = steps(linen_program(Counting(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"]))
+    state, _ = short_run(linen_program(Counting(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"]))
     assert int(state.model_state["counters"]["calls"]) == 5
     assert set(state.model_state) == {"counters"}
 
@@ -70,7 +68,7 @@ def test_a_loss_that_returns_no_collections_leaves_them_as_they_were(key):
 
     program = linen_program(TinyLinen(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
     start = compile_program(program).init(key, EXAMPLE)
-    end, _ = steps(program)
+    end, _ = short_run(program)
     assert_same_bits(end.model_state, start.model_state)
 
 
@@ -89,10 +87,10 @@ def test_named_streams_reach_the_model_and_differ():
     program = linen_program(
         Noisy(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"], init_rngs=("params", "dropout", "noise")
     )
-    _, seen = steps(program, 3)
+    _, seen = short_run(program, 3)
     draws = [seen.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")]
     assert len(set(draws)) == 6  # another value for every step and stream
-    _, again = steps(program, 3)
+    _, again = short_run(program, 3)
     assert [again.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")] == draws
 
 
@@ -112,7 +110,7 @@ def test_a_flax_style_state_goes_on_from_where_it_is_and_stays_alive():
     mine = TrainState.create(
         apply_fn=model.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=optax.adam(1e-2)
     )
-    end, seen = steps(flax_state_program(mine, linen_loss), 40)
+    end, seen = short_run(flax_state_program(mine, linen_loss), 40)
     assert int(end.step) == 40
     assert int(mine.step) == 0
     assert seen.steps[40]["loss"] < seen.steps[1]["loss"]
@@ -124,4 +122,4 @@ def test_training_is_the_same_twice(micro_batches):
     program = linen_program(
         TinyLinen(), linen_loss, optax.adam(1e-2), to_input=lambda batch: batch["x"], micro_batches=micro_batches
     )
-    assert_same_bits(steps(program)[0], steps(program)[0])
+    assert_same_bits(short_run(program)[0], short_run(program)[0])

@@ -9,7 +9,6 @@ from jax_trainer.adapters import linen_program, nnx_program, write_back
 from jax_trainer.core import Layout, compile_program, with_ema
 from jax_trainer.engine import Data, Plan, evaluate, run
 from jax_trainer.testing import (
-    Recorder,
     TinyLinen,
     TinyNNX,
     assert_close,
@@ -18,25 +17,18 @@ from jax_trainer.testing import (
     nnx_loss,
     nnx_with_weights_of,
     numbered_data,
-    numbered_loader,
+    short_run,
 )
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
-
-
-def steps(program, n=5, key=0):
-    compiled = compile_program(program, on_recompile="ignore")
-    seen = Recorder()
-    state = compiled.init(jax.random.key(key), EXAMPLE)
-    return run(compiled, state, Data(numbered_loader()), Plan(max_steps=n), [seen]), seen
 
 
 def test_same_weights_and_seed_give_the_losses_of_linen():
     linen = linen_program(TinyLinen(0.0), linen_loss, optax.adam(1e-2), to_input=lambda batch: batch["x"])
     start = compile_program(linen).init(jax.random.key(0), EXAMPLE)
     nnx_model = nnx_with_weights_of(start.params, start.model_state, dropout=0.0)
-    end_linen, seen_linen = steps(linen, 40)
-    end_nnx, seen_nnx = steps(nnx_program(nnx_model, nnx_loss, optax.adam(1e-2)), 40)
+    end_linen, seen_linen = short_run(linen, 40)
+    end_nnx, seen_nnx = short_run(nnx_program(nnx_model, nnx_loss, optax.adam(1e-2)), 40)
     losses = [[seen.steps[step]["loss"] for step in range(1, 41)] for seen in (seen_linen, seen_nnx)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert_close(end_nnx.params["out"], dict(end_linen.params["out"]), rtol=1e-4, atol=1e-5)
@@ -63,10 +55,10 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed():
         bits = jnp.sin(jnp.arange(64.0))  # tells masks apart
         return model.scale[...] * 0, {"a": (model.a(ones) * bits).sum(), "b": (model.b(ones) * bits).sum()}
 
-    _, seen = steps(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
+    _, seen = short_run(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
     draws = [seen.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")]
     assert len(set(draws)) == 6
-    _, again = steps(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
+    _, again = short_run(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
     assert [again.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")] == draws
 
 
@@ -97,7 +89,7 @@ def test_any_kind_of_variable_is_carried_and_new_ones_are_not():
     def loss(model, batch, train):
         return (model(batch["x"]) ** 2).mean(), {}
 
-    state, _ = steps(nnx_program(Counting, loss, optax.sgd(0.01)))
+    state, _ = short_run(nnx_program(Counting, loss, optax.sgd(0.01)))
     assert int(state.model_state["calls"]) == 5
     assert set(state.model_state) == {"calls"}
     assert set(state.params["layers"]) == {0, 1}
@@ -118,7 +110,7 @@ def test_only_what_the_filter_names_is_trained(key):
     def trainable(path, variable):
         return isinstance(variable, nnx.Param) and not isinstance(variable, Frozen)
 
-    state, _ = steps(nnx_program(Model, loss, optax.sgd(0.1), trainable=trainable))
+    state, _ = short_run(nnx_program(Model, loss, optax.sgd(0.1), trainable=trainable))
     assert set(state.params) == {"free"}
     np.testing.assert_array_equal(state.model_state["fixed"], np.ones(3))
 
@@ -126,7 +118,7 @@ def test_only_what_the_filter_names_is_trained(key):
 def test_a_built_model_is_the_start_and_is_not_touched_until_written_back():
     model = TinyNNX(nnx.Rngs(7))
     before = np.array(model.out.kernel[...])
-    state, _ = steps(nnx_program(model, nnx_loss, optax.adam(1e-2)), 20)
+    state, _ = short_run(nnx_program(model, nnx_loss, optax.adam(1e-2)), 20)
     np.testing.assert_array_equal(model.out.kernel[...], before)
     write_back(model, state)
     np.testing.assert_array_equal(model.out.kernel[...], state.params["out"]["kernel"])
@@ -137,7 +129,7 @@ def test_a_built_model_is_the_start_and_is_not_touched_until_written_back():
 
 def test_averaged_weights_can_be_written_back():
     model = TinyNNX(nnx.Rngs(7))
-    state, _ = steps(with_ema(nnx_program(model, nnx_loss, optax.adam(1e-2)), 0.9), 20)
+    state, _ = short_run(with_ema(nnx_program(model, nnx_loss, optax.adam(1e-2)), 0.9), 20)
     write_back(model, state, params=state.extra["ema"])
     np.testing.assert_array_equal(model.out.kernel[...], state.extra["ema"]["out"]["kernel"])
 
@@ -191,7 +183,7 @@ def test_stacked_layers_with_their_own_streams_train():
     def loss(model, batch, train):
         return (model(batch["x"]) ** 2).mean(), {}
 
-    _, seen = steps(nnx_program(Stack, loss, optax.sgd(0.1)), 20)
+    _, seen = short_run(nnx_program(Stack, loss, optax.sgd(0.1)), 20)
     assert seen.steps[20]["loss"] < seen.steps[1]["loss"]
 
 

@@ -250,6 +250,7 @@ def test_a_start_from_python_numbers_compiles_once():
     run = Run(function_program(lambda key, batch: jnp.full((), 1.0), loss, optax.adam(0.1)), on_recompile="error")
     run.step()
     run.step()
+    assert int(run.state.step) == 2  # and nothing was raised
 
 
 def test_init_takes_an_example_of_any_kind_of_array():

@@ -214,6 +214,7 @@ def test_evaluation_takes_a_ragged_last_batch_that_tells_its_size():
     run = Run(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
     run.judge(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
     run.judge(Sized(np.ones((5, 3), np.float32), scale=1.0, size=5))
+    assert compilations(run.compiled.judge) == 2  # and nothing was said
 
 
 def test_with_error_even_a_changed_place_leaves_the_state_alive(key):

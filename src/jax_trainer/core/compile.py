@@ -33,11 +33,11 @@ class CompiledProgram:
         self,
         program: Program,
         *,
-        layout: Layout | None = None,
-        donate: bool = True,
-        debug: bool = False,
-        keep_grads: bool = False,
-        on_recompile: OnRecompile = "warn",
+        layout: Layout | None,
+        donate: bool,
+        debug: bool,
+        keep_grads: bool,
+        on_recompile: OnRecompile,
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")

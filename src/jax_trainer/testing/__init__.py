@@ -18,6 +18,7 @@ from jax_trainer.testing.models import (
     tiny_program,
 )
 from jax_trainer.testing.observers import Recorder
+from jax_trainer.testing.runs import short_run
 
 __all__ = [
     "FaultInjected",
@@ -36,5 +37,6 @@ __all__ = [
     "nnx_with_weights_of",
     "numbered_data",
     "numbered_loader",
+    "short_run",
     "tiny_program",
 ]

@@ -1,0 +1,16 @@
+"""A short run, for tests that look at what comes out of it."""
+
+import jax
+
+from jax_trainer.core import Program, TrainState, compile_program
+from jax_trainer.engine import Data, Plan, run
+from jax_trainer.testing.data import numbered_loader
+from jax_trainer.testing.observers import Recorder
+
+
+def short_run(program: Program, steps: int = 5, seed: int = 0) -> tuple[TrainState, Recorder]:
+    """Trains `program` for some steps on numbered data: the last state, and all that was reported."""
+    loader, seen = numbered_loader(), Recorder()
+    compiled = compile_program(program, on_recompile="ignore")
+    state = compiled.init(jax.random.key(seed), next(iter(loader)))
+    return run(compiled, state, Data(loader), Plan(max_steps=steps), [seen]), seen
