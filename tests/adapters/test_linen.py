@@ -123,3 +123,15 @@ def test_training_is_the_same_twice(micro_batches):
         TinyLinen(), linen_loss, optax.adam(1e-2), to_input=lambda batch: batch["x"], micro_batches=micro_batches
     )
     assert_same_bits(short_run(program)[0], short_run(program)[0])
+
+
+@pytest.mark.parametrize(("returned", "told"), [(1.0, "a float"), ((1.0, {}), "a tuple of float, dict")])
+def test_a_loss_that_returns_something_else_is_told_what_to_return(returned, told):
+    program = linen_program(
+        TinyLinen(),
+        lambda params, state, batch, rng, train: returned,
+        optax.sgd(0.1),
+        to_input=lambda batch: batch["x"],
+    )
+    with pytest.raises(TypeError, match=f"returns `loss, .mutable, metrics.`.* this one returned {told}"):
+        short_run(program)

@@ -201,3 +201,11 @@ def test_with_a_layout_no_device_holds_a_whole_sharded_parameter(key):
         assert {shard.data.shape for shard in tree["hidden"]["kernel"].addressable_shards} == {(1, 16)}
     state = run(compiled, state, Data([EXAMPLE] * 3), Plan(max_epochs=1))
     assert {shard.data.shape for shard in state.params["hidden"]["kernel"].addressable_shards} == {(1, 16)}
+
+
+def test_a_loss_may_report_nothing_else():
+    def loss(model, batch, train):
+        return (model(batch["x"]) ** 2).mean()
+
+    _, seen = short_run(nnx_program(TinyNNX, loss, optax.sgd(0.1)))
+    assert set(seen.steps[1]) >= {"loss"}

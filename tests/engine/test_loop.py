@@ -445,3 +445,14 @@ def test_in_debug_mode_the_loss_sees_values_whatever_the_chunk(key):
     state = program.init(key, EXAMPLE)
     run(program, state, Data([EXAMPLE] * 4), Plan(max_epochs=1, steps_per_call=4))
     assert len(branches) == 5  # four steps, and one look at what a step reports
+
+
+def test_training_data_alone_needs_no_wrapping(prepared):
+    program, fresh = prepared
+    wrapped = run(program, fresh(), Data(numbered_loader()), Plan(max_steps=3))
+    assert_same_bits(run(program, fresh(), numbered_loader(), Plan(max_steps=3)), wrapped)
+
+
+def test_a_program_that_is_not_compiled_is_told_so(key):
+    with pytest.raises(TypeError, match="A Program cannot run yet. Pass it through `compile_program"):
+        run(tiny_program("linen"), tiny_program("linen").init(key, EXAMPLE), [EXAMPLE], Plan(max_steps=1))  # pyright: ignore[reportArgumentType]

@@ -104,12 +104,25 @@ def flax_state_program(state: FlaxState, loss: LinenLoss, **options: Unpack[Step
     return program._replace(init=init, init_is_traced=False)
 
 
+def _kinds(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in returned)}"
+    return f"a {type(returned).__name__}"
+
+
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss) -> Any:
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         view = LinenView(apply_fn, params, model_state, stream(rng, "model"))
-        value, (mutable, reported) = loss(params, view, batch, rng, train)
+        match loss(params, view, batch, rng, train):
+            case (value, (mutable, reported)):
+                pass
+            case other:
+                raise TypeError(
+                    "A linen loss returns `loss, (mutable, metrics)`, the changed collections (or None) and a dict; "
+                    f"this one returned {_kinds(other)}."
+                )
         # collections the model did not start with (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}
         return value, (kept if train else model_state, reported)

@@ -21,7 +21,7 @@ class NnxLoss(Protocol):
     """A loss over an nnx model, which is in training or evaluation mode already."""
 
     def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Returns the loss and what else to report."""
+        """Returns the loss and what else to report, or just the loss."""
         ...
 
 
@@ -71,7 +71,7 @@ def nnx_program(
     Args:
         model: a module, whose weights the run starts from (its own arrays stay as they are until `write_back`); or
             a function (or class) that builds one from `rngs`, or from `rngs` and `example`, an example batch.
-        loss: `loss(model, batch, train) -> loss, metrics`.
+        loss: `loss(model, batch, train) -> loss, metrics`, or just the loss.
         trainable: which variables are parameters (an nnx filter); all others are model state.
         options: see `make_program`.
     """
@@ -112,7 +112,8 @@ def _loss_fn(split_of: Callable[[], Split], loss: NnxLoss) -> Any:
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         split = split_of()
         model = split.join(params, model_state, rng, train=train)
-        value, reported = loss(model, batch, train)
+        returned = loss(model, batch, train)
+        value, reported = returned if isinstance(returned, tuple) else (returned, {})
         _, changed = split.arrays(model)
         return value, (_kept(model_state, changed) if train else model_state, reported)
 

@@ -34,12 +34,15 @@ class _Stop:
 def run(
     program: CompiledProgram,
     state: TrainState,
-    data: Data,
+    data: Data | Any,
     plan: Plan,
     observers: Sequence[Observer] = (),
     at: Position = Position(),
 ) -> TrainState:
-    """Runs `plan` to its end with these observers; returns the last state."""
+    """Runs `plan` to its end with these observers; returns the last state.
+
+    `data` is a `Data` with evaluation sets, or just what to train on.
+    """
     plan = plan.seen_by(observers)
     return drive(train_events(program, state, data, plan, at), observers, state, at)
 

@@ -40,6 +40,11 @@ class Data:
     train: Any
     evals: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, data: Any) -> "Data":
+        """`data` itself, or training data alone."""
+        return data if isinstance(data, Data) else cls(data)
+
 
 class Taken(NamedTuple):
     """Batches for one dispatch: one batch, or `steps` of them stacked (and padded to a full chunk)."""

@@ -50,10 +50,11 @@ class Position:
 
 
 def train_events(
-    program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position = Position()
+    program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position = Position()
 ) -> Iterator[Event]:
     """The training loop, from `state` and the position `at` to the end of the plan."""
-    plan = plan.resolved()
+    plan, data = plan.resolved(), Data.of(data)
+    _check_compiled(program)
     feed, evals = _train_feed(data, plan), {name: Feed(source, name) for name, source in data.evals.items()}
     recorder = _Recorder(program, plan, feed)
     began = evaluated = time.monotonic()
@@ -148,6 +149,7 @@ def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """The metrics of `state` on each of the evaluation sets, by name."""
+    _check_compiled(program)
     at, plan = Event(step_of(state), 0, HeldState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
     return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
 
@@ -226,6 +228,11 @@ class _InFlight:
             self._waiting.append(tape)
             if len(self._waiting) > self._limit:
                 self._waiting.popleft().block_until_ready()
+
+
+def _check_compiled(program: Any) -> None:
+    if not isinstance(program, CompiledProgram):
+        raise TypeError(f"A {type(program).__name__} cannot run yet. Pass it through `compile_program(…)` first.")
 
 
 def _named(error: Exception, batch: str) -> Exception:
