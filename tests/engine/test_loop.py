@@ -456,3 +456,10 @@ def test_training_data_alone_needs_no_wrapping(prepared):
 def test_a_program_that_is_not_compiled_is_told_so(key):
     with pytest.raises(TypeError, match="A Program cannot run yet. Pass it through `compile_program"):
         run(tiny_program("linen"), tiny_program("linen").init(key, EXAMPLE), [EXAMPLE], Plan(max_steps=1))  # pyright: ignore[reportArgumentType]
+
+
+def test_evaluation_sets_may_differ_in_their_keys(prepared):
+    program, fresh = prepared
+    sets = {"val": [EXAMPLE], "test": [{name: EXAMPLE[name] for name in ("x", "y")}]}
+    found = evaluate(program, fresh(), sets)
+    assert found["val"] == found["test"]

@@ -71,11 +71,13 @@ class CompiledProgram:
 
     def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The format of what training steps report, and a blank tape for the last `length` of them."""
+        _begin(self.advance, self._full_chunk, self._part_chunk)
         self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
         return self._train_format, self._blank(self._train_format, length)
 
     def eval_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The same for evaluation."""
+        _begin(self.judge)
         self._eval_format = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
         return self._eval_format, self._blank(self._eval_format, length)
 
@@ -154,7 +156,7 @@ class CompiledProgram:
             function,
             compile=lambda traced: jax.jit(traced, donate_argnums=donated),
             on_recompile=self._on_recompile,
-            ragged_is_normal=name == "eval_step",
+            lenient=name == "eval_step",
         )
 
 
@@ -191,6 +193,12 @@ def _reported(report: StepReport) -> Metrics:
 
 def _judged(metrics: Metrics) -> Metrics:
     return metrics.only(LogMode.VAL, LogMode.TEST)
+
+
+def _begin(*functions: Any) -> None:
+    for function in functions:
+        if isinstance(function, Guarded):  # not in debug mode
+            function.begin()
 
 
 def _held(function: Callable[..., Any]) -> Callable[..., Any]:

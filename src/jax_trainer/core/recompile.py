@@ -12,7 +12,7 @@ from jax_trainer.core.state import HeldState, TrainState
 
 OnRecompile = Literal["warn", "error", "ignore"]
 WARNINGS_PER_FUNCTION = 3
-RAGGED_LENGTHS = 3  # so many lengths of a last batch are normal where raggedness is
+LENIENCY = 3  # so many more compilations are normal for a lenient function
 
 _CURES = {
     "length": "The last batch of an epoch is often smaller: drop it (`drop_last=True`) or pad it to the full size.",
@@ -41,7 +41,8 @@ class BatchChangedError(ValueError):
 class Guarded:
     """A compiled function of a held state and more, that notices when it compiles again.
 
-    Where `function` returns a state first, so does this, held.
+    A `lenient` one is silent at first: evaluation sets have ragged ends and may differ from each other. Where
+    `function` returns a state first, so does this, held.
     """
 
     def __init__(
@@ -52,29 +53,25 @@ class Guarded:
         *,
         compile: Callable[[Callable[..., Any]], Any],
         on_recompile: OnRecompile,
-        ragged_is_normal: bool = False,
+        lenient: bool = False,
     ) -> None:
-        self.name, self._arguments = name, arguments
-        self._on_recompile, self._ragged_is_normal = on_recompile, ragged_is_normal
+        self.name, self._arguments, self._function, self._compile = name, arguments, function, compile
+        self._on_recompile, self._lenient = on_recompile, lenient
         self._seen: list[Signature] = []
         self._args: tuple[Any, ...] = ()
         self._structure: Any = None
         self._by_structure: dict[Any, Any] = {}
         self._entries = self._warned = 0
         self._placement: list[Any] | None = None
-
-        def traced(leaves: list[jax.Array], *more: Any) -> Any:
-            self._refuse()
-            first, *rest = function(self._structure.unflatten(leaves), *more)
-            return (_leaves(first, self._structure) if isinstance(first, TrainState) else first, *rest)
-
-        self._compile = lambda: compile(traced)
+        self._reference: Signature | None = None  # of the first call since `begin`
 
     def __call__(self, held: HeldState, *more: Any) -> Any:
         """Runs the function, compiling it first where its arguments are new."""
         if held.structure is not self._structure:
             self._take(held.structure)
         self._args = (held, *more)
+        if self._reference is None:
+            self._reference = self._signature()
         try:
             if self._on_recompile == "error":
                 self._check_placement()
@@ -86,12 +83,26 @@ class Guarded:
         finally:
             self._args = ()  # or the batch and the state would live on
 
+    def begin(self) -> None:
+        """A new set of data begins: its batches need be like each other, not like those before."""
+        self._reference = None
+
     def _take(self, structure: Any) -> None:
         """Turns to states of this structure, each of which is compiled for on its own."""
         if structure not in self._by_structure:
-            self._by_structure[structure] = self._compile()
+            self._by_structure[structure] = self._compile(self._flat(structure))
         self._structure, self._compiled = structure, self._by_structure[structure]
         self._entries = self._compiled._cache_size()
+
+    def _flat(self, structure: Any) -> Callable[..., Any]:
+        """The function on the leaves of states of `structure`. A new one each time: JAX caches traces by function."""
+
+        def traced(leaves: list[jax.Array], *more: Any) -> Any:
+            self._refuse()
+            first, *rest = self._function(structure.unflatten(leaves), *more)
+            return (_leaves(first, structure) if isinstance(first, TrainState) else first, *rest)
+
+        return traced
 
     @property
     def compilations(self) -> int:
@@ -107,8 +118,10 @@ class Guarded:
 
     def _refuse(self) -> None:
         # raised while tracing: nothing was compiled or donated yet, so the caller's state is still whole
-        found = self._difference(self._signature())
-        mixed = [c for c in found if c.path.startswith("batch") and c.kind in ("structure", "dtype", "rank")]
+        signature = self._signature()
+        found = self._difference(signature)
+        changed = changes(self._reference or signature, signature)
+        mixed = [c for c in changed if c.path.startswith("batch") and c.kind in ("structure", "dtype", "rank")]
         if mixed:
             raise BatchChangedError(_told(mixed))
         if found and self._on_recompile == "error":
@@ -140,8 +153,7 @@ class Guarded:
         if not self._seen or signature in self._seen:
             return []
         found = min((changes(old, signature) for old in reversed(self._seen)), key=len)
-        expected = self._ragged_is_normal and all(c.kind in ("length", "static value") for c in found)
-        return [] if expected and self.compilations <= RAGGED_LENGTHS else found
+        return [] if self._lenient and self.compilations <= LENIENCY else found
 
 
 def _leaves(state: TrainState, structure: Any) -> list[jax.Array]:
