@@ -135,3 +135,9 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return(returned, tol
     )
     with pytest.raises(TypeError, match=f"returns `loss, .mutable, metrics.`.* this one returned {told}"):
         short_run(program)
+
+
+def test_clipping_a_state_that_brings_its_optimizer_is_refused_with_the_cure():
+    mine = TrainState.create(apply_fn=TinyLinen().apply, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match="Clip in its `tx`"):
+        flax_state_program(mine, linen_loss, clip_norm=1.0)

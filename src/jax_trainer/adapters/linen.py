@@ -92,6 +92,11 @@ def linen_program(
 
 def flax_state_program(state: FlaxState, loss: LinenLoss, **options: Unpack[StepOptions]) -> Program:
     """A program that goes on from a state made by `TrainState.create`; the caller's arrays stay alive."""
+    if options.get("clip_norm") is not None:
+        raise ValueError(
+            "This state has an optimizer state already, which has no place for `clip_norm`. "
+            "Clip in its `tx`: `optax.chain(optax.clip_by_global_norm(…), …)`."
+        )
 
     def init_variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return state.params, state.model_state

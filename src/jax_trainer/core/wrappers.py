@@ -1,7 +1,5 @@
 """Programs made from programs. What they add to a run is traced, lives in `state.extra`, and resumes exactly."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +107,3 @@ def _silenced(metrics: Metrics, keep: jax.Array) -> Metrics:
 
 def _remember(state: TrainState, name: str, value: PyTree) -> TrainState:
     return state.replace(extra={**state.extra, name: value})
-
-
-Wrapper = Callable[[Program], Program]

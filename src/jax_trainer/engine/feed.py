@@ -5,7 +5,7 @@ without replay), other iterables, functions that return a fresh iterable, and on
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,9 +28,6 @@ class Addressed(Protocol):
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""
         ...
-
-
-Source = Addressed | Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
 @dataclass(frozen=True)
