@@ -12,13 +12,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 MAY_IMPORT = {
     "core": set(),
     "adapters": {"core"},
-    "engine": {"core"},
+    "engine": {"core", "datasets"},
     "datasets": {"core"},
     "logger": {"core"},
     "callbacks": {"core", "engine", "logger", "datasets"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
-CORE_DEPENDENCIES = {"jax", "flax", "optax", "numpy", "rich", "jax_trainer"}
+CORE_DEPENDENCIES = {"compoconf", "jax", "flax", "optax", "numpy", "rich", "jax_trainer"}
 ONLY_JIT = SOURCE / "core" / "compile.py"
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -30,13 +30,20 @@ from jax_trainer.core import (
     with_ema,
     with_finite_guard,
 )
-from jax_trainer.datasets import ArrayLoader, load_digits
-from jax_trainer.engine import (
+from jax_trainer.datasets import (
+    ArrayLoader,
+    Batch,
     Data,
     DataError,
+    DatasetConfig,
+    DatasetModule,
+    Position,
+    SupervisedBatch,
+    load_digits,
+)
+from jax_trainer.engine import (
     Every,
     Plan,
-    Position,
     StopTraining,
     drive,
     eval_events,
@@ -53,8 +60,11 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "ArrayLoader",
+    "Batch",
     "Data",
     "DataError",
+    "DatasetConfig",
+    "DatasetModule",
     "Every",
     "JsonlWriter",
     "Layout",
@@ -72,6 +82,7 @@ __all__ = [
     "RecompileError",
     "RecompileWarning",
     "StopTraining",
+    "SupervisedBatch",
     "TrainState",
     "__version__",
     "compile_program",

@@ -7,7 +7,8 @@ from flax import nnx
 
 from jax_trainer.adapters import linen_program, nnx_program, write_back
 from jax_trainer.core import Layout, compile_program, with_ema
-from jax_trainer.engine import Data, Plan, evaluate, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Plan, evaluate, run
 from jax_trainer.testing import (
     TinyLinen,
     TinyNNX,

@@ -6,7 +6,8 @@ import pytest
 
 from jax_trainer.callbacks import LogMetrics
 from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Every, Plan, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Every, Plan, run
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
 

@@ -5,7 +5,8 @@ from rich.console import Console
 
 from jax_trainer.callbacks import ProgressBar
 from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Every, Plan, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Every, Plan, run
 from jax_trainer.testing import numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}

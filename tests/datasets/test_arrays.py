@@ -73,7 +73,7 @@ def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
         ((np.zeros(3), np.zeros(4)), {}, "share their first axis"),
         (np.zeros(()), {}, "share their first axis"),
         (np.zeros(0), {}, "no examples"),
-        (np.zeros(5), {"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        (np.zeros(5), {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
         (np.zeros(5), {"drop_last": True}, "5 examples make no full batch of 8.*at most 5"),
     ],
 )

@@ -12,7 +12,8 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Event, FitEnd, Plan, StepEnd, StopTraining, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Event, FitEnd, Plan, StepEnd, StopTraining, run
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Event, Every, Plan, StepEnd, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Event, Every, Plan, StepEnd, run
 from jax_trainer.testing import numbered_data, tiny_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}

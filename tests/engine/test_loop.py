@@ -9,7 +9,8 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import BatchChangedError, Layout, NonFiniteError, compile_program, copy_state, with_finite_guard
-from jax_trainer.engine import Data, DataError, Event, Every, Plan, Position, evaluate, run, train_events
+from jax_trainer.datasets import Data, DataError, Position
+from jax_trainer.engine import Event, Every, Plan, evaluate, run, train_events
 from jax_trainer.testing import (
     FaultInjected,
     Recorder,

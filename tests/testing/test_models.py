@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from jax_trainer.core import compile_program
-from jax_trainer.engine import Data, Plan, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Plan, run
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
 
 

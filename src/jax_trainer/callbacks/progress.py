@@ -6,7 +6,19 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, EvalStep, Event, FitEnd, StepEnd, StepMetrics
+from jax_trainer.engine import (
+    EpochEnd,
+    EpochStart,
+    EvalEnd,
+    EvalStart,
+    EvalStep,
+    Event,
+    FitEnd,
+    Notice,
+    StepEnd,
+    StepMetrics,
+    Waiting,
+)
 
 SHOWN = 4  # metrics in a line; more do not fit
 WIDTH = 24  # of the bar
@@ -20,6 +32,8 @@ class ProgressBar:
     training, at most every `refresh_seconds`, lines included, and it is one write: laying out a `rich` progress bar
     takes 3 ms, a hundred times as long.
     """
+
+    shows_notices = True
 
     def __init__(self, *, refresh_seconds: float = 0.25, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -45,6 +59,11 @@ class ProgressBar:
             case EvalStep():
                 self._done = event.batches
                 self._draw_if_time()
+            case Waiting():
+                self._latest = f"waiting for the {event.name!r} data"
+                self._draw_if_time()
+            case Notice():
+                self._lines.append(event.text)
             case EpochEnd():
                 self._lines.append(f"epoch {event.epoch:>3}  train  {_line(event.metrics)}")
             case EvalEnd():

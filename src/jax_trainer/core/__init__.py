@@ -18,6 +18,7 @@ from jax_trainer.core.metrics import (
     PyTree,
     as_metrics,
     batch_weight,
+    resized,
 )
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
@@ -85,6 +86,7 @@ __all__ = [
     "new_state",
     "replicate",
     "reported_in",
+    "resized",
     "step_of",
     "stream",
     "streams",

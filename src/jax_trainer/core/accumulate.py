@@ -1,13 +1,12 @@
 """Gradients of a big batch, computed in micro-batches one after the other."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_trainer.core.metrics import Batch, Metrics, PyTree, merge_micro
+from jax_trainer.core.metrics import Batch, Metrics, PyTree, merge_micro, resized
 from jax_trainer.core.precision import cast_like
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import GradFn, Gradients
@@ -31,7 +30,7 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
         def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
             total, weight, model_state = carry
             index, rows = part
-            rows = _sized(rows, _length(rows))
+            rows = resized(rows, _length(rows))
             found = grad_fn(state.replace(model_state=model_state), rows, jax.random.fold_in(rng, index))
             count = jnp.asarray(found.metrics.weight_of("loss"), jnp.float32)
             # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
@@ -65,8 +64,3 @@ def _length(batch: Batch) -> int:
             f"but their shapes are {shapes}. Give all of them the same first axis."
         )
     return lengths.pop()
-
-
-def _sized(batch: Batch, size: int) -> Batch:
-    fields = getattr(batch, "__dataclass_fields__", {})
-    return dataclasses.replace(batch, size=size) if "size" in fields else batch

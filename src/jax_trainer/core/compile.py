@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.layout import Layout
-from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
+from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
 from jax_trainer.core.rng import key_data
@@ -53,6 +53,9 @@ class CompiledProgram:
         self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
         self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
         self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
+        self.advance_from: Callable[..., HeldStepped] = self._compile("train_step", self._step_from, donated, "store")
+        self._full_chunk_from = self._compile("train_chunk", self._whole_chunk_from, donated, "store")
+        self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
         self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
@@ -65,13 +68,24 @@ class CompiledProgram:
         shardings = None if layout is None else layout.state_shardings(jax.eval_shape(init, key, example))
         return jax.jit(init, out_shardings=shardings)(key, example)
 
-    def place(self, batch: Batch, *, stacked: bool) -> Batch:
-        """`batch` where the step wants it: as it is, or spread over the layout's devices."""
-        return batch if self.layout is None else self.layout.place(batch, stacked=stacked)
+    def place(self, batch: Batch, *, stacked: bool, ahead: bool = False) -> Batch:
+        """`batch` where the step wants it: as it is, or spread over the layout's devices.
+
+        Without a layout the step itself would fetch it; `ahead` of the step that is done here, except on the CPU,
+        where a numpy array can be used as it is.
+        """
+        if self.layout is not None:
+            return self.layout.place(batch, stacked=stacked)
+        return jax.device_put(batch) if ahead and jax.default_backend() != "cpu" else batch
+
+    def store(self, arrays: PyTree) -> PyTree:
+        """`arrays` on every device, for steps that pick their batches out of them."""
+        return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
     def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The format of what training steps report, and a blank tape for the last `length` of them."""
         _begin(self.advance, self._full_chunk, self._part_chunk)
+        _begin(self.advance_from, self._full_chunk_from, self._part_chunk_from)
         self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
         return self._train_format, self._blank(self._train_format, length)
 
@@ -103,6 +117,14 @@ class CompiledProgram:
             return self._full_chunk(held, tape, batches)
         return self._part_chunk(held, tape, batches, np.int32(steps))
 
+    def advance_chunk_from(
+        self, held: HeldState, tape: jax.Array, rows: jax.Array, steps: int, store: PyTree
+    ) -> HeldStepped:
+        """As `advance_chunk`, on batches that are rows of `store`."""
+        if steps == len(rows) and jax.default_backend() != "cpu":
+            return self._full_chunk_from(held, tape, rows, store)
+        return self._part_chunk_from(held, tape, rows, np.int32(steps), store)
+
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
@@ -116,12 +138,21 @@ class CompiledProgram:
         tape, loose = (self._train_format or TapeFormat.of(metrics)).append(tape, metrics)
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
+    def _step_from(self, state: TrainState, tape: jax.Array, rows: jax.Array, store: PyTree) -> Stepped:
+        return self._step(state, tape, _picked(rows, store))
+
     def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch) -> Stepped:
         return self._chunk(state, tape, batches, _length(batches))
 
-    def _chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array | int) -> Stepped:
+    def _whole_chunk_from(self, state: TrainState, tape: jax.Array, rows: jax.Array, store: PyTree) -> Stepped:
+        return self._chunk(state, tape, rows, len(rows), store)
+
+    def _chunk(
+        self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array | int, store: PyTree = None
+    ) -> Stepped:
         def at(index: Any) -> Batch:
-            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
+            batch = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
+            return batch if store is None else _picked(batch, store)
 
         def body(index: jax.Array, carry: Stepped) -> Stepped:
             state, tape, kept = carry
@@ -185,6 +216,12 @@ def compile_program(
 
 def _length(batches: Batch) -> int:
     return jax.tree.leaves(batches)[0].shape[0]
+
+
+def _picked(rows: jax.Array, store: PyTree) -> Batch:
+    """The batch of these rows; the host made them, so none is out of bounds."""
+    batch = jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), store)
+    return resized(batch, len(rows))
 
 
 def _reported(report: StepReport) -> Metrics:

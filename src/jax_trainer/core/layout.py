@@ -1,5 +1,6 @@
 """Where arrays live: which mesh axes hold the batch, and how each parameter is split."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,10 +55,7 @@ class Layout:
 
     def place(self, batch: Batch, *, stacked: bool = False) -> Batch:
         """`batch` on the devices. What does not divide evenly is replicated: slower, but exact."""
-        axis = 1 if stacked else 0
-        ways = 1
-        for name in self.batch_axes:
-            ways *= self.mesh.shape[name]
+        axis, ways = 1 if stacked else 0, self.batch_ways
 
         def put(leaf: PyTree) -> jax.Array:
             shape = jax.numpy.shape(leaf)
@@ -66,6 +64,11 @@ class Layout:
             return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(put, batch)
+
+    @property
+    def batch_ways(self) -> int:
+        """Into how many parts a batch is split."""
+        return math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
     @property
     def replicated(self) -> NamedSharding:

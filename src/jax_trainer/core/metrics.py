@@ -4,6 +4,7 @@ A loss function returns plain values or dicts with options; `as_metrics` turns b
 a pytree that crosses `jax.jit`. How values of many steps become one is in `meter.py`.
 """
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -138,15 +139,16 @@ def _numeric(name: str, value: Any) -> jax.Array:
 
 
 def batch_weight(batch: Batch) -> Any:
-    """How many examples `batch` counts for in a mean: its `size`, or the length all its arrays share.
+    """How many examples `batch` counts for in a mean: its `count` or `size`, or the length all its arrays share.
 
     >>> batch_weight((jnp.zeros((32, 8)), jnp.zeros(32)))
     32
     """
     if not isinstance(batch, jax.Array) and not hasattr(batch, "__array__"):
-        size = getattr(batch, "size", None)
-        if size is not None and not callable(size) and jnp.ndim(size) == 0:
-            return size
+        for name in ("count", "size"):
+            told = getattr(batch, name, None)
+            if told is not None and not callable(told) and jnp.ndim(told) == 0:
+                return told
     lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(
@@ -154,6 +156,12 @@ def batch_weight(batch: Batch) -> Any:
             "Give the batch a `size` attribute, or every array the same first axis."
         )
     return lengths.pop()
+
+
+def resized(batch: Batch, size: int) -> Batch:
+    """`batch` saying that it holds `size` examples, where it is a dataclass that says so at all."""
+    fields = getattr(batch, "__dataclass_fields__", {})
+    return dataclasses.replace(batch, size=size) if "size" in fields else batch
 
 
 def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:

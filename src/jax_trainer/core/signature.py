@@ -59,7 +59,7 @@ def changes(old: Signature, new: Signature) -> list[Change]:
     found += [Change(p, "absent", str(leaf), "structure") for p, leaf in new.leaves.items() if p not in old.leaves]
     found += [Change(p, str(leaf), "absent", "structure") for p, leaf in old.leaves.items() if p not in new.leaves]
     if old.structure != new.structure and not any(c.kind == "structure" for c in found):
-        found = [*_static_changes(old.structure, new.structure, ""), *found]
+        found += _static_changes(old.structure, new.structure, "")
     return found
 
 

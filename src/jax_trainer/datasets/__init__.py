@@ -1,6 +1,48 @@
-"""Data: loaders with a position, and sets that ship with the package."""
+"""Data: batches, datasets, loaders with a position, and getting batches to the device in time.
+
+`records.py` (Grain) and `examples.py` (ready datasets) are imported by their own names.
+"""
 
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
+from jax_trainer.datasets.batch import Batch, SupervisedBatch
+from jax_trainer.datasets.cursor import Cursor, Taken
 from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
+from jax_trainer.datasets.feed import Data, Feed, FirstBatches
+from jax_trainer.datasets.foreign import DataError
+from jax_trainer.datasets.host import HostTransforms
+from jax_trainer.datasets.kinds import Addressed, Position
+from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
+from jax_trainer.datasets.order import Order, nearby_multiples
+from jax_trainer.datasets.prefetch import LATE, Background, Direct, Supply
+from jax_trainer.datasets.resident import RowLoader, resident_loader
+from jax_trainer.datasets.transforms import DeviceTransforms
 
-__all__ = ["DIGITS_SOURCE", "ArrayEpoch", "ArrayLoader", "load_digits"]
+__all__ = [
+    "DIGITS_SOURCE",
+    "LATE",
+    "Addressed",
+    "ArrayEpoch",
+    "ArrayLoader",
+    "Background",
+    "Batch",
+    "Cursor",
+    "Data",
+    "DataError",
+    "DatasetConfig",
+    "DatasetModule",
+    "DeviceTransforms",
+    "Direct",
+    "Feed",
+    "FirstBatches",
+    "HostTransforms",
+    "Order",
+    "Position",
+    "RowLoader",
+    "SupervisedBatch",
+    "Supply",
+    "Taken",
+    "UnusedKeyWarning",
+    "load_digits",
+    "nearby_multiples",
+    "resident_loader",
+]

@@ -6,21 +6,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, PyTree
+from jax_trainer.core import Batch, PyTree, resized
+from jax_trainer.datasets.foreign import known_as_tree
+from jax_trainer.datasets.host import HostTransform, HostTransforms
+from jax_trainer.datasets.order import Order
 
 
 class ArrayLoader:
     """Batches of arrays that share their first axis.
 
     The order of an epoch is a pure function of the seed and the epoch's number, so a run can go on from any batch
-    of any epoch without replaying what came before.
+    of any epoch without replaying what came before. With several processes each gets its part of every batch, and
+    all of them together see the same order as one would.
 
     Args:
         arrays: an array, or a tuple, dict or dataclass of arrays.
-        batch_size: examples per batch.
+        batch_size: examples per batch, over all processes.
         shuffle: a new order in every epoch; False keeps the order, as evaluation wants it.
         drop_last: leave out the last batch of an epoch when it is not full.
         seed: which orders.
+        record_transform, batch_transform: functions of a record or a batch and a random generator that belongs to
+            its place in the epoch, run on the host. Prefer transforms on the device where they can do the work.
+        process: (index, count) of the processes that share the batches; None asks JAX.
 
     >>> loader = ArrayLoader({"id": np.arange(10)}, batch_size=4, shuffle=True)
     >>> [len(batch["id"]) for batch in loader.epoch(1)]
@@ -28,76 +35,114 @@ class ArrayLoader:
     """
 
     def __init__(
-        self, arrays: PyTree, batch_size: int, *, shuffle: bool = False, drop_last: bool = False, seed: int = 42
+        self,
+        arrays: PyTree,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 42,
+        record_transform: HostTransform | None = None,
+        batch_transform: HostTransform | None = None,
+        process: tuple[int, int] | None = None,
     ) -> None:
-        leaves, self._structure = jax.tree.flatten(arrays)
+        leaves, self._structure = jax.tree.flatten(known_as_tree(arrays))
         self._leaves = [np.asarray(leaf) for leaf in leaves]
         lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in self._leaves}
         if len(lengths) != 1 or -1 in lengths:
             raise ValueError(
                 f"All arrays must share their first axis; their shapes are {[leaf.shape for leaf in self._leaves]}."
             )
-        (self.examples,) = lengths
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        if self.examples == 0:
-            raise ValueError("The arrays hold no examples. Check the files and the split.")
-        if drop_last and self.examples < batch_size:
-            raise ValueError(
-                f"{self.examples} examples make no full batch of {batch_size}, and `drop_last` drops the rest. "
-                f"Use a batch size of at most {self.examples}, or `drop_last=False`."
-            )
-        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
+        (examples,) = lengths
+        self.schedule = Order(
+            examples=examples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, process=process
+        )
+        self.host = HostTransforms(record_transform, batch_transform)
+        rest = examples % batch_size or batch_size
+        self._structures = tuple(jax.tree.structure(resized(arrays, size)) for size in (batch_size, rest))
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.examples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return len(self.schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.epoch(1)
 
-    def order(self, epoch: int) -> np.ndarray:
-        """Which examples epoch `epoch` visits, in order."""
-        if not self.shuffle:
-            return np.arange(self.examples)
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.examples)
+    @property
+    def examples(self) -> int:
+        """How many examples an epoch visits at most."""
+        return self.schedule.examples
 
-    def epoch(self, number: int, start: int = 0) -> "ArrayEpoch":
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are nothing but rows of the arrays."""
+        return not self.host
+
+    @property
+    def arrays(self) -> PyTree:
+        """All examples, as they were given."""
+        return self._structure.unflatten(self._leaves)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Which examples epoch `epoch` visits, in order, over all processes."""
+        return self.schedule.of(epoch)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""
-        return ArrayEpoch(self._leaves, self._structure, self.order(number), self.batch_size, len(self), start)
+        return self._transformed(number, start) if self.host else self.untransformed(number, start)
+
+    def untransformed(self, number: int, start: int = 0) -> "ArrayEpoch":
+        """The same before transforms on the host."""
+        return ArrayEpoch(self._leaves, self._structures, self.schedule, number, start)
+
+    def _transformed(self, number: int, start: int) -> Iterator[Batch]:
+        for index, batch in enumerate(self.untransformed(number, start), start):
+            if self.host.record is None:
+                yield self.host.finish(batch, self.schedule, number, index)
+            else:
+                leaves, structure = jax.tree.flatten(resized(batch, 1))
+                records = [structure.unflatten(row) for row in zip(*leaves, strict=True)]
+                yield resized(self.host.make_batch(records, self.schedule, number, index), len(leaves[0]))
 
 
 class ArrayEpoch:
     """One epoch of an `ArrayLoader`: an iterator that can also cut out several batches at once."""
 
     def __init__(
-        self, leaves: list[np.ndarray], structure: Any, order: np.ndarray, size: int, batches: int, start: int
+        self, leaves: list[np.ndarray], structures: tuple[Any, Any], schedule: Order, number: int, start: int
     ) -> None:
-        self._leaves, self._structure, self._order, self._size = leaves, structure, order, size
-        self._next, self._batches = start, batches
+        self._leaves, self._schedule, self._order = leaves, schedule, schedule.of(number)
+        self._full, self._ragged = structures
+        self._next = start
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._next >= self._batches:
+        if self._next >= len(self._schedule):
             raise StopIteration
-        first = self._next * self._size
+        rows = self._schedule.cut(self._order, self._next)
+        structure = self._full if self._next < self._schedule.whole_batches else self._ragged
         self._next += 1
-        rows = self._order[first : first + self._size]
-        return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
+        return structure.unflatten([leaf[rows] for leaf in self._leaves])
+
+    def rows(self, limit: int, *, whole_only: bool = False) -> np.ndarray:
+        """The examples of up to `limit` batches, [batches, size]: full ones, or the ragged last one alone."""
+        steps = min(limit, self._schedule.whole_batches - self._next)
+        if steps <= 0:
+            steps = 0 if whole_only else len(self._schedule) - self._next
+        rows = self._schedule.cut(self._order, self._next, steps)
+        self._next += steps
+        return rows.reshape(steps, -1) if steps else rows[:0]
 
     def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
         """Up to `limit` full batches stacked, in arrays for `chunk` of them; and how many there were."""
-        steps = min(limit, len(self._order) // self._size - self._next, self._batches - self._next)
-        if steps <= 0:
+        rows = self.rows(limit, whole_only=True)
+        if not len(rows):
             return None, 0
-        first = self._next * self._size
-        rows = self._order[first : first + steps * self._size]
-        self._next += steps
-        return self._structure.unflatten([self._stacked(leaf, rows, steps, chunk) for leaf in self._leaves]), steps
+        return self._full.unflatten([_stacked(leaf, rows, chunk) for leaf in self._leaves]), len(rows)
 
-    def _stacked(self, leaf: np.ndarray, rows: np.ndarray, steps: int, chunk: int) -> np.ndarray:
-        out = np.zeros((chunk, self._size, *leaf.shape[1:]), leaf.dtype)
-        np.take(leaf, rows, axis=0, out=out.reshape(-1, *leaf.shape[1:])[: len(rows)], mode="clip")
-        return out
+
+def _stacked(leaf: np.ndarray, rows: np.ndarray, chunk: int) -> np.ndarray:
+    out = np.zeros((chunk, rows.shape[1], *leaf.shape[1:]), leaf.dtype)
+    np.take(leaf, rows.ravel(), axis=0, out=out.reshape(-1, *leaf.shape[1:])[: rows.size], mode="clip")
+    return out

@@ -13,18 +13,16 @@ from jax_trainer.engine.events import (
     Event,
     FitEnd,
     FitStart,
+    Notice,
     Status,
     StepEnd,
     StepMetrics,
+    Waiting,
 )
-from jax_trainer.engine.feed import Addressed, Data, DataError
-from jax_trainer.engine.loop import Position, eval_events, evaluate, train_events
+from jax_trainer.engine.loop import eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
 
 __all__ = [
-    "Addressed",
-    "Data",
-    "DataError",
     "EpochEnd",
     "EpochStart",
     "EvalEnd",
@@ -34,13 +32,14 @@ __all__ = [
     "Every",
     "FitEnd",
     "FitStart",
+    "Notice",
     "Observer",
     "Plan",
-    "Position",
     "Status",
     "StepEnd",
     "StepMetrics",
     "StopTraining",
+    "Waiting",
     "drive",
     "eval_events",
     "evaluate",

@@ -1,5 +1,6 @@
 """Feeds events to observers and makes sure that every one of them learns how the run ended."""
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,10 +8,12 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of
-from jax_trainer.engine.events import Event, FitEnd, FitStart, Status
-from jax_trainer.engine.feed import Data
-from jax_trainer.engine.loop import Position, train_events
+from jax_trainer.datasets import Data, Position
+from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status
+from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.plan import Plan
+
+LOG = logging.getLogger("jax_trainer")
 
 
 class StopTraining(Exception):
@@ -18,7 +21,10 @@ class StopTraining(Exception):
 
 
 class Observer(Protocol):
-    """Sees every event. One that must see the state between chunks also has `sees_state_every: Every`."""
+    """Sees every event. One that must see the state between chunks also has `sees_state_every: Every`.
+
+    One that shows notices to people has `shows_notices = True`; where nobody does, they are logged.
+    """
 
     def handle(self, event: Event) -> None:
         """Reacts to `event`."""
@@ -79,6 +85,8 @@ def drive(
 def _tell(observers: Sequence[Observer], event: Event) -> None:
     for observer in observers:
         observer.handle(event)
+    if isinstance(event, Notice) and not any(getattr(observer, "shows_notices", False) for observer in observers):
+        LOG.warning(event.text)
 
 
 def _tell_all(observers: Sequence[Observer], event: FitEnd) -> None:

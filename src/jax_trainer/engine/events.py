@@ -3,7 +3,7 @@
 The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) …, EpochEnd, and last FitEnd. An
 evaluation is EvalStart, EvalStep …, EvalEnd per set; it follows the StepEnd or EpochEnd that made it due.
 StepMetrics comes some steps after the StepEnd of the steps it tells of, but always before an evaluation and
-before the end of the epoch.
+before the end of the epoch. Waiting may come before any StepEnd or EvalStep, Notice anywhere.
 
 Nobody should change an event. The classes are not frozen only because making a frozen one costs 0.6 µs more per step.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_trainer.core import HeldState, PyTree, StepRows, TrainState
+from jax_trainer.datasets import Position
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
 
@@ -49,6 +50,12 @@ class StepEnd(Event):
     steps: int
     epoch_step: int  # steps taken in this epoch so far: with `epoch`, the position in the data
     grads: PyTree  # of every step, if the program keeps them
+    feed_state: Any  # the data's own word for its position, where it keeps one
+
+    @property
+    def position(self) -> Position:
+        """Where in the data this is, to go on from."""
+        return Position(self.epoch, self.epoch_step, self.feed_state)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +67,21 @@ class StepMetrics(Event):
 
 @dataclass(slots=True, eq=False)
 class EpochEnd(Event):
-    """An epoch is over; `metrics` are its training metrics."""
+    """An epoch is over; `metrics` are its training metrics.
+
+    `seconds` is how long training took, without evaluations; for `waited` of them the device had nothing to do because
+    the next batch was not there.
+    """
 
     metrics: dict[str, Any]
+    seconds: float
+    waited: float
+    feed_state: Any
+
+    @property
+    def position(self) -> Position:
+        """Where in the data this is, to go on from."""
+        return Position(self.epoch, 0, self.feed_state)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +106,20 @@ class EvalEnd(Event):
 
     name: str
     metrics: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Event):
+    """There is no batch yet; comes about every second, so that somebody may act."""
+
+    name: str  # of the data that is waited for
+
+
+@dataclass(slots=True, eq=False)
+class Notice(Event):
+    """Something that a person should know, in one line."""
+
+    text: str
 
 
 @dataclass(slots=True, eq=False)

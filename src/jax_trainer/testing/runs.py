@@ -3,7 +3,8 @@
 import jax
 
 from jax_trainer.core import Program, TrainState, compile_program
-from jax_trainer.engine import Data, Plan, run
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Plan, run
 from jax_trainer.testing.data import numbered_loader
 from jax_trainer.testing.observers import Recorder
 

@@ -3,9 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_trainer.datasets import ArrayLoader
-from jax_trainer.engine import DataError
-from jax_trainer.engine.feed import Feed, check_batch
+from jax_trainer.datasets import ArrayLoader, DataError, Feed
+from jax_trainer.datasets.foreign import check_batch
 
 ARRAYS = np.arange(20, dtype=np.int32)
 

@@ -1,0 +1,145 @@
+"""Taking batches from one epoch: one at a time, or several stacked for one dispatch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_trainer.core import Batch, leaf_path
+from jax_trainer.datasets.foreign import DataError, check_batch
+
+
+class Taken(NamedTuple):
+    """Batches for one dispatch: one batch, or `steps` of them stacked (and padded to a full chunk)."""
+
+    batch: Batch
+    steps: int
+    stacked: bool
+    where: "Where"  # the last of them
+    state: Any = None  # of the source, after these
+
+
+class Where(NamedTuple):
+    """A batch, in words when somebody asks."""
+
+    index: int
+    epoch: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"batch {self.index} of epoch {self.epoch} of the {self.name!r} data"
+
+
+class Cursor:
+    """A position in one epoch of a feed. `state_of` tells the source's own position after a batch was drawn."""
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        name: str,
+        epoch: int,
+        start: int,
+        state_of: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._batches, self._name, self._epoch, self._state_of = batches, name, epoch, state_of
+        self._held: list[_Drawn] = []
+        self._reference: Any = None
+        self.position = start
+
+    @property
+    def next(self) -> Where:
+        """The batch to be taken next."""
+        return self._where(self.position)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while (taken := self.take(1)) is not None:
+            yield taken.batch
+
+    def peek(self) -> Batch | None:
+        """The next batch, checked, which stays where it is; None at the end of the epoch."""
+        if not self._held and (drawn := self._draw()) is not None:
+            check_batch(drawn.batch, str(self.next))
+            self._held = [drawn]
+        return self._held[0].batch if self._held else None
+
+    def take(self, limit: int, chunk: int = 1) -> Taken | None:
+        """Up to `limit` batches, stacked and padded to `chunk` if that is above 1; None at the end of the epoch."""
+        limit = min(limit, chunk)
+        cutter = None if self._held else getattr(self._batches, "take", None)
+        if cutter is not None and chunk > 1:
+            batch, steps = cutter(limit, chunk)
+            if steps:
+                return self._taken(_Drawn(batch, None), steps, stacked=True)
+        if chunk > 1:
+            return self._stack(limit, chunk)
+        drawn = self._draw()
+        return None if drawn is None else self._taken(drawn, 1, stacked=False)
+
+    def _taken(self, drawn: "_Drawn", steps: int, *, stacked: bool) -> Taken:
+        self.position += steps
+        return Taken(drawn.batch, steps, stacked, self._where(self.position - 1), drawn.state)
+
+    def _stack(self, limit: int, chunk: int) -> Taken | None:
+        batches: list[Batch] = []
+        last: _Drawn | None = None
+        while len(batches) < limit and (drawn := self._draw(len(batches))) is not None:
+            self._check_like_first(drawn.batch, self.position + len(batches))
+            if batches and _shapes(drawn.batch) != _shapes(batches[0]):
+                self._held = [drawn]  # a ragged last batch goes alone
+                break
+            batches.append(drawn.batch)
+            last = drawn
+        if last is None:
+            return None
+        if len(batches) == 1:
+            return self._taken(last, 1, stacked=False)
+        stacked = jax.tree.map(lambda *leaves: _padded_stack(leaves, chunk), *batches)
+        return self._taken(_Drawn(stacked, last.state), len(batches), stacked=True)
+
+    def _check_like_first(self, batch: Batch, index: int) -> None:
+        """Stacking would hide what the compiled step would refuse: other keys, dtypes or ranks."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        kinds = {leaf_path(path): (str(np.asarray(leaf).dtype), np.ndim(leaf)) for path, leaf in leaves}
+        self._reference = self._reference or kinds
+        for path in kinds.keys() | self._reference.keys():
+            got, expected = kinds.get(path), self._reference.get(path)
+            if got != expected:
+                raise DataError(
+                    f"The {self._where(index)} differs from those before it: {path or 'the array'} is "
+                    f"{_kind(got)}, expected {_kind(expected)}. Give every batch the same keys, dtypes and ranks."
+                )
+
+    def _draw(self, ahead: int = 0) -> "_Drawn | None":
+        if self._held:
+            return self._held.pop()
+        try:
+            batch = next(self._batches, None)
+        except Exception as error:
+            error.add_note(f"This happened while {self._where(self.position + ahead)} was made.")
+            raise
+        return None if batch is None else _Drawn(batch, self._state_of())
+
+    def _where(self, index: int) -> Where:
+        return Where(index, self._epoch, self._name)
+
+
+class _Drawn(NamedTuple):
+    batch: Batch
+    state: Any
+
+
+def _kind(kind: tuple[str, int] | None) -> str:
+    return "absent" if kind is None else f"{kind[0]} of rank {kind[1]}"
+
+
+def _shapes(batch: Batch) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+
+
+def _padded_stack(leaves: tuple[Any, ...], length: int) -> np.ndarray:
+    first = np.asarray(leaves[0])
+    out = np.empty((length, *first.shape), first.dtype)
+    np.stack(leaves, out=out[: len(leaves)])
+    out[len(leaves) :] = 0
+    return out

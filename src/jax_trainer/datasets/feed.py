@@ -1,0 +1,169 @@
+"""Data as the loop sees it: epochs that are opened at a position, and batches taken from them."""
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jax_trainer.core import Batch
+from jax_trainer.datasets.cursor import Cursor, Taken
+from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
+from jax_trainer.datasets.kinds import source_of
+from jax_trainer.datasets.prefetch import Background, Direct, Supply
+
+Resident = bool | Literal["auto"]
+DEFAULT_PREFETCH = 2
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to train on, and the evaluation sets by name. Names that begin with "test" are test sets.
+
+    Args:
+        train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
+        evals: evaluation sets, each of the same kinds.
+        prefetch: batches that a thread makes and puts on the device ahead of the step; 0 makes them in between.
+            None is 0 for batches that are in memory already while the device is the CPU, and 2 otherwise.
+        resident: keep the whole training set on the device and cut batches out of it there. "auto" does so when it
+            takes at most a quarter of the memory that is free on the device. Needs an `ArrayLoader`.
+        timeout: seconds to wait for one batch before giving up; None waits for ever.
+    """
+
+    train: Any
+    evals: Mapping[str, Any] = field(default_factory=dict)
+    prefetch: int | None = None
+    resident: Resident = False
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ValueError(f"`prefetch` must be at least 0, got {self.prefetch}. 0 makes batches between steps.")
+        if self.resident not in (True, False, "auto"):
+            raise ValueError(f'`resident` must be True, False or "auto", got {self.resident!r}.')
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"`timeout` must be above 0 seconds, got {self.timeout}. None waits for ever.")
+
+    @classmethod
+    def of(cls, data: Any) -> "Data":
+        """`data` itself, or training data alone."""
+        return data if isinstance(data, Data) else cls(data)
+
+
+class Feed:
+    """One source of batches, opened epoch by epoch."""
+
+    def __init__(
+        self,
+        data: Any,
+        name: str,
+        *,
+        steps_per_epoch: int | None = None,
+        prefetch: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
+        self._source = source_of(data, name, steps_per_epoch)
+        if self.length == 0:
+            raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
+
+    @property
+    def length(self) -> int | None:
+        """Batches per epoch, where the source tells."""
+        if not hasattr(self._data, "__len__"):
+            return None
+        try:
+            return len(self._data)
+        except TypeError:  # torch gives loaders of endless sets a `__len__` that raises
+            return None
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Whether this can be gone through only once."""
+        return isinstance(self._data, Iterator)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether this is known never to end."""
+        return isinstance(self._data, itertools.count | itertools.cycle | itertools.repeat)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its batches are there already, or are cut out of arrays."""
+        return isinstance(self._data, list | tuple) or getattr(self._data, "in_memory", False)
+
+    def restore(self, state: Any) -> None:
+        """Goes to a position that `state` gave."""
+        if state is not None:
+            self._source.restore(state)
+
+    def open(self, epoch: int, start: int = 0) -> Cursor:
+        """The batches of epoch `epoch` (from 1), without the first `start`."""
+        batches = self._source.open(epoch, start)
+        if not self._source.is_ours:
+            copy = not makes_fresh_arrays(self._data)
+            batches = (as_arrays(batch, copy=copy) for batch in batches)
+        return Cursor(batches, self.name, epoch, start, self._source.state)
+
+    def example(self, cursor: Cursor, epoch: int, start: int = 0) -> Batch | None:
+        """The batch that `cursor` gives next, which stays there; None at the end of an epoch that was entered late."""
+        # a second cursor where that costs nothing: a batch held back would keep the first from cutting whole chunks
+        ahead = self.open(epoch, start) if self.in_memory else cursor
+        batch = ahead.peek()
+        if batch is None and not start:
+            raise self.used_up(epoch)
+        return batch
+
+    @property
+    def replay_notice(self) -> str:
+        """What a resume will cost, in words, where it costs something."""
+        if not self._source.replays:
+            return ""
+        return (
+            f"The {self.name!r} data ({type(self._data).__name__}) keeps no position: a run that is resumed in the "
+            f"middle of an epoch will draw again {self._source.replays}. An `ArrayLoader`, a `GrainLoader` or a loader "
+            "with `state_dict` goes on at once."
+        )
+
+    def supply(self, batches: Generator[Taken, None, None], device_is_idle: Callable[[], bool], depth: int) -> Supply:
+        """`batches` made in a thread, at most `depth` ahead; 0 makes them when they are asked for."""
+        if not depth:
+            return Direct(batches, device_is_idle)
+        return Background(batches, device_is_idle, depth=depth, name=self.name, timeout=self._timeout)
+
+    def prefetch(self, chunk: int = 1) -> int:
+        """How many dispatches of `chunk` batches are made ahead."""
+        depth = self._prefetch
+        if depth is None:
+            depth = 0 if self.in_memory and jax.default_backend() == "cpu" else DEFAULT_PREFETCH
+        return -(-max(depth, 0 if self._timeout is None else 1) // chunk)
+
+    def used_up(self, epoch: int) -> DataError:
+        """The error for an epoch that gave no batch."""
+        if self.is_one_shot and epoch > 1:
+            return DataError(
+                f"The {self.name!r} data gave no batch in epoch {epoch}: it is an iterator that can be used only once "
+                f"({type(self._data).__name__}), and earlier epochs used it up. Pass a list, a loader, or a "
+                "function that returns a fresh iterator."
+            )
+        return DataError(
+            f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files, the split, and "
+            "that the batch size is not larger than the set while incomplete batches are dropped."
+        )
+
+
+class FirstBatches:
+    """The first batches of the first epoch, again in every epoch (`overfit_batches`)."""
+
+    in_memory = True
+
+    def __init__(self, feed: Feed, count: int) -> None:
+        self._feed, self._count = feed, count
+        self._batches: list[Batch] = []
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """The same batches whatever the epoch."""
+        if not self._batches:
+            self._batches = list(itertools.islice(self._feed.open(1), self._count))
+        return iter(self._batches[start:])

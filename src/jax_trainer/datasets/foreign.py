@@ -1,0 +1,97 @@
+"""Batches from elsewhere as arrays: torch and TensorFlow tensors, lists of numbers, mappings, plain dataclasses."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.core import Batch, leaf_path
+
+# what these hand out is made for every batch; anybody else may fill one buffer again and again
+FRESH = ("torch", "torchdata", "tensorflow", "grain")
+
+
+class DataError(ValueError):
+    """The data cannot be trained on as it is. The message names the loader and the cure."""
+
+
+def makes_fresh_arrays(source: Any) -> bool:
+    """Whether `source` is known never to write into arrays that it has handed out."""
+    return isinstance(source, list | tuple) or type(source).__module__.partition(".")[0] in FRESH
+
+
+def as_arrays(batch: Any, *, copy: bool) -> Batch:
+    """`batch` with every entry as an array, in memory of its own if `copy`; otherwise copied only where it must be.
+
+    >>> as_arrays({"x": [[1, 2], [3, 4]]}, copy=False)["x"].shape
+    (2, 2)
+    """
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        known_as_tree(batch)
+        values = {f.name: as_arrays(getattr(batch, f.name), copy=copy) for f in _data_fields(batch)}
+        return dataclasses.replace(batch, **values)
+    if isinstance(batch, Mapping):
+        return {name: as_arrays(value, copy=copy) for name, value in batch.items()}
+    if isinstance(batch, list) and _is_numbers(batch):
+        return np.asarray(batch)
+    if isinstance(batch, list | tuple):
+        parts = [as_arrays(value, copy=copy) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch if batch is None else _as_array(batch, copy=copy)
+
+
+def known_as_tree(batch: Any) -> Any:
+    """`batch`; a plain dataclass is made known to JAX as a tree of its fields (`size` stays a plain number)."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and jax.tree.leaves(batch) == [batch]:
+        names = [field.name for field in dataclasses.fields(batch)]
+        static = [name for name in names if name == "size"]
+        jax.tree_util.register_dataclass(type(batch), [name for name in names if name not in static], static)
+    return batch
+
+
+def check_batch(batch: Batch, where: str) -> None:
+    """Refuses what cannot be trained on, by name, before anything is compiled."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise DataError(f"The {where} holds no arrays. Return arrays, or a tuple, dict or dataclass of arrays.")
+    for path, leaf in leaves:
+        dtype = getattr(leaf, "dtype", None)
+        kind = np.asarray(leaf).dtype if dtype is None else dtype
+        if not (jnp.issubdtype(kind, np.number) or kind == np.bool_ or jnp.issubdtype(kind, jax.dtypes.extended)):
+            raise DataError(
+                f"The {where} has {leaf_path(path) or 'an entry'} of type {type(leaf).__name__} with dtype {kind}, "
+                "which is not numeric. Convert it to numbers in the loader, or leave it out."
+            )
+
+
+def _as_array(leaf: Any, *, copy: bool) -> Any:
+    if isinstance(leaf, jax.Array | np.generic | int | float):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy() if copy else leaf
+    shared = _shared(leaf)
+    return shared.copy() if copy and shared.base is not None else shared
+
+
+def _shared(leaf: Any) -> np.ndarray:
+    """A foreign tensor as numpy, on the same memory where that is possible."""
+    if hasattr(leaf, "detach"):  # torch
+        tensor = leaf.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":  # which torch cannot hand to numpy; float32 holds it exactly
+            return tensor.float().numpy().astype(jnp.bfloat16)
+        return tensor.numpy()
+    return np.asarray(leaf)
+
+
+def _is_numbers(values: list) -> bool:
+    """Whether these are numbers, or lists of numbers, and not arrays side by side."""
+    return bool(values) and all(
+        isinstance(value, bool | int | float) or (isinstance(value, list) and _is_numbers(value)) for value in values
+    )
+
+
+def _data_fields(batch: Any) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(batch) if f.name != "size" and f.metadata.get("pytree_node", True)]

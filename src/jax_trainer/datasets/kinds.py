@@ -1,0 +1,213 @@
+"""The kinds of data a run accepts, each as something that is opened at a position.
+
+| kind | how a run goes on in the middle of an epoch |
+|---|---|
+| a loader with `epoch(number, start)` | at once: the position is two numbers |
+| a list of batches | at once |
+| one that keeps a state (torchdata, Grain, …) | by giving it back the state after the last batch that was used |
+| any other iterable, or a function that returns one | by replaying the epoch up to there |
+| an iterator | by replaying all of it, so it has to be a fresh one |
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jax_trainer.core import Batch
+from jax_trainer.datasets.foreign import DataError
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a run stands: after `epoch_step` batches of epoch `epoch` (from 1; 0: before the first).
+
+    `Position(3, 0)` is the end of epoch 3, so the next batch is the first of epoch 4. `state` is what a source that
+    keeps its own position said about it then.
+    """
+
+    epoch: int = 0
+    epoch_step: int = 0
+    state: Any = None
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """Data with a position: the batches of any epoch, from any batch on."""
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of epoch `number` (from 1), without the first `start`, in arrays that are not reused."""
+        ...
+
+
+class Source(Protocol):
+    """A kind of data."""
+
+    @property
+    def replays(self) -> str:
+        """What a resume in the middle of an epoch draws again, in words; "" for nothing."""
+        ...
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it hands out arrays, and ones that nobody changes."""
+        ...
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from `start` on."""
+        ...
+
+    def state(self) -> Any:
+        """The position after the last batch drawn, where numbers are not enough."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Goes to a position that `state` gave."""
+        ...
+
+
+class _Stateless:
+    replays, is_ours = "", False
+
+    def state(self) -> Any:
+        return None
+
+    def restore(self, state: Any) -> None:
+        raise DataError(
+            "The position has a state of its own, but this data keeps none: it is not the data that the run was "
+            "started with. Pass the same loader as then."
+        )
+
+
+class _Loader(_Stateless):
+    is_ours = True
+
+    def __init__(self, loader: Addressed) -> None:
+        self._loader = loader
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        return self._loader.epoch(epoch, start)
+
+
+class _Listed(_Stateless):
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        return itertools.islice(self._batches, start, None)
+
+
+class _Iterable:
+    """An iterable, or a function that returns one, begun anew for every epoch. Its iterators may keep a state."""
+
+    is_ours = False
+
+    def __init__(self, fresh: Callable[[], Iterable[Batch]]) -> None:
+        self._fresh = fresh
+        self._keeper: _Keeper | None = None
+        self._state: Any = None
+
+    @property
+    def replays(self) -> str:
+        return "" if self._keeper else "the epoch up to there"
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        state, self._state = self._state, None
+        batches = iter(self._fresh())
+        self._keeper = _Keeper.of(batches)
+        if start and state is not None and self._keeper:
+            self._keeper.set(state)
+            return batches
+        return itertools.islice(batches, start, None)
+
+    def state(self) -> Any:
+        return self._keeper.get() if self._keeper else None
+
+    def restore(self, state: Any) -> None:
+        self._state = state  # until an epoch is opened
+
+
+class _Stream:
+    """An iterator: every epoch goes on where the one before stopped."""
+
+    is_ours = False
+
+    def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
+        self._batches, self._steps_per_epoch, self._begun = batches, steps_per_epoch or 0, False
+        self._keeper = _Keeper.of(batches)
+        self.replays = "" if self._keeper else "everything up to there, so pass a fresh iterator then"
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        if not self._begun:
+            behind = (epoch - 1) * self._steps_per_epoch + start
+            self._begun, self._batches = True, itertools.islice(self._batches, behind, None)
+        return self._batches
+
+    def state(self) -> Any:
+        return self._keeper.get() if self._keeper else None
+
+    def restore(self, state: Any) -> None:
+        if self._keeper:
+            self._keeper.set(state)
+            self._begun = True
+
+
+class _StatefulLoader:
+    """An iterable that keeps its own position over all epochs, as torchdata's loaders do."""
+
+    replays, is_ours = "", False
+
+    def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
+        self._loader, self._keeper, self._restored = loader, keeper, False
+
+    def open(self, epoch: int, start: int) -> Iterator[Batch]:
+        restored, self._restored = self._restored, False
+        if not restored:
+            return itertools.islice(self._loader, start, None)
+        batches = iter(self._loader)
+        if start:
+            return batches
+        # the state of the very end of an epoch may first give that epoch's empty rest
+        first = list(itertools.islice(batches, 1))
+        return itertools.chain(first, batches) if first else iter(self._loader)
+
+    def state(self) -> Any:
+        return self._keeper.get()
+
+    def restore(self, state: Any) -> None:
+        self._keeper.set(state)
+        self._restored = True
+
+
+class _Keeper(NamedTuple):
+    """How an object tells its position and goes to one."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+    @classmethod
+    def of(cls, thing: Any) -> "_Keeper | None":
+        for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+            get, set = (getattr(thing, name, None) for name in names)
+            if callable(get) and callable(set):
+                return cls(get, set)
+        return None
+
+
+def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Source:
+    """The kind of data that `data` is."""
+    if isinstance(data, Addressed):
+        return _Loader(data)
+    if isinstance(data, list | tuple):
+        return _Listed(data)
+    if isinstance(data, Iterator):
+        return _Stream(data, steps_per_epoch)
+    if isinstance(data, Iterable):
+        keeper = _Keeper.of(data)
+        return _StatefulLoader(data, keeper) if keeper else _Iterable(lambda: data)
+    if callable(data):
+        return _Iterable(data)
+    raise DataError(
+        f"The {name!r} data is a {type(data).__name__}, which cannot be iterated. "
+        "Pass a loader, a list of batches, or a function that returns an iterator."
+    )

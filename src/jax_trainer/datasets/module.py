@@ -1,0 +1,155 @@
+"""`DatasetModule`: training, validation and test data with their loaders, and the configuration of all of them."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from compoconf import ConfigInterface, RegistrableConfigInterface, register_interface
+
+from jax_trainer.core import PyTree
+from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.order import nearby_multiples
+from jax_trainer.datasets.transforms import DeviceTransforms
+
+_DOCUMENTED = {"global_batch_size": 128, "local_batch_size": 128, "num_workers": 4, "pin_memory": True}
+
+
+class UnusedKeyWarning(UserWarning):
+    """A key of a configuration was set and means nothing here."""
+
+
+@dataclass
+class DatasetConfig(ConfigInterface):
+    """How data is found, split and cut into batches.
+
+    Args:
+        data_dir: the folder with the files.
+        global_batch_size: examples per batch over all processes (128). One of the two sizes follows from the other.
+        local_batch_size: examples per batch of each process (128).
+        num_workers: processes that read and decode records (4).
+        normalize: give the model images with mean 0 and deviation 1; done on the device.
+        val_size: how many training examples are set aside for validation.
+        split_seed: which ones.
+        pin_memory: has no meaning in JAX and is accepted for old files (True).
+        prefetch_factor: batches that are made and put on the device ahead of the step.
+        seed: which orders of training examples.
+        limit_train_size: use only the first so many training examples after the split.
+        download: fetch missing files from the dataset's own hosts.
+    """
+
+    data_dir: str = "data/"
+    global_batch_size: int | None = None
+    local_batch_size: int | None = None
+    num_workers: int | None = None
+    normalize: bool = True
+    val_size: int = 5000
+    split_seed: int = 42
+    pin_memory: bool | None = None
+    prefetch_factor: int = 4
+    seed: int = 42
+    limit_train_size: int | None = None
+    download: bool = False
+
+    def __post_init__(self) -> None:
+        self.given = frozenset(name for name in _DOCUMENTED if getattr(self, name) is not None)
+        for name in ("global_batch_size", "local_batch_size", "limit_train_size"):
+            _whole_number(name, getattr(self, name), 1)
+        for name in ("num_workers", "val_size", "split_seed", "prefetch_factor", "seed"):
+            _whole_number(name, getattr(self, name), 0)
+        size = self.global_batch_size or self.local_batch_size
+        for name, default in _DOCUMENTED.items():
+            if getattr(self, name) is None:
+                setattr(self, name, size or default if "batch" in name else default)
+
+    def batch_size(self, processes: int | None = None) -> int:
+        """Examples per batch over all processes; None asks JAX how many there are."""
+        processes = jax.process_count() if processes is None else processes
+        both = {"global_batch_size", "local_batch_size"} <= self.given
+        assert self.global_batch_size is not None  # `__post_init__` filled them in
+        assert self.local_batch_size is not None
+        if "local_batch_size" in self.given and not both:
+            return self.local_batch_size * processes
+        if both and self.global_batch_size != self.local_batch_size * processes:
+            raise ValueError(
+                f"`global_batch_size` is {self.global_batch_size}, but `local_batch_size` {self.local_batch_size} × "
+                f"{processes} process{'es' * (processes > 1)} is {self.local_batch_size * processes}. "
+                "Leave one of them out, or make them agree."
+            )
+        if self.global_batch_size % processes:
+            raise ValueError(
+                f"`global_batch_size` {self.global_batch_size} cannot be shared evenly by {processes} processes. "
+                f"Use {nearby_multiples(self.global_batch_size, processes)}."
+            )
+        return self.global_batch_size
+
+    def say_unused(self, *names: str, why: str) -> None:
+        """Warns, once per place, about those of `names` that were set and ask for something."""
+        asked = [f"`{name}: {getattr(self, name)}`" for name in names if name in self.given and getattr(self, name)]
+        if asked:
+            verb = "does" if len(asked) == 1 else "do"
+            warnings.warn(f"{' and '.join(asked)} {verb} nothing here: {why}", UnusedKeyWarning, stacklevel=3)
+
+
+@register_interface
+class DatasetModule(RegistrableConfigInterface):
+    """Training, validation and test data with their loaders.
+
+    Args:
+        config: batch sizes, seeds and the like.
+        train, val, test: arrays that share their first axis, in a tuple, dict or dataclass; or a loader.
+        metadata: what else there is to know.
+        class_names: names of the classes, by label.
+        transforms: what happens to batches on the device, inside the compiled step.
+
+    >>> import numpy as np
+    >>> images, labels = np.zeros((300, 8), np.float32), np.zeros(300, np.int32)
+    >>> data = DatasetModule(DatasetConfig(global_batch_size=32), train=(images, labels), val=(images, labels))
+    >>> len(data.train_loader), len(data.val_loader)
+    (9, 10)
+    """
+
+    config: DatasetConfig
+
+    def __init__(
+        self,
+        config: DatasetConfig,
+        train: PyTree,
+        val: PyTree = None,
+        test: PyTree = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        class_names: tuple[str, ...] = (),
+        transforms: DeviceTransforms = DeviceTransforms(),
+    ) -> None:
+        self.config, self.metadata, self.class_names = config, dict(metadata or {}), class_names
+        self.transforms = transforms
+        self.train, self.val, self.test = train, val, test
+        self.train_loader = self._loader(train, "train", shuffle=True, drop_last=True)
+        self.val_loader = self._loader(val, "val")
+        self.test_loader = self._loader(test, "test")
+        if isinstance(self.train_loader, ArrayLoader):
+            why = "the data is in memory, and batches are cut out of it in microseconds."
+            config.say_unused("num_workers", "pin_memory", why=why)
+
+    @property
+    def eval_loaders(self) -> dict[str, Any]:
+        """The loaders of the sets that exist besides the training set, by name."""
+        named = {"val": self.val_loader, "test": self.test_loader}
+        return {name: loader for name, loader in named.items() if loader is not None}
+
+    def _loader(self, part: PyTree, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
+        if part is None or hasattr(part, "epoch"):
+            return part
+        size = self.config.batch_size()
+        try:
+            return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
+        except ValueError as error:
+            error.add_note(f"This is the {name!r} part of {type(self).__name__}.")
+            raise
+
+
+def _whole_number(name: str, value: Any, low: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+        raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")

@@ -1,0 +1,106 @@
+"""Which examples make which batch: a pure function of the seed, the epoch and the position."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order in which `examples` examples are visited, in batches.
+
+    Args:
+        examples: how many there are.
+        batch_size: examples per batch, over all processes.
+        shuffle: a new order in every epoch; False keeps the order, as evaluation wants it.
+        drop_last: leave out the last batch of an epoch when it is not full.
+        seed: which orders.
+        process: (index, count) of the processes that share every batch; None asks JAX when the first batch is cut.
+
+    >>> order = Order(examples=10, batch_size=4)
+    >>> [order.rows(1, index).tolist() for index in range(len(order))]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """
+
+    examples: int
+    batch_size: int
+    shuffle: bool = False
+    drop_last: bool = False
+    seed: int = 42
+    process: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seed"):
+            value, low = getattr(self, name), int(name == "batch_size")
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+                raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")
+        if self.examples == 0:
+            raise ValueError("The set is empty: it holds no examples. Check the files and the split.")
+        if self.drop_last and self.examples < self.batch_size:
+            raise ValueError(
+                f"{self.examples} examples make no full batch of {self.batch_size}, and `drop_last` drops the rest. "
+                f"Use a batch size of at most {self.examples}, or `drop_last=False`."
+            )
+        if self.process is not None:
+            self._check_process(*self.process)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.examples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def whole_batches(self) -> int:
+        """How many batches of an epoch are full."""
+        return self.examples // self.batch_size
+
+    def of(self, epoch: int) -> np.ndarray:
+        """Which examples epoch `epoch` (from 1) visits, in order, over all processes."""
+        if not self.shuffle:
+            return np.arange(self.examples)
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.examples)
+
+    def rows(self, epoch: int, index: int) -> np.ndarray:
+        """This process's part of batch `index` (from 0) of an epoch."""
+        return self.cut(self.of(epoch), index)
+
+    def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
+        """This process's part of `batches` batches from `index` on, cut out of the order of an epoch."""
+        size, (mine, count) = self.batch_size, self.process or self._this_process()
+        rows = order[index * size : (index + batches) * size]
+        if count == 1:
+            return rows
+        whole = len(rows) // size * size
+        parts = rows[:whole].reshape(-1, count, size // count)[:, mine].reshape(-1)
+        rest = np.array_split(rows[whole:], count)[mine]
+        return np.concatenate([parts, rest])
+
+    def _this_process(self) -> tuple[int, int]:
+        process = (jax.process_index(), jax.process_count())
+        self._check_process(*process)
+        object.__setattr__(self, "process", process)  # asked once: the backend is known by now and does not change
+        return process
+
+    def _check_process(self, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise ValueError(f"`process` must be (index, count) with index below count, got ({index}, {count}).")
+        if self.batch_size % count:
+            raise ValueError(
+                f"A batch of {self.batch_size} cannot be shared evenly by {count} processes. "
+                f"Use {nearby_multiples(self.batch_size, count)}."
+            )
+
+
+def nearby_multiples(size: int, of: int) -> str:
+    """The multiples of `of` around `size`, in words.
+
+    >>> nearby_multiples(30, 8), nearby_multiples(3, 8)
+    ('24 or 32', '8')
+    """
+    below = size // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The random numbers that belong to item `index` of an epoch, whenever and wherever it is made."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, index + 1]))

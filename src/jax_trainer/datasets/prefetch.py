@@ -1,0 +1,139 @@
+"""Making batches ahead of the step, in a thread, and knowing how long the device had to wait for them."""
+
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from jax_trainer.datasets.cursor import Taken
+from jax_trainer.datasets.foreign import DataError
+
+LATE = object()  # no batch yet
+FIRST_LOOK = 1e-4  # seconds until a waiting loop looks at the device for the first time; later ones are further apart
+JOIN_SECONDS = 5.0
+
+
+class Supply(Protocol):
+    """Where the loop gets its batches."""
+
+    waited: float  # seconds in which the device had nothing to do for want of a batch
+
+    def next(self, patience: float) -> Any:
+        """The next `Taken`; None at the end; `LATE` if there is none after `patience` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Ends the making of batches."""
+        ...
+
+
+class Direct:
+    """Batches made when they are asked for, by whoever asks."""
+
+    def __init__(self, batches: Generator[Taken, None, None], device_is_idle: Callable[[], bool]) -> None:
+        self._batches, self._device_is_idle = batches, device_is_idle
+        self.waited = 0.0
+
+    def next(self, patience: float) -> Taken | None:
+        """The next batches; waits for them however long it takes."""
+        began = time.perf_counter()
+        taken = next(self._batches, None)
+        took = time.perf_counter() - began
+        if took > FIRST_LOOK and self._device_is_idle():
+            self.waited += took / 2  # the device ran dry somewhere in between
+        return taken
+
+    def close(self) -> None:
+        """Ends the making of batches."""
+        self._batches.close()
+
+
+class Background:
+    """Batches made by a thread, at most `depth` ahead. What it raises is raised where the batch is asked for."""
+
+    def __init__(
+        self,
+        batches: Generator[Taken, None, None],
+        device_is_idle: Callable[[], bool],
+        *,
+        depth: int,
+        name: str,
+        timeout: float | None = None,
+    ) -> None:
+        self._batches, self._device_is_idle, self._name, self._timeout = batches, device_is_idle, name, timeout
+        self._made: queue.SimpleQueue[tuple[Taken | None, BaseException | None]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._closing = False
+        self._late_since: float | None = None
+        self.waited = 0.0
+        self._thread = threading.Thread(target=self._make, name=f"jax_trainer feed {name!r}", daemon=True)
+        self._thread.start()
+
+    def next(self, patience: float) -> Any:
+        """The next batches; `LATE` if there are none after `patience` seconds."""
+        try:
+            made = self._made.get_nowait()
+        except queue.Empty:
+            made = self._wait(patience)
+            if made is None:
+                return LATE
+        self._late_since = None
+        self._room.release()
+        taken, error = made
+        if error is not None:
+            raise error
+        return taken
+
+    def close(self) -> None:
+        """Stops the thread; one that hangs in the loader is left behind, and said so."""
+        self._closing = True
+        self._room.release()
+        self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            warnings.warn(
+                f"The loader of the {self._name!r} data does not answer; its thread is left behind and ends with the "
+                "process.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _make(self) -> None:
+        try:
+            while self._take_room():
+                taken = next(self._batches, None)
+                self._made.put((taken, None))
+                if taken is None:
+                    return
+        except BaseException as error:
+            self._made.put((None, error))
+        finally:
+            self._batches.close()
+
+    def _take_room(self) -> bool:
+        self._room.acquire()
+        return not self._closing
+
+    def _wait(self, patience: float) -> tuple[Taken | None, BaseException | None] | None:
+        """Waits, and counts the time from when the device has nothing left to do."""
+        began = now = time.perf_counter()
+        self._late_since = self._late_since or began
+        idle_since = began if self._device_is_idle() else None
+        made = None
+        while made is None and now - began < patience:
+            try:
+                made = self._made.get(timeout=max(FIRST_LOOK, min(patience, now - began) / 8))
+            except queue.Empty:
+                if idle_since is None and self._device_is_idle():
+                    idle_since = time.perf_counter()
+            now = time.perf_counter()
+        if idle_since is not None:
+            self.waited += now - idle_since
+        if made is None and self._timeout is not None and now - self._late_since >= self._timeout:
+            raise DataError(
+                f"The {self._name!r} data gave no batch for {now - self._late_since:.0f} s, and `timeout` is "
+                f"{self._timeout:g} s. Look at the loader and its workers: one may hang, or read from a slow disk. "
+                "Raise `timeout` if it only needs longer."
+            )
+        return made

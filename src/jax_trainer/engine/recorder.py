@@ -1,0 +1,140 @@
+"""Dispatching training steps and collecting what they report."""
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_trainer.core import BatchChangedError, CompiledProgram, HeldState, LogFreq, LogMode, RowMeter, TapeReader
+from jax_trainer.datasets import Cursor, Data, DataError, Feed, RowLoader, Supply, Taken, resident_loader
+from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.supply import check_divides, ready_for, steps_per_call, takes
+
+READ_AFTER = 8  # steps between the end of a window of metrics and reading it: by then it is written
+
+
+class Recorder:
+    """Dispatches training steps and collects what they report."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan, feed: Feed, data: Data) -> None:
+        self._program, self._plan, self._feed = program, plan, feed
+        # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
+        self._chunk = 1 if program.debug else steps_per_call(plan, feed)
+        self._advance, self._advance_chunk = program.advance, program.advance_chunk
+        self._rows = feed  # where what is dispatched comes from: batches, or which rows of the store make them
+        stored = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        if stored is not None:
+            store = program.store(stored.arrays)
+            self._advance = partial(_swapped, program.advance_from, store)
+            self._advance_chunk = partial(_swapped, program.advance_chunk_from, store)
+            self._rows = Feed(RowLoader(stored), feed.name, prefetch=0)
+        self._tape: jax.Array | None = None
+        self._reader: TapeReader | None = None
+        self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
+        self._in_flight = InFlight(program, plan)
+
+    def open(self, held: HeldState, epoch: int, start: int) -> Cursor:
+        """The data from a position on; the first time, also the tape for what a step on the next batch reports."""
+        if self._rows is self._feed:
+            cursor = self._feed.open(epoch, start)
+            self._prepare(held, cursor, epoch, start)
+            return cursor
+        if self._reader is None:
+            self._prepare(held, self._feed.open(epoch, start), epoch, start)
+        return self._rows.open(epoch, start)
+
+    def supply(self, cursor: Cursor, step: int, epoch_step: int) -> Supply:
+        """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
+        depth = 0 if self._program.debug else self._rows.prefetch(self._chunk)
+        ready = ready_for(self._program, ahead=depth > 0)
+        batches = takes(cursor, self._plan, step, epoch_step, self._feed.length, self._chunk, ready)
+        return self._rows.supply(batches, self._in_flight.is_empty, depth)
+
+    def dispatch(self, held: HeldState, taken: Taken, step: int) -> tuple[HeldState, Any]:
+        """Sends the steps after `step` to the device; returns the state after them and their gradients."""
+        assert self._reader is not None  # `open` came first
+        batch, steps, stacked = taken[:3]
+        try:
+            if stacked:
+                held, tape, (loose, grads) = self._advance_chunk(held, self._tape, batch, steps)
+            else:
+                held, tape, (loose, grads) = self._advance(held, self._tape, batch)
+        except Exception as error:
+            raise named(error, taken.where)  # noqa: B904 - the same error, with a note
+        self._tape = tape
+        self._reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
+        self._in_flight.add(tape)
+        return held, grads
+
+    @property
+    def has_news(self) -> bool:
+        """Whether metrics of earlier steps can be read without waiting."""
+        return self._reader is not None and self._reader.has_news
+
+    def read(self, *, wait: bool) -> Iterator[Any]:
+        """The metrics that have arrived (or all, waiting for the device), checked and added to the epoch's."""
+        if self._reader is None:
+            return
+        for rows in self._reader.flush() if wait else self._reader.ready():
+            for check in self._program.checks:
+                check(rows)
+            self._meter.add(rows)
+            yield rows
+
+    def epoch_metrics(self) -> dict[str, Any]:
+        """The metrics of the epoch that ends here."""
+        return self._meter.compute()
+
+    def _prepare(self, held: HeldState, cursor: Cursor, epoch: int, start: int) -> None:
+        if self._reader is not None or (example := self._feed.example(cursor, epoch, start)) is None:
+            return
+        check_divides(self._program.layout, example, cursor.next)
+        length = self._plan.metrics_every + self._chunk - 1
+        try:
+            placed = self._program.place(example, stacked=False)
+            fmt, self._tape = self._program.train_tape(held.state, placed, length)
+        except Exception as error:
+            raise named(error, cursor.next)  # noqa: B904 - the same error, with a note
+        self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self._chunk))
+
+
+class InFlight:
+    """Bounds how many dispatches wait for the devices: several CPU devices deadlock when too many do."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan) -> None:
+        several = program.layout is not None and program.layout.mesh.size > 1
+        self._limit = plan.max_in_flight if several else None
+        self._waiting: deque[jax.Array] = deque()
+        self._last: jax.Array | None = None
+
+    def is_empty(self) -> bool:
+        """Whether the devices have nothing left to do."""
+        return self._last is None or self._last.is_ready()
+
+    def add(self, tape: jax.Array) -> None:
+        """One more dispatch, which writes to `tape`."""
+        self._last = tape
+        if self._limit is not None:
+            self._waiting.append(tape)
+            if len(self._waiting) > self._limit:
+                self._waiting.popleft().block_until_ready()
+
+
+def named(error: Exception, batch: Any) -> Exception:
+    """The error, saying on which batch it happened."""
+    if isinstance(error, BatchChangedError):
+        changed = DataError(f"The {batch} differs from those before it: {error}")
+        changed.__cause__ = error
+        return changed
+    error.add_note(f"This happened on {batch}.")
+    return error
+
+
+def _swapped(function: Any, store: Any, *args: Any) -> Any:
+    return function(*args, store)
+
+
+def _devices(program: CompiledProgram) -> list[jax.Device]:
+    return jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]

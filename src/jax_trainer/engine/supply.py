@@ -1,0 +1,114 @@
+"""What the plan takes from the data, and when."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+
+from jax_trainer.core import Batch, CompiledProgram, Layout
+from jax_trainer.datasets import Cursor, Data, DataError, Feed, FirstBatches, Supply, Taken, nearby_multiples
+from jax_trainer.engine.plan import Plan
+
+SLOW_SHARE, SLOW_SECONDS = 0.2, 0.5  # waiting for data is worth a line from here on
+Ready = Callable[[Taken], Taken]
+
+
+def train_feed(data: Data, plan: Plan) -> Feed:
+    """The training data as a feed; refuses a plan under which it must run dry or never end."""
+    options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
+    feed = Feed(data.train, "train", steps_per_epoch=plan.steps_per_epoch, **options)
+    if plan.overfit_batches:
+        return Feed(FirstBatches(feed, plan.overfit_batches), "train", **options)
+    if feed.is_one_shot and plan.steps_per_epoch is None:
+        _check_stream(feed, plan, type(data.train).__name__)
+    return feed
+
+
+def takes(
+    cursor: Cursor, plan: Plan, step: int, epoch_step: int, length: int | None, chunk: int, ready: Ready
+) -> Generator[Taken, None, None]:
+    """What to dispatch in the rest of an epoch: batches, cut where somebody must see the state."""
+    room = 0
+    while True:
+        room = room or plan.room(step, plan.epoch_steps(step, epoch_step, length))
+        taken = cursor.take(room, chunk) if room else None
+        if taken is None:
+            return
+        step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
+        yield ready(taken)
+
+
+def eval_takes(
+    program: CompiledProgram, feed: Feed, cursor: Cursor, limit: int | None, device_is_idle: Callable[[], bool]
+) -> Supply:
+    """The batches of an evaluation, at most `limit` of them, made ahead where that helps."""
+    depth = 0 if program.debug else feed.prefetch()
+    ready = ready_for(program, ahead=depth > 0)
+
+    def batches() -> Generator[Taken, None, None]:
+        done = 0
+        while done != limit and (taken := cursor.take(1)) is not None:
+            done += 1
+            yield ready(taken)
+
+    return feed.supply(batches(), device_is_idle, depth)
+
+
+def ready_for(program: CompiledProgram, *, ahead: bool) -> Ready:
+    """What puts batches where the program wants them."""
+
+    def ready(taken: Taken) -> Taken:
+        return taken._replace(batch=program.place(taken.batch, stacked=taken.stacked, ahead=ahead))
+
+    return ready if ahead or program.layout is not None else lambda taken: taken
+
+
+def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
+    """Refuses training batches that the devices cannot share evenly: each would do all the work."""
+    ways = 1 if layout is None else layout.batch_ways
+    size = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    if size % ways:
+        raise DataError(
+            f"The {where} has {size} examples, which {ways} devices cannot share evenly. "
+            f"Use a batch size of {nearby_multiples(size, ways)}."
+        )
+
+
+def slow_data(epoch: int, seconds: float, waited: float) -> str:
+    """One line if data was what an epoch waited for, else nothing."""
+    if waited < SLOW_SHARE * seconds or waited < SLOW_SECONDS:
+        return ""
+    return (
+        f"Data is the bottleneck: in epoch {epoch} the device waited for batches {waited / seconds:.0%} of the time "
+        f"({waited:.1f} of {seconds:.1f} s). Use more workers, cheaper transforms, or `resident=True` if the data fits."
+    )
+
+
+def steps_per_call(plan: Plan, feed: Feed) -> int:
+    """How many steps go into one dispatch."""
+    if plan.steps_per_call != "epoch":
+        return plan.steps_per_call
+    steps = shorter(feed.length, plan.steps_per_epoch)
+    if steps is None:
+        raise DataError(
+            "The plan has `steps_per_call=\"epoch\"`, but the 'train' data has no length. "
+            "Set `steps_per_epoch`, a number for `steps_per_call`, or pass data with `len()`."
+        )
+    return steps
+
+
+def shorter(a: int | None, b: int | None) -> int | None:
+    """The smaller of two lengths, either of which may be unknown."""
+    return min((n for n in (a, b) if n is not None), default=None)
+
+
+def _check_stream(feed: Feed, plan: Plan, kind: str) -> None:
+    if plan.max_epochs is None or plan.max_steps is not None or (plan.max_epochs <= 1 and not feed.is_endless):
+        return
+    what = "an endless iterator" if feed.is_endless else "an iterator that can be used only once"
+    raise DataError(
+        f"The {feed.name!r} data is {what} ({kind}), and the plan asks for "
+        f"{plan.max_epochs} epochs: epoch {1 if feed.is_endless else 2} would "
+        f"{'never end' if feed.is_endless else 'find it used up'}. Set `steps_per_epoch` or `max_steps`, or pass a "
+        "list, a loader, or a function that returns a fresh iterator."
+    )
