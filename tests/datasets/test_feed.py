@@ -40,14 +40,6 @@ def test_opening_at_a_position_of_a_loader_costs_no_replay():
     assert drawn == [15]
 
 
-def test_peeking_takes_nothing():
-    feed = Feed([ARRAYS[:3], ARRAYS[3:6]], "train")
-    cursor = feed.open(1)
-    assert cursor.peek() is cursor.peek()
-    assert cursor.position == 0
-    assert len(list(cursor)) == 2
-
-
 def test_a_chunk_is_padded_to_its_full_length_so_that_one_compilation_serves_all():
     cursor = Feed(list(ArrayLoader(ARRAYS, 4)), "train").open(1)
     shapes = []

@@ -15,7 +15,15 @@ from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyW
 from jax_trainer.datasets.order import Order, nearby_multiples
 from jax_trainer.datasets.prefetch import LATE, Background, Direct, Supply
 from jax_trainer.datasets.resident import RowLoader, resident_loader
-from jax_trainer.datasets.transforms import DeviceTransforms
+from jax_trainer.datasets.transforms import (
+    DeviceTransforms,
+    ImageTransform,
+    normalize,
+    random_crop,
+    random_erase,
+    random_flip,
+    with_transforms,
+)
 
 __all__ = [
     "DIGITS_SOURCE",
@@ -35,6 +43,7 @@ __all__ = [
     "Feed",
     "FirstBatches",
     "HostTransforms",
+    "ImageTransform",
     "Order",
     "Position",
     "RowLoader",
@@ -44,5 +53,10 @@ __all__ = [
     "UnusedKeyWarning",
     "load_digits",
     "nearby_multiples",
+    "normalize",
+    "random_crop",
+    "random_erase",
+    "random_flip",
     "resident_loader",
+    "with_transforms",
 ]

@@ -45,23 +45,12 @@ class Cursor:
         self._batches, self._name, self._epoch, self._state_of = batches, name, epoch, state_of
         self._held: list[_Drawn] = []
         self._reference: Any = None
+        self._checked = False
         self.position = start
-
-    @property
-    def next(self) -> Where:
-        """The batch to be taken next."""
-        return self._where(self.position)
 
     def __iter__(self) -> Iterator[Batch]:
         while (taken := self.take(1)) is not None:
             yield taken.batch
-
-    def peek(self) -> Batch | None:
-        """The next batch, checked, which stays where it is; None at the end of the epoch."""
-        if not self._held and (drawn := self._draw()) is not None:
-            check_batch(drawn.batch, str(self.next))
-            self._held = [drawn]
-        return self._held[0].batch if self._held else None
 
     def take(self, limit: int, chunk: int = 1) -> Taken | None:
         """Up to `limit` batches, stacked and padded to `chunk` if that is above 1; None at the end of the epoch."""
@@ -77,6 +66,9 @@ class Cursor:
         return None if drawn is None else self._taken(drawn, 1, stacked=False)
 
     def _taken(self, drawn: "_Drawn", steps: int, *, stacked: bool) -> Taken:
+        if not self._checked:
+            check_batch(drawn.batch, str(self._where(self.position)))
+            self._checked = True
         self.position += steps
         return Taken(drawn.batch, steps, stacked, self._where(self.position - 1), drawn.state)
 

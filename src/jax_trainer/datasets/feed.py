@@ -106,15 +106,6 @@ class Feed:
             batches = (as_arrays(batch, copy=copy) for batch in batches)
         return Cursor(batches, self.name, epoch, start, self._source.state)
 
-    def example(self, cursor: Cursor, epoch: int, start: int = 0) -> Batch | None:
-        """The batch that `cursor` gives next, which stays there; None at the end of an epoch that was entered late."""
-        # a second cursor where that costs nothing: a batch held back would keep the first from cutting whole chunks
-        ahead = self.open(epoch, start) if self.in_memory else cursor
-        batch = ahead.peek()
-        if batch is None and not start:
-            raise self.used_up(epoch)
-        return batch
-
     @property
     def replay_notice(self) -> str:
         """What a resume will cost, in words, where it costs something."""

@@ -5,7 +5,7 @@
 | a loader with `epoch(number, start)` | at once: the position is two numbers |
 | a list of batches | at once |
 | one that keeps a state (torchdata, Grain, …) | by giving it back the state after the last batch that was used |
-| any other iterable, or a function that returns one | by replaying the epoch up to there |
+| any other iterable, or a function (of the epoch's number, if it asks) that returns one | by replaying the epoch |
 | an iterator | by replaying all of it, so it has to be a fresh one |
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax_trainer.core import Batch
+from jax_trainer.datasets.epochs import begin_epoch, opener, remember_seed
 from jax_trainer.datasets.foreign import DataError
 
 
@@ -102,7 +103,7 @@ class _Iterable:
 
     is_ours = False
 
-    def __init__(self, fresh: Callable[[], Iterable[Batch]]) -> None:
+    def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
         self._fresh = fresh
         self._keeper: _Keeper | None = None
         self._state: Any = None
@@ -113,7 +114,9 @@ class _Iterable:
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         state, self._state = self._state, None
-        batches = iter(self._fresh())
+        fresh = self._fresh(epoch)
+        begin_epoch(fresh, epoch)
+        batches = iter(fresh)
         self._keeper = _Keeper.of(batches)
         if start and state is not None and self._keeper:
             self._keeper.set(state)
@@ -159,17 +162,22 @@ class _StatefulLoader:
 
     def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
         self._loader, self._keeper, self._restored = loader, keeper, False
+        remember_seed(loader)
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, False
-        if not restored:
-            return itertools.islice(self._loader, start, None)
-        batches = iter(self._loader)
+        if restored and start:
+            return iter(self._loader)
+        batches = self._begun(epoch)
         if start:
-            return batches
-        # the state of the very end of an epoch may first give that epoch's empty rest
+            return itertools.islice(batches, start, None)
+        # one that stands at the very end of an epoch may first give that epoch's empty rest
         first = list(itertools.islice(batches, 1))
-        return itertools.chain(first, batches) if first else iter(self._loader)
+        return itertools.chain(first, batches) if first else self._begun(epoch)
+
+    def _begun(self, epoch: int) -> Iterator[Batch]:
+        begin_epoch(self._loader, epoch)
+        return iter(self._loader)
 
     def state(self) -> Any:
         return self._keeper.get()
@@ -204,9 +212,9 @@ def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Sourc
         return _Stream(data, steps_per_epoch)
     if isinstance(data, Iterable):
         keeper = _Keeper.of(data)
-        return _StatefulLoader(data, keeper) if keeper else _Iterable(lambda: data)
+        return _StatefulLoader(data, keeper) if keeper else _Iterable(lambda epoch: data)
     if callable(data):
-        return _Iterable(data)
+        return _Iterable(opener(data))
     raise DataError(
         f"The {name!r} data is a {type(data).__name__}, which cannot be iterated. "
         "Pass a loader, a list of batches, or a function that returns an iterator."

@@ -110,7 +110,7 @@ class DatasetModule(RegistrableConfigInterface):
     (9, 10)
     """
 
-    config: DatasetConfig
+    config: Any  # the class of a set's own configuration, which derives from `DatasetConfig`
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from jax_trainer.datasets.foreign import DataError
 
 LATE = object()  # no batch yet
 FIRST_LOOK = 1e-4  # seconds until a waiting loop looks at the device for the first time; later ones are further apart
-JOIN_SECONDS = 5.0
+JOIN_SECONDS = 2.0
 
 
 class Supply(Protocol):

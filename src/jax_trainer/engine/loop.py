@@ -64,15 +64,11 @@ def train_events(
     said = False
     while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
         epoch += not epoch_step
-        cursor = recorder.open(held, epoch, epoch_step)
-        if not said and feed.replay_notice:
-            yield Notice(step, epoch, held, feed.replay_notice)
-        said = True
         yield EpochStart(step, epoch, held, plan.epoch_steps(step, epoch_step, feed.length))
 
         clock = _Clock()
         feed_state = None
-        with closing(recorder.supply(cursor, step, epoch_step)) as batches:
+        with closing(recorder.supply(step, epoch, epoch_step)) as batches:
             while time.monotonic() < deadline:
                 taken = batches.next(PATIENCE)
                 if taken is None:
@@ -80,6 +76,9 @@ def train_events(
                 if taken is LATE:
                     yield Waiting(step, epoch, held, feed.name)
                     continue
+                if not said and feed.replay_notice:
+                    yield Notice(step, epoch, held, feed.replay_notice)
+                said = True
                 held, grads = recorder.dispatch(held, taken, step)
                 step, epoch_step, feed_state = step + taken.steps, epoch_step + taken.steps, taken.state
                 failpoint("step")
@@ -111,22 +110,18 @@ def eval_events(
     """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`."""
     for name, source in evals.items():
         feed = source if isinstance(source, Feed) else Feed(source, name)
-        cursor = feed.open(1)
-        example = program.place(feed.example(cursor, 1), stacked=False)
-        try:
-            fmt, tape = program.eval_tape(at.state, example, EVAL_WINDOW)
-        except Exception as error:
-            raise named(error, cursor.next)  # noqa: B904 - the same error, with a note
-        reader, meter = TapeReader(fmt, EVAL_WINDOW, READ_AFTER), RowMeter(_phase(name))
-        in_flight = InFlight(program, plan)
+        reader, meter, in_flight = None, RowMeter(_phase(name)), InFlight(program, plan)
         yield EvalStart(at.step, at.epoch, at.held, name, shorter(feed.length, plan.eval_batches))
-        done = 0
-        with closing(eval_takes(program, feed, cursor, plan.eval_batches, in_flight.is_empty)) as batches:
+        tape, done = None, 0
+        with closing(eval_takes(program, feed, plan.eval_batches, in_flight.is_empty)) as batches:
             while (taken := batches.next(PATIENCE)) is not None:
                 if taken is LATE:
                     yield Waiting(at.step, at.epoch, at.held, name)
                     continue
                 try:
+                    if reader is None:
+                        fmt, tape = program.eval_tape(at.state, taken.batch, EVAL_WINDOW)
+                        reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER)
                     tape, loose = program.judge(at.held, tape, taken.batch)
                 except Exception as error:
                     raise named(error, taken.where)  # noqa: B904 - the same error, with a note
@@ -137,6 +132,8 @@ def eval_events(
                     meter.add(rows)
                 failpoint("eval_step")
                 yield EvalStep(at.step, at.epoch, at.held, name, done)
+        if reader is None:
+            raise feed.used_up(1)
         for rows in reader.flush():
             meter.add(rows)
         yield EvalEnd(at.step, at.epoch, at.held, name, meter.compute())

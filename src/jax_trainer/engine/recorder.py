@@ -7,8 +7,17 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core import BatchChangedError, CompiledProgram, HeldState, LogFreq, LogMode, RowMeter, TapeReader
-from jax_trainer.datasets import Cursor, Data, DataError, Feed, RowLoader, Supply, Taken, resident_loader
+from jax_trainer.core import (
+    BatchChangedError,
+    CompiledProgram,
+    HeldState,
+    LogFreq,
+    LogMode,
+    RowMeter,
+    TapeReader,
+    picked,
+)
+from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, resident_loader
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.supply import check_divides, ready_for, steps_per_call, takes
 
@@ -24,39 +33,38 @@ class Recorder:
         self._chunk = 1 if program.debug else steps_per_call(plan, feed)
         self._advance, self._advance_chunk = program.advance, program.advance_chunk
         self._rows = feed  # where what is dispatched comes from: batches, or which rows of the store make them
-        stored = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
-        if stored is not None:
-            store = program.store(stored.arrays)
-            self._advance = partial(_swapped, program.advance_from, store)
-            self._advance_chunk = partial(_swapped, program.advance_chunk_from, store)
-            self._rows = Feed(RowLoader(stored), feed.name, prefetch=0)
+        self._stored: Any = None
+        loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        if loader is not None:
+            self._stored = program.store(loader.arrays)
+            self._advance = partial(_swapped, program.advance_from, self._stored)
+            self._advance_chunk = partial(_swapped, program.advance_chunk_from, self._stored)
+            self._rows = Feed(RowLoader(loader), feed.name, prefetch=0)
         self._tape: jax.Array | None = None
         self._reader: TapeReader | None = None
         self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
 
-    def open(self, held: HeldState, epoch: int, start: int) -> Cursor:
-        """The data from a position on; the first time, also the tape for what a step on the next batch reports."""
-        if self._rows is self._feed:
-            cursor = self._feed.open(epoch, start)
-            self._prepare(held, cursor, epoch, start)
-            return cursor
-        if self._reader is None:
-            self._prepare(held, self._feed.open(epoch, start), epoch, start)
-        return self._rows.open(epoch, start)
-
-    def supply(self, cursor: Cursor, step: int, epoch_step: int) -> Supply:
+    def supply(self, step: int, epoch: int, epoch_step: int) -> Supply:
         """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
         depth = 0 if self._program.debug else self._rows.prefetch(self._chunk)
         ready = ready_for(self._program, ahead=depth > 0)
-        batches = takes(cursor, self._plan, step, epoch_step, self._feed.length, self._chunk, ready)
+        batches = takes(
+            lambda: self._rows.open(epoch, epoch_step),
+            self._plan,
+            step,
+            epoch_step,
+            self._feed.length,
+            self._chunk,
+            ready,
+        )
         return self._rows.supply(batches, self._in_flight.is_empty, depth)
 
     def dispatch(self, held: HeldState, taken: Taken, step: int) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
-        assert self._reader is not None  # `open` came first
         batch, steps, stacked = taken[:3]
         try:
+            reader = self._reader or self._prepare(held, taken)
             if stacked:
                 held, tape, (loose, grads) = self._advance_chunk(held, self._tape, batch, steps)
             else:
@@ -64,7 +72,7 @@ class Recorder:
         except Exception as error:
             raise named(error, taken.where)  # noqa: B904 - the same error, with a note
         self._tape = tape
-        self._reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
+        reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
         return held, grads
 
@@ -87,17 +95,15 @@ class Recorder:
         """The metrics of the epoch that ends here."""
         return self._meter.compute()
 
-    def _prepare(self, held: HeldState, cursor: Cursor, epoch: int, start: int) -> None:
-        if self._reader is not None or (example := self._feed.example(cursor, epoch, start)) is None:
-            return
-        check_divides(self._program.layout, example, cursor.next)
-        length = self._plan.metrics_every + self._chunk - 1
-        try:
-            placed = self._program.place(example, stacked=False)
-            fmt, self._tape = self._program.train_tape(held.state, placed, length)
-        except Exception as error:
-            raise named(error, cursor.next)  # noqa: B904 - the same error, with a note
+    def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
+        """Lays out the tape for what a step on such a batch reports; once, before the first step."""
+        batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
+        if self._stored is not None:
+            batch = picked(batch, self._stored)
+        check_divides(self._program.layout, batch, taken.where)
+        fmt, self._tape = self._program.train_tape(held.state, batch, self._plan.metrics_every + self._chunk - 1)
         self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self._chunk))
+        return self._reader
 
 
 class InFlight:

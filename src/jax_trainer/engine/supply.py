@@ -25,10 +25,16 @@ def train_feed(data: Data, plan: Plan) -> Feed:
 
 
 def takes(
-    cursor: Cursor, plan: Plan, step: int, epoch_step: int, length: int | None, chunk: int, ready: Ready
+    open_cursor: Callable[[], Cursor],
+    plan: Plan,
+    step: int,
+    epoch_step: int,
+    length: int | None,
+    chunk: int,
+    ready: Ready,
 ) -> Generator[Taken, None, None]:
     """What to dispatch in the rest of an epoch: batches, cut where somebody must see the state."""
-    room = 0
+    cursor, room = open_cursor(), 0
     while True:
         room = room or plan.room(step, plan.epoch_steps(step, epoch_step, length))
         taken = cursor.take(room, chunk) if room else None
@@ -38,15 +44,13 @@ def takes(
         yield ready(taken)
 
 
-def eval_takes(
-    program: CompiledProgram, feed: Feed, cursor: Cursor, limit: int | None, device_is_idle: Callable[[], bool]
-) -> Supply:
+def eval_takes(program: CompiledProgram, feed: Feed, limit: int | None, device_is_idle: Callable[[], bool]) -> Supply:
     """The batches of an evaluation, at most `limit` of them, made ahead where that helps."""
     depth = 0 if program.debug else feed.prefetch()
     ready = ready_for(program, ahead=depth > 0)
 
     def batches() -> Generator[Taken, None, None]:
-        done = 0
+        cursor, done = feed.open(1), 0
         while done != limit and (taken := cursor.take(1)) is not None:
             done += 1
             yield ready(taken)

@@ -1,0 +1,202 @@
+"""Standard sets, ready to train on. Each takes its configuration and finds, checks and splits its files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from compoconf import register
+
+from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
+from jax_trainer.datasets.files import check_labels, read_cifar10_binary, read_cifar10_python, read_idx
+from jax_trainer.datasets.filesets import (
+    CIFAR10_BINARY_FILES,
+    CIFAR10_PYTHON_FILES,
+    FASHION_MNIST_FILES,
+    MNIST_FILES,
+    FileSet,
+    locate,
+)
+from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part
+from jax_trainer.datasets.text import TextConfig, TextDataset, Vocabulary
+
+__all__ = [
+    "CIFAR10Config",
+    "CIFAR10Dataset",
+    "DigitsConfig",
+    "DigitsDataset",
+    "FashionMNISTConfig",
+    "FashionMNISTDataset",
+    "ImageConfig",
+    "ImageDataset",
+    "ImageSet",
+    "MNISTConfig",
+    "MNISTDataset",
+    "TextConfig",
+    "TextDataset",
+    "Vocabulary",
+]
+
+_DIGIT_NAMES = tuple(str(digit) for digit in range(10))
+
+
+DIGITS = ImageSet(
+    title="Digits",
+    shape=(8, 8, 1),
+    class_names=_DIGIT_NAMES,
+    mean=(0.01915,),  # its values go from 0 to 16, so these are small
+    std=(0.02360,),
+    source=DIGITS_SOURCE,
+)
+
+
+@dataclass
+class DigitsConfig(ImageConfig):
+    """The 8×8 digits that ship with the package: 1,797 images, of which 180 are for tests."""
+
+    resolution: tuple[int, int] = (8, 8)
+    val_size: int = 180
+
+    def facts(self) -> ImageSet:
+        """What is known about the set."""
+        return DIGITS
+
+
+@register
+class DigitsDataset(ImageDataset):
+    """The 8×8 handwritten digits that ship with the package; pixels go from 0 to 16.
+
+    >>> data = DigitsDataset(DigitsConfig(global_batch_size=32))
+    >>> data.train.input.shape, len(data.val), len(data.test)
+    ((1437, 8, 8, 1), 180, 180)
+    """
+
+    config: DigitsConfig
+
+    def __init__(self, config: DigitsConfig) -> None:
+        parts = load_digits(config.split_seed)  # already in the order of the seed: test, then the others
+        images, labels = (np.concatenate([parts["val"][name], parts["train"][name]]) for name in ("image", "label"))
+        super().__init__(
+            config, (images[..., None], labels), (parts["test"]["image"][..., None], parts["test"]["label"])
+        )
+
+
+MNIST = ImageSet(
+    title="MNIST",
+    shape=(28, 28, 1),
+    class_names=_DIGIT_NAMES,
+    mean=(0.1307,),
+    std=(0.3081,),
+    source="The MNIST database of handwritten digits, Y. LeCun, C. Cortes and C. J. C. Burges, 1998",
+)
+
+
+@dataclass
+class MNISTConfig(ImageConfig):
+    """Handwritten digits, 28×28: 60,000 images and 10,000 for tests, from the four IDX files."""
+
+    resolution: tuple[int, int] = (28, 28)
+
+    def facts(self) -> ImageSet:
+        """What is known about the set."""
+        return MNIST
+
+
+@register
+class MNISTDataset(ImageDataset):
+    """MNIST from its IDX files in `data_dir` or `data_dir/MNIST/raw`."""
+
+    config: MNISTConfig
+
+    def __init__(self, config: MNISTConfig) -> None:
+        super().__init__(config, *_read_idx_set(config, MNIST_FILES))
+
+
+FASHION_MNIST = ImageSet(
+    title="Fashion-MNIST",
+    shape=(28, 28, 1),
+    class_names=(
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
+    mean=(0.2860,),
+    std=(0.3530,),
+    source="Fashion-MNIST, H. Xiao, K. Rasul and R. Vollgraf, Zalando, 2017, arXiv 1708.07747, licence MIT",
+)
+
+
+@dataclass
+class FashionMNISTConfig(ImageConfig):
+    """Clothes, 28×28: 60,000 images and 10,000 for tests, from four IDX files."""
+
+    resolution: tuple[int, int] = (28, 28)
+
+    def facts(self) -> ImageSet:
+        """What is known about the set."""
+        return FASHION_MNIST
+
+
+@register
+class FashionMNISTDataset(ImageDataset):
+    """Fashion-MNIST from its IDX files in `data_dir` or `data_dir/FashionMNIST/raw`."""
+
+    config: FashionMNISTConfig
+
+    def __init__(self, config: FashionMNISTConfig) -> None:
+        super().__init__(config, *_read_idx_set(config, FASHION_MNIST_FILES))
+
+
+CIFAR10 = ImageSet(
+    title="CIFAR-10",
+    shape=(32, 32, 3),
+    class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    source="Learning Multiple Layers of Features from Tiny Images, A. Krizhevsky, 2009",
+)
+
+
+@dataclass
+class CIFAR10Config(ImageConfig):
+    """Photographs of ten kinds, 32×32 in colour: 50,000 images and 10,000 for tests."""
+
+    resolution: tuple[int, int] = (32, 32)
+    num_channels: int = 3
+
+    def facts(self) -> ImageSet:
+        """What is known about the set."""
+        return CIFAR10
+
+
+@register
+class CIFAR10Dataset(ImageDataset):
+    """CIFAR-10 from the files of its binary version, or of its python version."""
+
+    config: CIFAR10Config
+
+    def __init__(self, config: CIFAR10Config) -> None:
+        kinds = (CIFAR10_BINARY_FILES, CIFAR10_PYTHON_FILES)
+        kind, paths = locate("CIFAR-10", kinds, config.data_dir, download=config.download)
+        read = read_cifar10_binary if kind is CIFAR10_BINARY_FILES else read_cifar10_python
+        parts = [(path, *read(path)) for path in paths]
+        checked = [(images, check_labels(labels, config.num_classes, path)) for path, images, labels in parts]
+        images, labels = zip(*checked[:-1], strict=True)
+        super().__init__(config, (np.concatenate(images), np.concatenate(labels)), checked[-1])
+
+
+def _read_idx_set(config: ImageConfig, files: FileSet) -> tuple[Part, Part]:
+    _, paths = locate(config.facts().title, (files,), config.data_dir, download=config.download)
+    return _read_idx_part(config, *paths[:2]), _read_idx_part(config, *paths[2:])
+
+
+def _read_idx_part(config: ImageConfig, image_file: Path, label_file: Path) -> Part:
+    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
+    height, width, _ = config.facts().shape
+    if images.shape[1:] != (height, width):
+        raise ValueError(
+            f"{image_file} has images of {images.shape[1:]}, and {config.facts().title} has {height, width}."
+        )
+    if len(images) != len(labels):
+        raise ValueError(
+            f"{image_file} has {len(images)} images, and {label_file} has {len(labels)} labels. Fetch both again."
+        )
+    return images[..., None], check_labels(labels, config.num_classes, label_file)

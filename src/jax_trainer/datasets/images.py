@@ -1,0 +1,150 @@
+"""Sets of images: what they share, from the split of the training files to the transforms on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.datasets.batch import SupervisedBatch
+from jax_trainer.datasets.module import DatasetConfig, DatasetModule
+from jax_trainer.datasets.transforms import DeviceTransforms, ImageTransform, normalize
+
+Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n] int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """What is known about a set of images. `mean` and `std` are per channel, of pixels divided by 255."""
+
+    title: str
+    shape: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: str
+
+
+@dataclass
+class ImageConfig(DatasetConfig):
+    """What all sets of images share.
+
+    Args:
+        resolution: height and width. Other than the set's own, images are resized once when they are loaded, linearly,
+            with the neighbours that a shrunk pixel covers averaged (as `jax.image.resize(…, "linear")`), to uint8.
+        channels_first: images as [n, c, h, w] instead of [n, h, w, c].
+        num_classes, num_channels: facts of the set, for models that read them here.
+        aux: anything; it goes to the metadata.
+    """
+
+    resolution: tuple[int, int] = (0, 0)
+    channels_first: bool = False
+    num_classes: int = 10
+    num_channels: int = 1
+    aux: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> ImageSet:
+        """What is known about the set."""
+        raise NotImplementedError(f"{type(self).__name__} must say what is known about its set.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.resolution = _resolution(self.resolution)
+        facts = self.facts()
+        right = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
+        for name, value in right.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"`{name}` of {facts.title} is {value}, got {getattr(self, name)!r}.")
+
+
+class ImageDataset(DatasetModule):
+    """Images from the parts that a set has: training files, of which some are set aside, and test files."""
+
+    def __init__(self, config: ImageConfig, train: Part, test: Part) -> None:
+        facts = config.facts()
+        train, val = _split(train, config, facts.title)
+        transforms = _normalizing(config, facts) if config.normalize else DeviceTransforms()
+        super().__init__(
+            config,
+            _batch(train, config),
+            _batch(val, config) if config.val_size else None,
+            _batch(test, config),
+            metadata={
+                "title": facts.title,
+                "source": facts.source,
+                "mean": facts.mean,
+                "std": facts.std,
+                "resolution": config.resolution,
+                "channels_first": config.channels_first,
+                "num_classes": config.num_classes,
+                "num_channels": config.num_channels,
+                "aux": dict(config.aux),
+            },
+            class_names=facts.class_names,
+            transforms=transforms,
+        )
+
+
+def _split(part: Part, config: ImageConfig, title: str) -> tuple[Part, Part]:
+    images, labels = part
+    if config.val_size and config.val_size >= len(labels):
+        raise ValueError(
+            f"`val_size` is {config.val_size}, and the training files of {title} hold {len(labels)} examples. "
+            f"Use at most {max(len(labels) - 1, 0)}."
+        )
+    order = np.random.default_rng(config.split_seed).permutation(len(labels))
+    val, train = order[: config.val_size], order[config.val_size :][: config.limit_train_size]
+    return (images[train], labels[train]), (images[val], labels[val])
+
+
+def _batch(part: Part, config: ImageConfig) -> SupervisedBatch:
+    images, labels = part
+    if images.shape[1:3] != config.resolution:
+        images = resize(images, config.resolution)
+    if config.channels_first:
+        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    return SupervisedBatch.of(images, labels)
+
+
+def resize(images: np.ndarray, resolution: tuple[int, int]) -> np.ndarray:
+    """Images [n, h, w, c] of uint8 in another resolution, linearly; shrinking averages what a pixel covers.
+
+    >>> resize(np.array([[[0], [100]]], np.uint8)[None], (1, 4))[0, 0, :, 0]
+    array([  0,  25,  75, 100], dtype=uint8)
+    """
+    rows, columns = (_weights(old, new) for old, new in zip(images.shape[1:3], resolution, strict=True))
+    resized = np.empty((len(images), *resolution, images.shape[3]), np.uint8)
+    for start in range(0, len(images), 1000):  # floats of all images at once would take four times their memory
+        piece = images[start : start + 1000].astype(np.float32)
+        piece = np.einsum("yh,nhwc,xw->nyxc", rows, piece, columns, optimize=True)
+        resized[start : start + 1000] = np.clip(np.rint(piece), 0, 255)
+    return resized
+
+
+def _weights(old: int, new: int) -> np.ndarray:
+    scale = old / new
+    centres = (np.arange(new)[:, None] + 0.5) * scale - 0.5
+    weights = np.maximum(0, 1 - abs(np.arange(old) - centres) / max(scale, 1))
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+def _normalizing(config: ImageConfig, facts: ImageSet) -> DeviceTransforms:
+    transform = normalize(facts.mean, facts.std)
+    transforms = (_on_channels_first(transform) if config.channels_first else transform,)
+    return DeviceTransforms(train=transforms, eval=transforms)
+
+
+def _on_channels_first(transform: ImageTransform) -> ImageTransform:
+    def apply(key: jax.Array, images: jax.Array) -> jax.Array:
+        return jnp.moveaxis(transform(key, jnp.moveaxis(images, 1, -1)), -1, 1)
+
+    return apply
+
+
+def _resolution(value: Sequence[int]) -> tuple[int, int]:
+    numbers = tuple(value) if isinstance(value, Sequence) else ()
+    if len(numbers) != 2 or not all(type(number) is int and number > 0 for number in numbers):
+        raise ValueError(f"`resolution` must be (height, width) in pixels, got {value!r}.")
+    return numbers

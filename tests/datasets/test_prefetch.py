@@ -1,0 +1,210 @@
+import threading
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import compile_program
+from jax_trainer.datasets import LATE, Background, Data, DataError, Direct, Taken
+from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
+from jax_trainer.testing import Recorder
+
+
+def batches(count, seconds=0.0):
+    for number in range(count):
+        time.sleep(seconds)
+        yield Taken(number, 1, False, None)
+
+
+def never_idle():
+    return False
+
+
+def drained(supply):
+    seen = []
+    while (taken := supply.next(5)) is not None:
+        seen.append(taken.batch)
+    return seen
+
+
+def feed_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer feed")]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_a_thread_gives_the_batches_in_order_and_then_ends(depth):
+    supply = Background(batches(20), never_idle, depth=depth, name="train")
+    assert drained(supply) == list(range(20))
+    supply.close()
+    assert not feed_threads()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_batches_are_made_ahead_than_asked_for(depth):
+    made = []
+
+    def counted():
+        for taken in batches(50):
+            made.append(taken.batch)
+            yield taken
+
+    supply = Background(counted(), never_idle, depth=depth, name="train")
+    for used in range(5):
+        time.sleep(0.02)
+        assert len(made) == used + depth
+        supply.next(5)
+    supply.close()
+
+
+def broken():
+    yield from batches(2)
+    raise OSError("the disk is gone")
+
+
+def test_what_the_loader_raises_arrives_where_the_batch_is_asked_for_with_its_traceback():
+    supply = Background(broken(), never_idle, depth=4, name="train")
+    assert [supply.next(5).batch for _ in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        supply.next(5)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+    supply.close()
+    assert not feed_threads()
+
+
+def test_closing_early_ends_the_loader_in_its_own_thread():
+    ended = []
+
+    def tidy():
+        try:
+            yield from batches(100)
+        finally:
+            ended.append(threading.current_thread().name)
+
+    supply = Background(tidy(), never_idle, depth=2, name="train")
+    supply.next(5)
+    supply.close()
+    assert ended == ["jax_trainer feed 'train'"]
+    assert not feed_threads()
+
+
+def test_a_late_batch_gives_the_caller_a_turn():
+    supply = Background(batches(1, seconds=0.3), never_idle, depth=1, name="train")
+    assert supply.next(0.05) is LATE
+    assert supply.next(5).batch == 0
+    supply.close()
+
+
+def test_a_loader_that_hangs_is_an_error_after_the_timeout():
+    release = threading.Event()
+
+    def hanging():
+        release.wait()
+        yield from batches(1)
+
+    supply = Background(hanging(), never_idle, depth=1, name="train", timeout=0.2)
+    with pytest.raises(DataError, match="'train' data gave no batch for .* `timeout` is 0.2 s"):
+        [supply.next(0.05) for _ in range(100)]
+    release.set()
+    supply.close()
+
+
+def test_only_the_time_in_which_the_device_has_nothing_to_do_counts_as_waiting():
+    busy_until = time.perf_counter() + 0.2
+    supply = Background(batches(1, seconds=0.5), lambda: time.perf_counter() > busy_until, depth=1, name="train")
+    supply.next(5)
+    assert 0.2 < supply.waited < 0.4
+    supply.close()
+    busy = Background(batches(1, seconds=0.2), never_idle, depth=1, name="train")
+    busy.next(5)
+    assert busy.waited == 0
+    busy.close()
+
+
+def test_without_a_thread_the_caller_makes_the_batches():
+    supply = Direct(batches(3), never_idle)
+    assert drained(supply) == [0, 1, 2]
+    supply.close()
+
+
+@pytest.fixture(scope="module")
+def program():
+    def loss(params, batch, *, rng, train):
+        return params * batch.mean(), {}
+
+    return compile_program(function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1)))
+
+
+ONES = np.ones((4, 2), np.float32)
+
+
+def state_of(program):
+    return program.init(jax.random.key(0), ONES)
+
+
+def slowly(count, seconds):
+    for _ in range(count):
+        time.sleep(seconds)
+        yield ONES
+
+
+class Stopper:
+    def __init__(self, kind):
+        self._kind = kind
+
+    def handle(self, event):
+        if isinstance(event, StepEnd) and event.step == 3:
+            raise self._kind("enough")
+
+
+@pytest.mark.parametrize("kind", [StopTraining, RuntimeError])
+def test_a_run_that_is_stopped_leaves_no_thread(program, kind):
+    data = Data(lambda: slowly(100, 0.001), {"val": lambda: slowly(5, 0.0)}, prefetch=4)
+    if kind is RuntimeError:
+        with pytest.raises(RuntimeError, match="enough"):
+            run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
+    else:
+        run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
+    assert not feed_threads()
+
+
+def test_an_abandoned_generator_of_events_leaves_no_thread(program):
+    events = train_events(program, state_of(program), Data(lambda: slowly(100, 0.0), prefetch=4), Plan(max_epochs=1))
+    for _ in range(5):
+        next(events)
+    assert feed_threads()
+    events.close()
+    assert not feed_threads()
+
+
+def test_an_error_of_the_loader_names_the_batch(program):
+    def failing():
+        yield ONES
+        yield ONES
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        run(program, state_of(program), Data(failing, prefetch=2), Plan(max_epochs=1))
+    assert caught.value.__notes__ == ["This happened while batch 2 of epoch 1 of the 'train' data was made."]
+
+
+def test_a_slow_loader_is_named_as_the_bottleneck_in_one_line_per_epoch(program, caplog):
+    seen = Recorder()
+    run(program, state_of(program), Data(lambda: slowly(60, 0.01)), Plan(max_epochs=2), [seen])
+    lines = [record.message for record in caplog.records if "bottleneck" in record.message]
+    assert [line[:40] for line in lines] == [f"Data is the bottleneck: in epoch {e} the de"[:40] for e in (1, 2)]
+
+
+def test_waiting_for_data_gives_observers_a_turn_and_ends_a_run_that_is_to_stop(program):
+    class Impatient:
+        def handle(self, event):
+            if isinstance(event, Waiting):
+                raise StopTraining
+
+    began = time.monotonic()
+    run(program, state_of(program), Data(lambda: slowly(2, 2.5)), Plan(max_epochs=1), [Impatient()])
+    assert time.monotonic() - began < 2 * 2.5
