@@ -1,9 +1,10 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 
 IDS = np.arange(100)
 
@@ -53,7 +54,7 @@ def test_the_last_batch_is_ragged_or_dropped():
 @given(limit=st.integers(1, 6), batch_size=st.integers(1, 30))
 def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
-    epoch = loader.epoch(1)
+    epoch = loader.untransformed(1)
     taken = []
     while (chunk := epoch.take(limit, 6))[1]:
         stacked, steps = chunk
@@ -80,3 +81,53 @@ def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
 def test_arrays_that_make_no_batches_are_refused_with_the_cure(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         ArrayLoader(arrays, **{"batch_size": 8, **options})
+
+
+def test_transforms_of_records_get_random_numbers_of_their_place():
+    def jitter(record, rng):
+        return {"id": record["id"], "noise": rng.random()}
+
+    loaders = [
+        ArrayLoader({"id": np.arange(20)}, size, shuffle=True, record_transform=jitter, process=process)
+        for size, process in [(5, (0, 1)), (10, (0, 2)), (10, (1, 2))]
+    ]
+    whole, *parts = [jax.tree.map(lambda *x: np.concatenate(x), *loader.epoch(2)) for loader in loaders]
+    by_id = dict(zip(whole["id"].tolist(), whole["noise"].tolist(), strict=True))
+    assert len(set(by_id.values())) == 20
+    for part in parts:  # another batch size and several processes: the same numbers for the same place
+        assert [by_id[i] for i in part["id"].tolist()] == part["noise"].tolist()
+    late = next(loaders[0].epoch(2, start=3))
+    np.testing.assert_array_equal(late["noise"], whole["noise"][15:])
+
+
+def test_transforms_of_batches_come_after_those_of_records():
+    def scaled(batch, rng):
+        return batch * rng.integers(1, 100)
+
+    loader = ArrayLoader(np.ones((6, 2)), 4, record_transform=lambda row, rng: row[:1] + 1, batch_transform=scaled)
+    first, last = loader.epoch(1)
+    assert first.shape == (4, 1) and last.shape == (2, 1)
+    assert len(np.unique(first)) == len(np.unique(last)) == 1
+    assert first[0] % 2 == 0
+    np.testing.assert_array_equal(next(loader.epoch(1, start=1)), last)
+
+
+def test_a_transformed_batch_class_keeps_its_size():
+    batch = SupervisedBatch.of(np.zeros((5, 2)), np.arange(5))
+    loader = ArrayLoader(batch, 3, record_transform=lambda record, rng: record)
+    assert [(b.size, b.input.shape) for b in loader] == [(3, (3, 2)), (2, (2, 2))]
+
+
+def test_entering_an_epoch_late_costs_nothing():
+    loader = ArrayLoader(np.arange(2_000_003, dtype=np.int32), 2, shuffle=True)
+    reads = []
+
+    class Counted(np.ndarray):
+        def __getitem__(self, rows):
+            reads.append(len(rows))
+            return super().__getitem__(rows)
+
+    setattr(loader, "_leaves", [loader._leaves[0].view(Counted)])  # noqa: B010 - of a type that counts
+    batch = next(loader.epoch(7, start=1_000_000))
+    assert reads == [2]
+    np.testing.assert_array_equal(batch, loader.order(7)[2_000_000:2_000_002])

@@ -1,3 +1,5 @@
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -37,8 +39,8 @@ def test_slicing_cuts_every_array_and_counts_what_is_left(rows, targets):
 
 def test_a_mask_decides_what_counts_in_a_mean():
     assert batch_weight(BATCH) == 6
-    assert int(batch_weight(BATCH.replace(mask=jnp.array([1, 1, 0, 0, 0, 1])))) == 3
-    np.testing.assert_array_equal(BATCH.replace(mask=np.arange(6) < 2)[1:3].mask, [True, False])
+    assert int(batch_weight(dataclasses.replace(BATCH, mask=jnp.array([1, 1, 0, 0, 0, 1])))) == 3
+    np.testing.assert_array_equal(dataclasses.replace(BATCH, mask=np.arange(6) < 2)[1:3].mask, [True, False])
 
 
 def test_the_size_follows_from_the_targets():

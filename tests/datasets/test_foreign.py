@@ -67,7 +67,7 @@ def test_memory_is_shared_where_nobody_writes_to_it_again():
     tensor, array = torch.zeros(3), np.zeros(3)
     assert as_arrays(tensor, copy=False).__array_interface__["data"][0] == tensor.data_ptr()
     assert as_arrays(array, copy=False) is array
-    assert makes_fresh_arrays(torch.utils.data.DataLoader([1, 2]))
+    assert makes_fresh_arrays(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensor)))
     assert makes_fresh_arrays([array])
     assert not makes_fresh_arrays(iter([array]))
 

@@ -15,10 +15,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Feed, Position
-from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, run, train_events
+from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
 
 EXAMPLES, SIZE, EPOCHS = 22, 4, 3
 IDS = np.arange(1, EXAMPLES + 1, dtype=np.int32)
+RECORDS = list(IDS)
 
 
 class Counted:
@@ -44,8 +45,8 @@ def shuffled(epoch):
     return iter(ArrayLoader(IDS, SIZE, shuffle=True, seed=epoch))
 
 
-def grain_pipeline():
-    return grain.MapDataset.source(IDS).shuffle(seed=3).to_iter_dataset().batch(SIZE)
+def grain_pipeline(repeat=1):
+    return grain.MapDataset.source(RECORDS).shuffle(seed=3).repeat(repeat).to_iter_dataset().batch(SIZE)
 
 
 def torch_loader(kind, **options):
@@ -64,7 +65,9 @@ KINDS = {
     "stream": lambda: itertools.chain.from_iterable(map(shuffled, itertools.count(1))),
     "own state": Counted,
     "grain": grain_pipeline,
-    "grain iterator": lambda: iter(grain.MapDataset.source(IDS).shuffle(seed=3).repeat().to_iter_dataset().batch(SIZE)),
+    "grain iterator": lambda: iter(
+        grain.MapDataset.source(RECORDS).shuffle(seed=3).repeat().to_iter_dataset().batch(SIZE)
+    ),
     "torch": lambda: torch_loader(DataLoader, shuffle=True),
     "torch, own generator": lambda: torch_loader(DataLoader, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "torch, in order": lambda: torch_loader(DataLoader),
@@ -98,7 +101,8 @@ def ledger(program, state, source, *, steps_per_call=1, prefetch=None, at=Positi
     for event in train_events(program, state, Data(source, prefetch=prefetch), plan, at):
         if isinstance(event, StepEnd | EpochEnd):
             positions[event.step] = event.position  # the end of an epoch replaces that of its last step
-        for rows in [event.rows] if type(event).__name__ == "StepMetrics" else []:
+        if isinstance(event, StepMetrics):
+            rows = event.rows
             codes |= dict(zip(range(rows.first, rows.last + 1), rows.columns["code"].values.tolist(), strict=True))
     return codes, positions
 
@@ -115,11 +119,13 @@ def test_a_run_goes_on_from_every_position_with_the_batches_that_were_to_come(pr
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, kind):
     whole, positions = ledger(program, state, KINDS[kind](), prefetch=0)
-    for options in ({"prefetch": 3}, {"steps_per_call": 4, "prefetch": 0}, {"steps_per_call": 4, "prefetch": 5}):
-        seen, where = ledger(program, state, KINDS[kind](), **options)
+    for chunk, prefetch in [(1, 3), (4, 0), (4, 5)]:
+        seen, where = ledger(program, state, KINDS[kind](), steps_per_call=chunk, prefetch=prefetch)
         assert seen == whole
         for step, position in where.items():
-            rest, _ = ledger(program, state, KINDS[kind](), at=position, done=step, **options)
+            rest, _ = ledger(
+                program, state, KINDS[kind](), at=position, done=step, steps_per_call=chunk, prefetch=prefetch
+            )
             assert rest == {later: code for later, code in whole.items() if later > step}, f"after step {step}"
         assert {step: (p.epoch, p.epoch_step) for step, p in where.items()}.items() <= {
             step: (p.epoch, p.epoch_step) for step, p in positions.items()

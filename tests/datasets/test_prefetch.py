@@ -1,6 +1,7 @@
 import threading
 import time
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import LATE, Background, Data, DataError, Direct, Taken
+from jax_trainer.datasets.cursor import Where
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
 from jax_trainer.testing import Recorder
 
@@ -18,7 +20,7 @@ from jax_trainer.testing import Recorder
 def batches(count, seconds=0.0):
     for number in range(count):
         time.sleep(seconds)
-        yield Taken(number, 1, False, None)
+        yield Taken(number, 1, False, Where(number, 1, "train"))
 
 
 def never_idle():
@@ -173,7 +175,9 @@ def test_a_run_that_is_stopped_leaves_no_thread(program, kind):
 
 
 def test_an_abandoned_generator_of_events_leaves_no_thread(program):
-    events = train_events(program, state_of(program), Data(lambda: slowly(100, 0.0), prefetch=4), Plan(max_epochs=1))
+    events: Any = train_events(
+        program, state_of(program), Data(lambda: slowly(100, 0.0), prefetch=4), Plan(max_epochs=1)
+    )
     for _ in range(5):
         next(events)
     assert feed_threads()

@@ -97,4 +97,4 @@ def test_the_memory_of_a_device_is_known():
 
 def test_resident_must_be_one_of_three():
     with pytest.raises(ValueError, match="`resident` must be True, False or \"auto\", got 'yes'"):
-        Data([], resident="yes")
+        Data([], resident="yes")  # type: ignore[arg-type]

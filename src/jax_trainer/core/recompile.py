@@ -41,8 +41,8 @@ class BatchChangedError(ValueError):
 class Guarded:
     """A compiled function of a held state and more, that notices when it compiles again.
 
-    A `lenient` one is silent at first: evaluation sets have ragged ends and may differ from each other. Where
-    `function` returns a state first, so does this, held.
+    A `lenient` one is silent at first: evaluation sets have ragged ends and may differ from each other. `batch` tells
+    which one it is called on. Where `function` returns a state first, so does this, held.
     """
 
     def __init__(
@@ -54,9 +54,10 @@ class Guarded:
         compile: Callable[[Callable[..., Any]], Any],
         on_recompile: OnRecompile,
         lenient: bool = False,
+        batch: Callable[[], Any] = lambda: None,
     ) -> None:
         self.name, self._arguments, self._function, self._compile = name, arguments, function, compile
-        self._on_recompile, self._lenient = on_recompile, lenient
+        self._on_recompile, self._lenient, self._batch = on_recompile, lenient, batch
         self._seen: list[Signature] = []
         self._args: tuple[Any, ...] = ()
         self._structure: Any = None
@@ -141,7 +142,8 @@ class Guarded:
         if self._warned <= WARNINGS_PER_FUNCTION:
             last = " Further recompilations of it are not reported." if self._warned == WARNINGS_PER_FUNCTION else ""
             count = f"{seconds:.1f} s, compilation {self.compilations}"
-            text = f"`{self.name}` was compiled again ({count}): {_told(found)}{last}"
+            where = "" if self._batch() is None else f" on {self._batch()}"
+            text = f"`{self.name}` was compiled again{where} ({count}): {_told(found)}{last}"
             warnings.warn(text, RecompileWarning, stacklevel=3)
 
     def _signature(self) -> Signature:

@@ -96,12 +96,11 @@ class ArrayLoader:
 
     def _transformed(self, number: int, start: int) -> Iterator[Batch]:
         for index, batch in enumerate(self.untransformed(number, start), start):
-            if self.host.record is None:
-                yield self.host.finish(batch, self.schedule, number, index)
-            else:
+            if self.host.record is not None:
                 leaves, structure = jax.tree.flatten(resized(batch, 1))
                 records = [structure.unflatten(row) for row in zip(*leaves, strict=True)]
-                yield resized(self.host.make_batch(records, self.schedule, number, index), len(leaves[0]))
+                batch = self.host.make_batch(records, self.schedule, number, index)
+            yield self.host.finish(batch, self.schedule, number, index)
 
 
 class ArrayEpoch:

@@ -23,12 +23,12 @@ class Taken(NamedTuple):
 class Where(NamedTuple):
     """A batch, in words when somebody asks."""
 
-    index: int
+    number: int  # in its epoch, from 0
     epoch: int
     name: str
 
     def __str__(self) -> str:
-        return f"batch {self.index} of epoch {self.epoch} of the {self.name!r} data"
+        return f"batch {self.number} of epoch {self.epoch} of the {self.name!r} data"
 
 
 class Cursor:

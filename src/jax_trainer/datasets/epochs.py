@@ -15,13 +15,14 @@ def begin_epoch(loader: Any, epoch: int) -> None:
     the epoch's number.
     """
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
     if _is_torch(loader):
         _seed_torch(loader, epoch)
 
 
-def opener(function: Callable[..., Iterable[Any]]) -> Callable[[int], Iterable[Any]]:
+def opener(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
     """`function` as one of the epoch's number, whether it asks for it or not."""
     try:
         parameters = inspect.signature(function).parameters.values()

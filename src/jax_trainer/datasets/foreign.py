@@ -45,10 +45,10 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
 
 def known_as_tree(batch: Any) -> Any:
     """`batch`; a plain dataclass is made known to JAX as a tree of its fields (`size` stays a plain number)."""
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and jax.tree.leaves(batch) == [batch]:
-        names = [field.name for field in dataclasses.fields(batch)]
-        static = [name for name in names if name == "size"]
-        jax.tree_util.register_dataclass(type(batch), [name for name in names if name not in static], static)
+    if dataclasses.is_dataclass(batch) and jax.tree_util.all_leaves([batch]):
+        data = [field.name for field in _data_fields(batch)]
+        static = [field.name for field in dataclasses.fields(batch) if field.name not in data]
+        jax.tree_util.register_dataclass(type(batch), data, static)
     return batch
 
 

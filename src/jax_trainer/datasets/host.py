@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import PyTree
+from jax_trainer.core import PyTree, resized
 from jax_trainer.datasets.order import Order, generator
 
 HostTransform = Callable[[Any, np.random.Generator], Any]
@@ -28,12 +28,12 @@ class HostTransforms:
         return self.record is not None or self.batch is not None
 
     def make_batch(self, records: Sequence[Any], order: Order, epoch: int, index: int) -> PyTree:
-        """Batch `index` of an epoch out of its records, stacked."""
+        """Batch `index` of an epoch out of its records, stacked, before the transform of batches."""
         if self.record is not None:
             positions = order.cut(np.arange(order.examples), index)
             pairs = zip(records, positions, strict=True)
             records = [self.record(record, generator(order.seed, epoch, int(at))) for record, at in pairs]
-        return self.finish(jax.tree.map(lambda *leaves: np.stack(leaves), *records), order, epoch, index)
+        return resized(jax.tree.map(lambda *leaves: np.stack(leaves), *records), len(records))
 
     def finish(self, batch: PyTree, order: Order, epoch: int, index: int) -> PyTree:
         """The batch after the transform of batches."""

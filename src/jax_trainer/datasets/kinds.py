@@ -191,7 +191,7 @@ class _Keeper(NamedTuple):
     """How an object tells its position and goes to one."""
 
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
 
     @classmethod
     def of(cls, thing: Any) -> "_Keeper | None":

@@ -1,15 +1,16 @@
 """Making batches ahead of the step, in a thread, and knowing how long the device had to wait for them."""
 
-import queue
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from jax_trainer.datasets.cursor import Taken
 from jax_trainer.datasets.foreign import DataError
 
+Made = tuple[Taken | None, BaseException | None]
 LATE = object()  # no batch yet
 FIRST_LOOK = 1e-4  # seconds until a waiting loop looks at the device for the first time; later ones are further apart
 JOIN_SECONDS = 2.0
@@ -63,7 +64,9 @@ class Background:
         timeout: float | None = None,
     ) -> None:
         self._batches, self._device_is_idle, self._name, self._timeout = batches, device_is_idle, name, timeout
-        self._made: queue.SimpleQueue[tuple[Taken | None, BaseException | None]] = queue.SimpleQueue()
+        # a queue's `get(timeout)` may wait for ever when a signal comes just as the time is up (CPython 3.11)
+        self._made: deque[Made] = deque()
+        self._news = threading.Event()
         self._room = threading.Semaphore(depth)
         self._closing = False
         self._late_since: float | None = None
@@ -73,15 +76,11 @@ class Background:
 
     def next(self, patience: float) -> Any:
         """The next batches; `LATE` if there are none after `patience` seconds."""
-        try:
-            made = self._made.get_nowait()
-        except queue.Empty:
-            made = self._wait(patience)
-            if made is None:
-                return LATE
+        if not self._made and not self._wait(patience):
+            return LATE
         self._late_since = None
         self._room.release()
-        taken, error = made
+        taken, error = self._made.popleft()
         if error is not None:
             raise error
         return taken
@@ -103,37 +102,40 @@ class Background:
         try:
             while self._take_room():
                 taken = next(self._batches, None)
-                self._made.put((taken, None))
+                self._hand_over((taken, None))
                 if taken is None:
                     return
         except BaseException as error:
-            self._made.put((None, error))
+            self._hand_over((None, error))
         finally:
             self._batches.close()
+
+    def _hand_over(self, made: Made) -> None:
+        self._made.append(made)
+        self._news.set()
 
     def _take_room(self) -> bool:
         self._room.acquire()
         return not self._closing
 
-    def _wait(self, patience: float) -> tuple[Taken | None, BaseException | None] | None:
-        """Waits, and counts the time from when the device has nothing left to do."""
+    def _wait(self, patience: float) -> bool:
+        """Waits for a batch, and counts the time from when the device has nothing left to do."""
         began = now = time.perf_counter()
         self._late_since = self._late_since or began
         idle_since = began if self._device_is_idle() else None
-        made = None
-        while made is None and now - began < patience:
-            try:
-                made = self._made.get(timeout=max(FIRST_LOOK, min(patience, now - began) / 8))
-            except queue.Empty:
-                if idle_since is None and self._device_is_idle():
-                    idle_since = time.perf_counter()
+        while not self._made and now - began < patience:
+            self._news.clear()
+            if not self._made:
+                self._news.wait(max(FIRST_LOOK, (now - began) / 8))
             now = time.perf_counter()
+            if idle_since is None and not self._made and self._device_is_idle():
+                idle_since = now
         if idle_since is not None:
             self.waited += now - idle_since
-        if made is None and self._timeout is not None and now - self._late_since >= self._timeout:
+        if not self._made and self._timeout is not None and now - self._late_since >= self._timeout:
             raise DataError(
                 f"The {self._name!r} data gave no batch for {now - self._late_since:.0f} s, and `timeout` is "
                 f"{self._timeout:g} s. Look at the loader and its workers: one may hang, or read from a slow disk. "
                 "Raise `timeout` if it only needs longer."
             )
-        return made
+        return bool(self._made)

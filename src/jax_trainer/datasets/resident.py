@@ -56,7 +56,7 @@ class RowEpoch:
         return out, len(rows)
 
 
-def resident_loader(data: Any, resident: Resident, devices: list[jax.Device]) -> ArrayLoader | None:
+def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayLoader | None:
     """`data` if it is to live on these devices, else None; an error if it must and cannot."""
     if not resident:
         return None
@@ -87,7 +87,7 @@ def _obstacle(data: Any) -> str:
     return ""
 
 
-def _free_bytes(device: jax.Device) -> int:
+def _free_bytes(device: Any) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

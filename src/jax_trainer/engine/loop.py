@@ -118,6 +118,7 @@ def eval_events(
                 if taken is LATE:
                     yield Waiting(at.step, at.epoch, at.held, name)
                     continue
+                program.feeding = taken.where
                 try:
                     if reader is None:
                         fmt, tape = program.eval_tape(at.state, taken.batch, EVAL_WINDOW)

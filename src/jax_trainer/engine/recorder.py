@@ -40,7 +40,7 @@ class Recorder:
             self._advance = partial(_swapped, program.advance_from, self._stored)
             self._advance_chunk = partial(_swapped, program.advance_chunk_from, self._stored)
             self._rows = Feed(RowLoader(loader), feed.name, prefetch=0)
-        self._tape: jax.Array | None = None
+        self._tape: Any = None
         self._reader: TapeReader | None = None
         self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
@@ -63,6 +63,7 @@ class Recorder:
     def dispatch(self, held: HeldState, taken: Taken, step: int) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
         batch, steps, stacked = taken[:3]
+        self._program.feeding = taken.where
         try:
             reader = self._reader or self._prepare(held, taken)
             if stacked:
@@ -113,7 +114,7 @@ class InFlight:
         several = program.layout is not None and program.layout.mesh.size > 1
         self._limit = plan.max_in_flight if several else None
         self._waiting: deque[jax.Array] = deque()
-        self._last: jax.Array | None = None
+        self._last: Any = None
 
     def is_empty(self) -> bool:
         """Whether the devices have nothing left to do."""
@@ -142,5 +143,5 @@ def _swapped(function: Any, store: Any, *args: Any) -> Any:
     return function(*args, store)
 
 
-def _devices(program: CompiledProgram) -> list[jax.Device]:
+def _devices(program: CompiledProgram) -> list[Any]:
     return jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]

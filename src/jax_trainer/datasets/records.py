@@ -1,0 +1,145 @@
+"""Records on disk as batches, with a position: ArrayRecord files, and whatever else can be read in any order."""
+
+import dataclasses
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_trainer.core import Batch
+from jax_trainer.datasets.host import HostTransform, HostTransforms
+from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.stream import Batches, LoaderError, Stream
+
+try:
+    import grain
+except ImportError as error:
+    raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
+
+
+class GrainLoader:
+    """Batches of records that can be read in any order, with a position.
+
+    The orders are those of `ArrayLoader`, the batches do not depend on how many workers make them, and a run can go
+    on from any batch of any epoch without replaying what came before. Worker processes live on over the ends of
+    epochs; going to another place than the next batch starts new ones.
+
+    Args, besides those of `ArrayLoader`:
+        source: records with `__len__` and `__getitem__`, and `__getitems__` where many are read faster at once; or
+            the path of an ArrayRecord file, or a list of paths.
+        decode: makes a tree of arrays out of a record; None where it is one already.
+        workers: processes that read, decode and transform; 0 does so in a thread of this process.
+        read_ahead: batches made before they are asked for, by each worker; 0 with no workers makes each in the
+            caller's thread when it is asked for.
+        timeout: seconds that a running worker may take for a batch before it counts as hanging; None waits for ever.
+
+    >>> loader = GrainLoader(range(10), batch_size=4, shuffle=True)
+    >>> [len(batch) for batch in loader.epoch(1)]
+    [4, 4, 2]
+    >>> loader.close()
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int,
+        *,
+        decode: Callable[[Any], Any] | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 42,
+        workers: int = 0,
+        read_ahead: int = 2,
+        record_transform: HostTransform | None = None,
+        batch_transform: HostTransform | None = None,
+        process: tuple[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        for name, value in (("workers", workers), ("read_ahead", read_ahead)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"`{name}` must be a whole number of at least 0, got {value!r}.")
+        if timeout is not None and not (timeout > 0 and workers):
+            raise ValueError(f"`timeout` (here {timeout!r}) must be above 0, and needs `workers` of at least 1.")
+        self._source, self._decode = _opened(source, decode), decode
+        examples = len(self._source)
+        self.schedule = Order(
+            examples=examples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, process=process
+        )
+        self.host = HostTransforms(record_transform, batch_transform)
+        self._options = (workers, read_ahead, timeout)
+        self._stream: Stream | None = None
+        self._end: weakref.finalize | None = None
+        self._epoch = 0  # that was asked for last
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.epoch(1)
+
+    @property
+    def examples(self) -> int:
+        """How many records an epoch visits at most."""
+        return self.schedule.examples
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Which records epoch `epoch` visits, in order, over all processes."""
+        return self.schedule.of(epoch)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of epoch `number` (from 1), without the first `start`."""
+        if number < 1 or start < 0:
+            raise ValueError(f"Epochs count from 1 and batches from 0, got epoch {number} and batch {start}.")
+        return (self._batch(number, index) for index in range(start, len(self)))
+
+    def close(self) -> None:
+        """Ends the threads and worker processes. Asking for more batches starts new ones."""
+        if self._end is not None:
+            self._end()
+        self._stream = self._end = None
+
+    def _batch(self, epoch: int, index: int) -> Batch:
+        try:
+            stream = self._stream
+            if stream is None or stream.position != (epoch, index):
+                stream = self._open(epoch, index)
+            self._epoch = epoch
+            return stream.take()
+        except LoaderError:
+            self.close()
+            raise
+
+    def _open(self, epoch: int, index: int) -> Stream:
+        # evaluation asks for one epoch again and again: from the second time on, that is what comes next
+        at_the_end = self._stream is not None and self._stream.position[1] == 0
+        stride = 0 if at_the_end and (epoch, index) == (self._epoch, 0) else 1
+        self.close()
+        workers, read_ahead, _ = self._options
+        process = self.schedule.process or (jax.process_index(), jax.process_count())  # a worker cannot ask
+        order = dataclasses.replace(self.schedule, process=process)
+        batches = Batches(self._source, self._decode, order, self.host, epoch, index, stride)
+        self._stream = stream = Stream(batches, *self._options)
+        self._end = weakref.finalize(self, stream.close)  # before anything runs; at the latest when Python exits
+        if workers or read_ahead:
+            stream.start()
+        return stream
+
+
+def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
+    paths = [source] if isinstance(source, str | os.PathLike) else source
+    if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
+        names = [os.fspath(path) for path in paths]
+        local = [re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name]  # "name[from:to]" is a part
+        if missing := [name for name in local if not os.path.isfile(name)]:
+            gone = f"{len(missing)} of {len(names)} missing"
+            raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({gone}). Check the path.")
+        if decode is None:
+            raise ValueError("ArrayRecord files hold bytes: say with `decode` how a record becomes arrays.")
+        return grain.sources.ArrayRecordDataSource(names)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(f"A source of records has `__len__` and `__getitem__`; {type(source).__name__} has not both.")
+    return source

@@ -1,0 +1,125 @@
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from compoconf import dump_config, parse_config
+
+from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
+
+ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
+
+
+def module(train: Any = ARRAYS, **keys: Any) -> DatasetModule:
+    return DatasetModule(DatasetConfig(**{"global_batch_size": 8, **keys}), train, ARRAYS[:20], ARRAYS[20:30])
+
+
+def test_the_defaults_are_those_of_the_documentation():
+    config = DatasetConfig()
+    documented = {
+        "data_dir": "data/",
+        "global_batch_size": 128,
+        "local_batch_size": 128,
+        "num_workers": 4,
+        "normalize": True,
+        "val_size": 5000,
+        "split_seed": 42,
+        "pin_memory": True,
+        "prefetch_factor": 4,
+    }
+    assert {name: getattr(config, name) for name in documented} == documented
+
+
+def test_training_data_is_shuffled_anew_and_whole_batches_only_evaluation_data_neither():
+    data = module()
+    assert len(data.train_loader) == 6
+    first, second = (np.concatenate([batch.target for batch in data.train_loader.epoch(epoch)]) for epoch in (1, 2))
+    assert len(first) == len(set(first)) == 48
+    assert first.tolist() != second.tolist()
+    for loader, targets in [(data.val_loader, range(20)), (data.test_loader, range(20, 30))]:
+        for epoch in (1, 2):
+            assert np.concatenate([batch.target for batch in loader.epoch(epoch)]).tolist() == list(targets)
+    assert set(data.eval_loaders) == {"val", "test"}
+
+
+def test_a_set_that_is_not_there_has_no_loader():
+    data = DatasetModule(DatasetConfig(global_batch_size=8), ARRAYS)
+    assert data.val_loader is None
+    assert data.eval_loaders == {}
+
+
+def test_a_loader_of_ones_own_is_taken_as_it_is():
+    loader = ArrayLoader(ARRAYS, 5)
+    assert module(loader).train_loader is loader
+
+
+def test_one_batch_size_follows_from_the_other():
+    assert DatasetConfig(global_batch_size=64).batch_size(processes=4) == 64
+    assert DatasetConfig(local_batch_size=64).batch_size(processes=4) == 256
+    assert DatasetConfig(global_batch_size=64, local_batch_size=16).batch_size(processes=4) == 64
+    assert DatasetConfig().batch_size(processes=4) == 128
+
+
+@pytest.mark.parametrize(
+    ("keys", "processes", "message"),
+    [
+        (
+            {"global_batch_size": 128, "local_batch_size": 64},
+            1,
+            "`global_batch_size` is 128, but `local_batch_size` 64 × 1 process is 64",
+        ),
+        ({"global_batch_size": 128, "local_batch_size": 128}, 2, "128 × 2 processes is 256"),
+        ({"global_batch_size": 100}, 8, "cannot be shared evenly by 8 processes. Use 96 or 104"),
+    ],
+)
+def test_sizes_that_do_not_agree_are_an_error_that_says_both(keys, processes, message):
+    with pytest.raises(ValueError, match=message):
+        DatasetConfig(**keys).batch_size(processes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"global_batch_size": 0}, "`global_batch_size` must be a whole number of at least 1, got 0"),
+        ({"local_batch_size": 1.5}, "`local_batch_size` must be .* got 1.5"),
+        ({"num_workers": -1}, "`num_workers` must be a whole number of at least 0, got -1"),
+        ({"val_size": True}, "`val_size` must be .* got True"),
+        ({"prefetch_factor": -2}, "`prefetch_factor` must be .* got -2"),
+        ({"limit_train_size": 0}, "`limit_train_size` must be .* at least 1, got 0"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_at_once(keys, message):
+    with pytest.raises(ValueError, match=message):
+        DatasetConfig(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"num_workers": 2}, "`num_workers: 2` does nothing here: the data is in memory"),
+        ({"pin_memory": True, "num_workers": 4}, "`num_workers: 4` and `pin_memory: True` do nothing here"),
+    ],
+)
+def test_keys_that_mean_nothing_for_a_loader_say_so_once(keys, said):
+    with pytest.warns(UnusedKeyWarning, match=said) as caught:
+        module(**keys)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_workers": 0}, {"pin_memory": False}])
+def test_keys_that_ask_for_nothing_are_quiet(keys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(**keys)
+
+
+def test_a_part_that_makes_no_batches_is_named():
+    with pytest.raises(ValueError, match="50 examples make no full batch of 64") as caught:
+        module(global_batch_size=64)
+    assert caught.value.__notes__ == ["This is the 'train' part of DatasetModule."]
+
+
+def test_a_configuration_survives_writing_and_reading():
+    config: Any = parse_config(DatasetConfig, {"data_dir": "somewhere", "global_batch_size": 64, "num_workers": 0})
+    assert (config.data_dir, config.global_batch_size, config.local_batch_size) == ("somewhere", 64, 64)
+    assert dump_config(parse_config(DatasetConfig, dump_config(config))) == dump_config(config)

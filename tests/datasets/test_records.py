@@ -1,0 +1,424 @@
+import contextlib
+import gc
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import flax.struct
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from jax_trainer.datasets import records
+from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.batch import Batch
+from jax_trainer.datasets.records import GrainLoader, LoaderError
+
+
+@flax.struct.dataclass
+class Record(Batch):
+    id: np.ndarray
+    image: np.ndarray
+
+
+def as_record(number):
+    return Record(1, np.asarray(number, np.int32), np.full((2, 3), number, np.uint8))
+
+
+def from_bytes(data):
+    return {"id": np.frombuffer(data, np.int64)[0], "bytes": np.frombuffer(data, np.uint8)}
+
+
+def broken(number):
+    if number == 20:
+        raise ValueError("the record is torn")
+    return number
+
+
+def leaving(number):
+    return sys.exit(3) if number == 20 else number
+
+
+def hanging(number):
+    if number == 20:
+        time.sleep(600)
+    return number
+
+
+def noisy(record, random):
+    return record + random.random()
+
+
+def noisy_batch(batch, random):
+    return {"value": batch, "noise": random.random(len(batch))}
+
+
+class Counted:
+    """Counts what is read, and how."""
+
+    def __init__(self, length):
+        self.length, self.calls, self.rows = length, 0, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, row):
+        self.calls += 1
+        self.rows.append(row)
+        return row
+
+
+class CountedAtOnce(Counted):
+    def __getitems__(self, rows):
+        self.calls += 1
+        self.rows += rows
+        return list(rows)
+
+
+def left_behind():
+    """What of ours runs or lies around: processes, threads, shared memory."""
+    shared = {name for name in os.listdir("/dev/shm") if name.startswith(("jax-trainer-", "psm_", "sem."))}
+    return {*multiprocessing.active_children(), *threading.enumerate(), *shared}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    before = left_behind()
+    yield
+    until = time.monotonic() + 5  # threads that were told to end do so in a moment
+    while (left := left_behind() - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def same(a, b):
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def workers_of_now():
+    return {child.pid or 0 for child in multiprocessing.active_children()}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    paths = [tmp_path_factory.mktemp("records") / f"part-{part}.array_record" for part in range(2)]
+    for path, numbers in zip(paths, (range(20), range(20, 34)), strict=True):
+        writer = ArrayRecordWriter(str(path), "group_size:1")
+        for number in numbers:
+            writer.write(np.int64(number).tobytes())
+        writer.close()
+    return paths
+
+
+# ------------------------------------------------------------------------------------------ the same as for arrays
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True, "seed": 7}], ids=lambda o: "-".join(o)
+)
+def test_the_batches_are_those_of_the_array_loader(options, read_ahead):
+    arrays = ArrayLoader(np.arange(34), 16, **options)
+    with contextlib.closing(GrainLoader(range(34), 16, read_ahead=read_ahead, **options)) as loader:
+        assert len(loader) == len(arrays) and loader.examples == 34
+        for epoch, start in [(1, 0), (2, 0), (2, 1), (5, 2), (6, 0), (7, 3), (7, 0), (7, 0), (7, 0)]:
+            assert same(list(loader.epoch(epoch, start)), list(arrays.epoch(epoch, start)))
+            np.testing.assert_array_equal(loader.order(epoch), arrays.order(epoch))
+        assert same(list(loader), list(arrays))
+
+
+def test_transforms_see_the_random_numbers_they_see_for_arrays():
+    options = {"shuffle": True, "record_transform": noisy, "batch_transform": noisy_batch}
+    arrays = ArrayLoader(np.arange(34.0), 16, **options)
+    with contextlib.closing(GrainLoader(np.arange(34.0), 16, **options)) as loader:
+        for a, b in zip(loader.epoch(3, 1), arrays.epoch(3, 1), strict=True):
+            np.testing.assert_array_equal(a["value"], b["value"])
+            np.testing.assert_array_equal(a["noise"], b["noise"])
+
+
+def test_two_iterators_of_one_loader_do_not_mix():
+    with contextlib.closing(GrainLoader(range(34), 16)) as loader:
+        first, second = loader.epoch(1), loader.epoch(1)
+        taken = [next(first), next(second), next(first), next(second)]
+    assert [batch[0] for batch in taken] == [0, 0, 16, 16]
+
+
+def test_records_that_are_batches_know_their_size():
+    with contextlib.closing(GrainLoader(range(34), 16, decode=as_record, batch_transform=size_is_right)) as loader:
+        shapes = [(batch.size, batch.id.shape, batch.image.shape) for batch in loader]
+    assert shapes[1:] == [(16, (16,), (16, 2, 3)), (2, (2,), (2, 2, 3))]
+
+
+def size_is_right(batch, random):
+    assert batch.size == len(batch.id)
+    return batch
+
+
+@pytest.mark.parametrize("examples", [34, 33, 32])
+def test_the_parts_of_the_processes_join_to_the_batch(examples):
+    options = {"shuffle": True, "decode": as_record, "read_ahead": 0}
+    whole = GrainLoader(range(examples), 16, process=(0, 1), **options)
+    parts = [GrainLoader(range(examples), 16, process=(index, 4), **options) for index in range(4)]
+    for batch, *shares in zip(whole.epoch(2), *(part.epoch(2) for part in parts), strict=True):
+        np.testing.assert_array_equal(np.concatenate([share.id for share in shares]), batch.id)
+        assert [share.image.shape for share in shares] == [(share.size, 2, 3) for share in shares]
+
+
+def test_entering_late_reads_only_what_is_asked_for():
+    source = Counted(4_000_004)
+    loader = GrainLoader(source, 4, shuffle=True, read_ahead=0)
+    np.testing.assert_array_equal(next(loader.epoch(9, 1_000_000)), loader.order(9)[-4:])
+    assert source.calls == 4
+
+
+def test_a_source_that_reads_many_at_once_is_asked_once_per_batch():
+    source = CountedAtOnce(34)
+    assert [len(batch) for batch in GrainLoader(source, 16, read_ahead=0)] == [16, 16, 2]
+    assert source.calls == 3 and source.rows == list(range(34))
+
+
+def test_files_are_read_in_the_order_they_are_given(files):
+    with contextlib.closing(GrainLoader(files, 16, decode=from_bytes)) as loader:
+        assert loader.examples == 34
+        assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
+    with contextlib.closing(GrainLoader(f"{files[1]}[2:5]", 16, decode=from_bytes)) as loader:
+        assert [batch["id"].tolist() for batch in loader] == [[22, 23, 24]]
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        ("nowhere.array_record", {}, FileNotFoundError, "No ArrayRecord file at 'nowhere.array_record' .1 of 1"),
+        ([Path("a"), "b"], {}, FileNotFoundError, "'a' .2 of 2 missing"),
+        ([], {}, ValueError, "holds no examples"),
+        (range(5), {"drop_last": True}, ValueError, "5 examples make no full batch of 8"),
+        (iter([1]), {}, TypeError, "has `__len__` and `__getitem__`; list_iterator has not both"),
+        (range(9), {"workers": -1}, ValueError, "`workers` must be a whole number of at least 0, got -1"),
+        (range(9), {"read_ahead": 1.5}, ValueError, "`read_ahead` must be a whole number"),
+        (range(9), {"timeout": 3}, ValueError, "`timeout` .here 3. must be above 0, and needs `workers`"),
+    ],
+)
+def test_what_makes_no_batches_is_refused_with_the_cure(source, options, error, message):
+    with pytest.raises(error, match=message):
+        GrainLoader(source, **{"batch_size": 8, **options})
+
+
+def test_files_without_a_way_to_decode_them_are_refused(files):
+    with pytest.raises(ValueError, match="hold bytes: say with `decode`"):
+        GrainLoader(files, 16)
+
+
+@pytest.mark.parametrize(("number", "start"), [(0, 0), (1, -1)])
+def test_epochs_count_from_one_and_batches_from_zero(number, start):
+    with pytest.raises(ValueError, match=f"got epoch {number} and batch {start}"):
+        GrainLoader(range(9), 3).epoch(number, start)
+
+
+@pytest.mark.parametrize("decode", [lambda _: None, lambda _: object()])
+def test_records_that_are_no_arrays_are_refused(decode):
+    with pytest.raises(LoaderError, match="holds arrays of numbers or text"):
+        next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
+
+
+def test_without_grain_the_extra_to_install_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    spec = importlib.util.spec_from_file_location("records_without_grain", records.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"pip install 'jax-trainer\[grain\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ------------------------------------------------------------------------------------------ without workers
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_an_error_names_the_batch_and_the_loader_goes_on_behind_it(read_ahead):
+    loader = GrainLoader(range(34), 4, decode=broken, read_ahead=read_ahead)
+    taken = []
+    with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 .*torn") as caught:
+        taken.extend(loader)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
+    loader.close()
+
+
+def test_evaluating_one_epoch_again_and_again_goes_on_without_starting_anew():
+    with contextlib.closing(GrainLoader(range(10), 4)) as loader:
+        seen = []
+        for _ in range(4):
+            assert [batch.tolist() for batch in loader.epoch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+            seen.append([thread.ident for thread in threading.enumerate()])
+    assert seen[1] == seen[2] == seen[3]
+
+
+def test_a_loader_that_nobody_holds_ends_its_thread():
+    batches = iter(GrainLoader(range(34), 4))
+    next(batches)
+    assert any(thread.name == "jax-trainer-records" for thread in threading.enumerate())
+    del batches
+    gc.collect()
+
+
+def test_an_interrupt_while_a_batch_is_made_stays_an_interrupt():
+    def interrupted(number):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(GrainLoader(range(9), 3, decode=interrupted, read_ahead=0)))
+
+
+def test_a_closed_loader_can_be_used_again():
+    loader = GrainLoader(range(34), 16)
+    for _ in range(2):
+        assert [len(batch) for batch in loader] == [16, 16, 2]
+        loader.close()
+        loader.close()
+
+
+# ------------------------------------------------------------------------------------------ with workers
+
+
+def with_noise(record, random):
+    return {**record, "noise": random.random(3)}
+
+
+def in_reverse(batch, random):
+    return {name: leaf[::-1] for name, leaf in batch.items()}  # not contiguous
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_number_of_workers_changes_nothing(files, workers):
+    options = {"decode": from_bytes, "shuffle": True, "record_transform": with_noise, "batch_transform": in_reverse}
+    plain = GrainLoader(files, 16, read_ahead=0, **options)
+    loader = GrainLoader(files, 16, workers=workers, **options)
+    before, started = left_behind(), None
+    for epoch, start, until in [(3, 1, 3), (4, 0, 3), (5, 0, 3), (6, 0, 2)]:  # entered late, and left early
+        batches = list(itertools.islice(loader.epoch(epoch, start), until - start))
+        expected = list(itertools.islice(plain.epoch(epoch, start), until - start))
+        assert [len(batch["id"]) for batch in batches] == [16, 16, 2][start:until]
+        assert all(map(equal, batches, expected))
+        assert all(leaf.flags.writeable for batch in batches for leaf in batch.values())
+        started = started or workers_of_now()
+        assert workers_of_now() == started  # they live on from epoch to epoch
+    assert started is not None and len(started) == workers
+    loader.close()
+    assert left_behind() == before
+
+
+def test_a_loader_that_nobody_holds_ends_its_workers():
+    before = left_behind()
+    batches = GrainLoader(range(10_000), 4, decode=lambda number: {"id": number}, workers=2).epoch(1)
+    next(batches)
+    assert len(workers_of_now()) == 2
+    del batches
+    gc.collect()
+    assert left_behind() == before
+
+
+def test_an_error_in_a_worker_arrives_with_its_traceback():
+    loader = GrainLoader(range(34), 4, decode=broken, workers=1)
+    taken = []
+    with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 could not be made") as caught:
+        taken.extend(loader)
+    assert "ValueError: the record is torn" in str(caught.value) and "in broken" in str(caught.value)
+    assert not workers_of_now()
+
+
+def test_leaving_a_worker_is_an_error_too(tmp_path):
+    order, host = GrainLoader(range(34), 4, process=(0, 1)).schedule, records.HostTransforms()
+    batches = records.Batches(range(34), leaving, order, host, epoch=1, start=0, spool=str(tmp_path))
+    assert "SystemExit" in str(batches[5]) and "in leaving" in str(batches[5])
+
+
+def test_a_killed_worker_is_an_error_soon():
+    loader = GrainLoader(range(10_000), 4, workers=1)
+    batches = loader.epoch(1)
+    next(batches)
+    os.kill(workers_of_now().pop(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(LoaderError, match="exit code -9.*most likely for memory: use fewer `workers`"):
+        list(batches)
+    assert time.monotonic() - started < 5
+    assert not workers_of_now()
+
+
+def test_a_worker_that_hangs_is_an_error_after_the_timeout():
+    loader = GrainLoader(range(34), 4, decode=hanging, workers=1, timeout=0.5)  # starting takes longer than that
+    with pytest.raises(LoaderError, match=r"Batch 5 .* did not come within 0.5 s: a worker hangs.*`timeout`"):
+        list(loader)
+    assert not workers_of_now()
+
+
+SCRIPT = """
+import json, multiprocessing, sys, time
+import flax.struct, numpy as np
+from jax_trainer.datasets.batch import Batch
+from jax_trainer.datasets.records import GrainLoader
+
+@flax.struct.dataclass
+class Mine(Batch):
+    id: np.ndarray
+    name: str = flax.struct.field(pytree_node=False, default="mine")
+
+def decode(number):
+    return Mine(1, np.asarray(number))
+
+if __name__ == "__main__":
+    loader = GrainLoader(range(34), 4, decode=decode, shuffle=True, workers=int(sys.argv[3]))
+    batches = loader.epoch(3, 5)
+    ids = [next(batches) for _ in range(int(sys.argv[1]))]
+    pids = [child.pid for child in multiprocessing.active_children()]
+    print(json.dumps({"ids": [b.id.tolist() for b in ids], "sizes": [b.size for b in ids], "pids": pids}), flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def script(tmp_path, *arguments):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "error::ResourceWarning", str(path), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as run:
+        assert run.stdout is not None
+        yield run, json.loads(run.stdout.readline())
+
+
+def assert_ended(pids):
+    until = time.monotonic() + 5
+    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive
+
+
+def test_a_fresh_process_goes_on_with_the_same_batches_and_cleans_up_when_it_exits(tmp_path):
+    with script(tmp_path, "4", "0", "2") as (run, said):
+        assert run.wait(20) == 0
+        assert run.stderr is not None and run.stderr.read() == ""
+    assert len(said["pids"]) == 2
+    assert_ended(said["pids"])
+    loader = GrainLoader(range(34), 4, shuffle=True, read_ahead=0)
+    assert said["ids"] == [batch.tolist() for batch in loader.epoch(3, 5)]
+    assert said["sizes"] == [4, 4, 4, 2]
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    with script(tmp_path, "1", "600", "1") as (run, said):
+        run.kill()
+    assert len(said["pids"]) == 1
+    assert_ended(said["pids"])
