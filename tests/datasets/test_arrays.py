@@ -131,3 +131,10 @@ def test_entering_an_epoch_late_costs_nothing():
     batch = next(loader.epoch(7, start=1_000_000))
     assert reads == [2]
     np.testing.assert_array_equal(batch, loader.order(7)[2_000_000:2_000_002])
+
+
+def test_an_epoch_that_was_prepared_is_the_same():
+    prepared, fresh = (ArrayLoader(IDS, 30, shuffle=True) for _ in range(2))
+    prepared.prepare(4)
+    for epoch in (4, 5, 4):
+        np.testing.assert_array_equal(ids(prepared, epoch), ids(fresh, epoch))

@@ -4,7 +4,7 @@ Nothing here knows of epochs, files or which model library is used. Imports noth
 """
 
 from jax_trainer.core.accumulate import accumulate
-from jax_trainer.core.compile import CompiledProgram, compile_program, picked
+from jax_trainer.core.compile import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.meter import Column, Columns, Meter, reported_in
@@ -84,7 +84,6 @@ __all__ = [
     "make_program",
     "make_train_step",
     "new_state",
-    "picked",
     "replicate",
     "reported_in",
     "resized",

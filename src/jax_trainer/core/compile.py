@@ -140,7 +140,7 @@ class CompiledProgram:
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
     def _step_from(self, state: TrainState, tape: jax.Array, rows: jax.Array, store: PyTree) -> Stepped:
-        return self._step(state, tape, picked(rows, store))
+        return self._step(state, tape, _picked(rows, store))
 
     def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch) -> Stepped:
         return self._chunk(state, tape, batches, _length(batches))
@@ -153,7 +153,7 @@ class CompiledProgram:
     ) -> Stepped:
         def at(index: Any) -> Batch:
             batch = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
-            return batch if store is None else picked(batch, store)
+            return batch if store is None else _picked(batch, store)
 
         def body(index: jax.Array, carry: Stepped) -> Stepped:
             state, tape, kept = carry
@@ -220,7 +220,7 @@ def _length(batches: Batch) -> int:
     return jax.tree.leaves(batches)[0].shape[0]
 
 
-def picked(rows: jax.Array, store: PyTree) -> Batch:
+def _picked(rows: jax.Array, store: PyTree) -> Batch:
     """The batch of these rows; the host made them, so none is out of bounds."""
     batch = jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), store)
     return resized(batch, len(rows))

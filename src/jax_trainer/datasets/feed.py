@@ -106,6 +106,12 @@ class Feed:
             batches = (as_arrays(batch, copy=copy) for batch in batches)
         return Cursor(batches, self.name, epoch, start, self._source.state)
 
+    def prepare(self, epoch: int) -> None:
+        """Lets the data work ahead for an epoch that comes soon, where it can."""
+        prepare = getattr(self._data, "prepare", None)
+        if callable(prepare):
+            prepare(epoch)
+
     @property
     def replay_notice(self) -> str:
         """What a resume will cost, in words, where it costs something."""

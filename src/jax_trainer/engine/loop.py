@@ -92,6 +92,8 @@ def train_events(
 
         if not epoch_step and time.monotonic() < deadline:
             raise feed.used_up(epoch)
+        if not plan.finished(step, epoch, time.monotonic() - began):
+            feed.prepare(epoch + 1)  # while the device is busy with the last steps
         yield from tell(wait=True)
         yield EpochEnd(step, epoch, held, recorder.epoch_metrics(), clock.seconds, batches.waited, feed_state)
         if text := slow_data(epoch, clock.seconds, batches.waited):

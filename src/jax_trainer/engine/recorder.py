@@ -15,7 +15,7 @@ from jax_trainer.core import (
     LogMode,
     RowMeter,
     TapeReader,
-    picked,
+    resized,
 )
 from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, resident_loader
 from jax_trainer.engine.plan import Plan
@@ -33,13 +33,12 @@ class Recorder:
         self._chunk = 1 if program.debug else steps_per_call(plan, feed)
         self._advance, self._advance_chunk = program.advance, program.advance_chunk
         self._rows = feed  # where what is dispatched comes from: batches, or which rows of the store make them
-        self._stored: Any = None
-        loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
-        if loader is not None:
-            self._stored = program.store(loader.arrays)
-            self._advance = partial(_swapped, program.advance_from, self._stored)
-            self._advance_chunk = partial(_swapped, program.advance_chunk_from, self._stored)
-            self._rows = Feed(RowLoader(loader), feed.name, prefetch=0)
+        self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        if self._loader is not None:
+            store = program.store(self._loader.arrays)
+            self._advance = partial(_swapped, program.advance_from, store)
+            self._advance_chunk = partial(_swapped, program.advance_chunk_from, store)
+            self._rows = Feed(RowLoader(self._loader), feed.name, prefetch=0)
         self._tape: Any = None
         self._reader: TapeReader | None = None
         self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
@@ -99,8 +98,8 @@ class Recorder:
     def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
         """Lays out the tape for what a step on such a batch reports; once, before the first step."""
         batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
-        if self._stored is not None:
-            batch = picked(batch, self._stored)
+        if self._loader is not None:  # these are rows; any batch of this size will do
+            batch = resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
         check_divides(self._program.layout, batch, taken.where)
         fmt, self._tape = self._program.train_tape(held.state, batch, self._plan.metrics_every + self._chunk - 1)
         self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self._chunk))
