@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests bench bench-peers clean
+.PHONY: demo test lint types tests bench bench-peers bench-loaders data clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py
@@ -28,6 +28,12 @@ bench: $(VENV)/installed
 
 bench-peers: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/step_overhead.py --peers
+
+bench-loaders: $(VENV)/installed-test
+	$(BIN)/python benchmarks/loaders.py
+
+data: $(VENV)/installed
+	$(BIN)/python scripts/fetch_data.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

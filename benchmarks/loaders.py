@@ -1,6 +1,6 @@
 """What getting data to the step costs: loaders alone, waiting for them in training, and data on the device.
 
-    PYTHONPATH=src python benchmarks/loaders.py [--rounds 5] [--epochs 1] [--synthetic] [--only PART] [--json PATH]
+    PYTHONPATH=src python benchmarks/loaders.py [--rounds 5] [--epochs 2] [--synthetic] [--only PART] [--json PATH]
 
 On MNIST from `data/` if it is there, else (or with `--synthetic`) on random images of the same shape. Three parts:
 
@@ -422,7 +422,7 @@ def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description="Measures what getting data to the step costs.")
     parser.add_argument("--rounds", type=int, default=5, help="how often every variant is measured")
-    parser.add_argument("--epochs", type=int, default=1, help="epochs of training in a round")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of training in a round")
     parser.add_argument("--synthetic", action="store_true", help="random images, even where MNIST is there")
     parser.add_argument("--only", choices=PARTS, help="this part alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -36,3 +36,11 @@ def test_the_digits_example_reaches_97_percent(tmp_path, monkeypatch, capsys):
     assert "test" in shown
     assert str(tmp_path) in shown.replace("\n", "")
     assert len(list(tmp_path.rglob("metrics.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--resident"]])
+def test_the_images_example_learns_the_digits(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["images.py", "--epochs", "12", *options])
+    metrics = runpy.run_path(str(ROOT / "examples" / "images.py"))["main"]()
+    assert metrics["acc"] >= 0.95
+    assert "Digits: test accuracy" in capsys.readouterr().out

@@ -123,3 +123,12 @@ def test_a_configuration_survives_writing_and_reading():
     config: Any = parse_config(DatasetConfig, {"data_dir": "somewhere", "global_batch_size": 64, "num_workers": 0})
     assert (config.data_dir, config.global_batch_size, config.local_batch_size) == ("somewhere", 64, 64)
     assert dump_config(parse_config(DatasetConfig, dump_config(config))) == dump_config(config)
+
+
+@pytest.mark.parametrize(("keys", "prefetch"), [({}, None), ({"prefetch_factor": 2}, 2), ({"prefetch_factor": 0}, 0)])
+def test_a_run_gets_the_training_and_the_validation_set(keys, prefetch):
+    dataset = module(**keys)
+    data = dataset.data(resident="auto", timeout=5.0)
+    assert data.train is dataset.train_loader
+    assert data.evals == {"val": dataset.val_loader}
+    assert (data.prefetch, data.resident, data.timeout) == (prefetch, "auto", 5.0)

@@ -1,8 +1,13 @@
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
+from jax_trainer.adapters import function_program
 from jax_trainer.core import Layout, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Position, SupervisedBatch, resident_loader
 from jax_trainer.datasets import resident as resident_module
@@ -10,8 +15,13 @@ from jax_trainer.engine import Every, Plan, run
 from jax_trainer.testing import Recorder, assert_close, assert_same_bits, numbered_data, numbered_loader, tiny_program
 
 
+@functools.cache
+def compiled(flavour, layout):
+    return compile_program(tiny_program(flavour), layout=layout, donate=False, on_recompile="ignore")
+
+
 def trained(flavour, *, resident, steps_per_call=1, layout=None, plan=None, at=Position(), state=None, **loader):
-    program = compile_program(tiny_program(flavour), layout=layout, on_recompile="ignore")
+    program = compiled(flavour, layout)
     data, seen = numbered_loader(**{"examples": 203, **loader}), Recorder()
     state = program.init(jax.random.key(0), next(iter(data))) if state is None else state
     plan = plan or Plan(max_epochs=2, steps_per_call=steps_per_call)
@@ -55,11 +65,6 @@ def test_a_batch_class_says_its_size_inside_the_step():
     def loss(params, batch, *, rng, train):
         sizes.append(batch.size)
         return (params * batch.input).mean(), {}
-
-    import jax.numpy as jnp
-    import optax
-
-    from jax_trainer.adapters import function_program
 
     program = compile_program(
         function_program(lambda key, batch: jnp.zeros(2), loss, optax.sgd(0.1)), on_recompile="ignore"

@@ -14,7 +14,7 @@ from jax_trainer.datasets.kinds import source_of
 from jax_trainer.datasets.prefetch import Background, Direct, Supply
 
 Resident = bool | Literal["auto"]
-DEFAULT_PREFETCH = 2
+DEFAULT_PREFETCH = 4
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Data:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
         prefetch: batches that a thread makes and puts on the device ahead of the step; 0 makes them in between.
-            None is 0 for batches that are in memory already while the device is the CPU, and 2 otherwise.
+            None is 0 for batches that are in memory already while the device is the CPU, and 4 otherwise.
         resident: keep the whole training set on the device and cut batches out of it there. "auto" does so when it
             takes at most a quarter of the memory that is free on the device. Needs an `ArrayLoader`.
         timeout: seconds to wait for one batch before giving up; None waits for ever.

@@ -10,10 +10,17 @@ from compoconf import ConfigInterface, RegistrableConfigInterface, register_inte
 
 from jax_trainer.core import PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.feed import Data, Resident
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.datasets.transforms import DeviceTransforms
 
-_DOCUMENTED = {"global_batch_size": 128, "local_batch_size": 128, "num_workers": 4, "pin_memory": True}
+_DOCUMENTED = {
+    "global_batch_size": 128,
+    "local_batch_size": 128,
+    "num_workers": 4,
+    "pin_memory": True,
+    "prefetch_factor": 4,
+}
 
 
 class UnusedKeyWarning(UserWarning):
@@ -32,8 +39,8 @@ class DatasetConfig(ConfigInterface):
         normalize: give the model images with mean 0 and deviation 1; done on the device.
         val_size: how many training examples are set aside for validation.
         split_seed: which ones.
-        pin_memory: has no meaning in JAX and is accepted for old files (True).
-        prefetch_factor: batches that are made and put on the device ahead of the step.
+        pin_memory: has no meaning in JAX; accepted, so that files which set it can be read (True).
+        prefetch_factor: batches that are made and put on the device ahead of the step (4, where that helps).
         seed: which orders of training examples.
         limit_train_size: use only the first so many training examples after the split.
         download: fetch missing files from the dataset's own hosts.
@@ -47,7 +54,7 @@ class DatasetConfig(ConfigInterface):
     val_size: int = 5000
     split_seed: int = 42
     pin_memory: bool | None = None
-    prefetch_factor: int = 4
+    prefetch_factor: int | None = None
     seed: int = 42
     limit_train_size: int | None = None
     download: bool = False
@@ -132,6 +139,12 @@ class DatasetModule(RegistrableConfigInterface):
         if isinstance(self.train_loader, ArrayLoader):
             why = "the data is in memory, and batches are cut out of it in microseconds."
             config.say_unused("num_workers", "pin_memory", why=why)
+
+    def data(self, *, resident: Resident = False, timeout: float | None = None) -> Data:
+        """The training and the validation set as `run` takes them."""
+        prefetch = self.config.prefetch_factor if "prefetch_factor" in self.config.given else None
+        evals = {} if self.val_loader is None else {"val": self.val_loader}
+        return Data(self.train_loader, evals, prefetch=prefetch, resident=resident, timeout=timeout)
 
     @property
     def eval_loaders(self) -> dict[str, Any]:

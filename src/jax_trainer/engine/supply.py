@@ -9,7 +9,7 @@ from jax_trainer.core import Batch, CompiledProgram, Layout
 from jax_trainer.datasets import Cursor, Data, DataError, Feed, FirstBatches, Supply, Taken, nearby_multiples
 from jax_trainer.engine.plan import Plan
 
-SLOW_SHARE, SLOW_SECONDS = 0.2, 0.5  # waiting for data is worth a line from here on
+SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is worth a line from here on
 Ready = Callable[[Taken], Taken]
 
 
