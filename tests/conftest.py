@@ -6,8 +6,16 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
+import tempfile
+
 import jax
 import pytest
+
+# many tests compile the same small programs: what one of them compiled, the others load
+_CACHE = tempfile.TemporaryDirectory(prefix="jax-trainer-tests-")
+jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(params=["linen", "nnx"])

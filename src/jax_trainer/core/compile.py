@@ -46,7 +46,7 @@ class CompiledProgram:
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._on_recompile: OnRecompile = on_recompile
-        self.feeding: Any = None  # the batch that the loop is at, in words, for warnings
+        self.feeding: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
         # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
         self._train_inner = program.train_step if debug else jax.jit(program.train_step, inline=True)
         self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
@@ -189,7 +189,7 @@ class CompiledProgram:
             compile=lambda traced: jax.jit(traced, donate_argnums=donated),
             on_recompile=self._on_recompile,
             lenient=name == "eval_step",
-            batch=lambda: self.feeding,
+            batch=lambda: self.feeding(),
         )
 
 

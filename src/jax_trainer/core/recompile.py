@@ -54,7 +54,7 @@ class Guarded:
         compile: Callable[[Callable[..., Any]], Any],
         on_recompile: OnRecompile,
         lenient: bool = False,
-        batch: Callable[[], Any] = lambda: None,
+        batch: Callable[[], str] = lambda: "",
     ) -> None:
         self.name, self._arguments, self._function, self._compile = name, arguments, function, compile
         self._on_recompile, self._lenient, self._batch = on_recompile, lenient, batch
@@ -142,7 +142,7 @@ class Guarded:
         if self._warned <= WARNINGS_PER_FUNCTION:
             last = " Further recompilations of it are not reported." if self._warned == WARNINGS_PER_FUNCTION else ""
             count = f"{seconds:.1f} s, compilation {self.compilations}"
-            where = "" if self._batch() is None else f" on {self._batch()}"
+            where = f" on {self._batch()}" if self._batch() else ""
             text = f"`{self.name}` was compiled again{where} ({count}): {_told(found)}{last}"
             warnings.warn(text, RecompileWarning, stacklevel=3)
 

@@ -5,7 +5,7 @@
 
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
-from jax_trainer.datasets.cursor import Cursor, Taken
+from jax_trainer.datasets.cursor import Cursor, Taken, in_words
 from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.feed import Data, Feed, FirstBatches
 from jax_trainer.datasets.foreign import DataError
@@ -51,6 +51,7 @@ __all__ = [
     "Supply",
     "Taken",
     "UnusedKeyWarning",
+    "in_words",
     "load_digits",
     "nearby_multiples",
     "normalize",

@@ -118,24 +118,25 @@ class ArrayEpoch:
     ) -> None:
         self._leaves, self._schedule, self._order = leaves, schedule, order
         self._full, self._ragged = structures
-        self._next = start
+        self._next, self._whole, self._total = start, schedule.whole_batches, len(schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._next >= len(self._schedule):
+        index = self._next
+        if index >= self._total:
             raise StopIteration
-        rows = self._schedule.cut(self._order, self._next)
-        structure = self._full if self._next < self._schedule.whole_batches else self._ragged
-        self._next += 1
+        self._next = index + 1
+        rows = self._schedule.cut(self._order, index)
+        structure = self._full if index < self._whole else self._ragged
         return structure.unflatten([leaf[rows] for leaf in self._leaves])
 
     def rows(self, limit: int, *, whole_only: bool = False) -> np.ndarray:
         """The examples of up to `limit` batches, [batches, size]: full ones, or the ragged last one alone."""
-        steps = min(limit, self._schedule.whole_batches - self._next)
+        steps = min(limit, self._whole - self._next)
         if steps <= 0:
-            steps = 0 if whole_only else len(self._schedule) - self._next
+            steps = 0 if whole_only else self._total - self._next
         rows = self._schedule.cut(self._order, self._next, steps)
         self._next += steps
         return rows.reshape(steps, -1) if steps else rows[:0]

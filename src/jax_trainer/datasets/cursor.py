@@ -16,19 +16,8 @@ class Taken(NamedTuple):
     batch: Batch
     steps: int
     stacked: bool
-    where: "Where"  # the last of them
-    state: Any = None  # of the source, after these
-
-
-class Where(NamedTuple):
-    """A batch, in words when somebody asks."""
-
-    number: int  # in its epoch, from 0
-    epoch: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"batch {self.number} of epoch {self.epoch} of the {self.name!r} data"
+    number: int  # of the last of them in its epoch, from 0
+    state: Any  # of the source, after these
 
 
 class Cursor:
@@ -40,10 +29,11 @@ class Cursor:
         name: str,
         epoch: int,
         start: int,
-        state_of: Callable[[], Any] = lambda: None,
+        state_of: Callable[[], Any] | None = None,
     ) -> None:
         self._batches, self._name, self._epoch, self._state_of = batches, name, epoch, state_of
-        self._held: list[_Drawn] = []
+        self._held: list[tuple[Batch, Any]] = []
+        self._state: Any = None  # of the source, after the last batch that was drawn
         self._reference: Any = None
         self._checked = False
         self.position = start
@@ -54,40 +44,43 @@ class Cursor:
 
     def take(self, limit: int, chunk: int = 1) -> Taken | None:
         """Up to `limit` batches, stacked and padded to `chunk` if that is above 1; None at the end of the epoch."""
+        if chunk == 1:
+            batch = self._draw()
+            return None if batch is None else self._taken(batch, 1, stacked=False)
         limit = min(limit, chunk)
         cutter = None if self._held else getattr(self._batches, "take", None)
-        if cutter is not None and chunk > 1:
+        if cutter is not None:
             batch, steps = cutter(limit, chunk)
             if steps:
-                return self._taken(_Drawn(batch, None), steps, stacked=True)
-        if chunk > 1:
-            return self._stack(limit, chunk)
-        drawn = self._draw()
-        return None if drawn is None else self._taken(drawn, 1, stacked=False)
+                return self._taken(batch, steps, stacked=True)
+        return self._stack(limit, chunk)
 
-    def _taken(self, drawn: "_Drawn", steps: int, *, stacked: bool) -> Taken:
+    def _taken(self, batch: Batch, steps: int, *, stacked: bool) -> Taken:
         if not self._checked:
-            check_batch(drawn.batch, str(self._where(self.position)))
+            check_batch(batch, self.where(self.position))
             self._checked = True
         self.position += steps
-        return Taken(drawn.batch, steps, stacked, self._where(self.position - 1), drawn.state)
+        return Taken(batch, steps, stacked, self.position - 1, self._state)
 
     def _stack(self, limit: int, chunk: int) -> Taken | None:
         batches: list[Batch] = []
-        last: _Drawn | None = None
-        while len(batches) < limit and (drawn := self._draw(len(batches))) is not None:
-            self._check_like_first(drawn.batch, self.position + len(batches))
-            if batches and _shapes(drawn.batch) != _shapes(batches[0]):
-                self._held = [drawn]  # a ragged last batch goes alone
+        while len(batches) < limit:
+            before = self._state
+            batch = self._draw(len(batches))
+            if batch is None:
                 break
-            batches.append(drawn.batch)
-            last = drawn
-        if last is None:
+            self._check_like_first(batch, self.position + len(batches))
+            if batches and _shapes(batch) != _shapes(batches[0]):
+                self._held = [(batch, self._state)]  # a ragged last batch goes alone
+                self._state = before
+                break
+            batches.append(batch)
+        if not batches:
             return None
         if len(batches) == 1:
-            return self._taken(last, 1, stacked=False)
+            return self._taken(batches[0], 1, stacked=False)
         stacked = jax.tree.map(lambda *leaves: _padded_stack(leaves, chunk), *batches)
-        return self._taken(_Drawn(stacked, last.state), len(batches), stacked=True)
+        return self._taken(stacked, len(batches), stacked=True)
 
     def _check_like_first(self, batch: Batch, index: int) -> None:
         """Stacking would hide what the compiled step would refuse: other keys, dtypes or ranks."""
@@ -98,27 +91,31 @@ class Cursor:
             got, expected = kinds.get(path), self._reference.get(path)
             if got != expected:
                 raise DataError(
-                    f"The {self._where(index)} differs from those before it: {path or 'the array'} is "
+                    f"The {self.where(index)} differs from those before it: {path or 'the array'} is "
                     f"{_kind(got)}, expected {_kind(expected)}. Give every batch the same keys, dtypes and ranks."
                 )
 
-    def _draw(self, ahead: int = 0) -> "_Drawn | None":
+    def _draw(self, ahead: int = 0) -> Batch | None:
         if self._held:
-            return self._held.pop()
+            batch, self._state = self._held.pop()
+            return batch
         try:
             batch = next(self._batches, None)
         except Exception as error:
-            error.add_note(f"This happened while {self._where(self.position + ahead)} was made.")
+            error.add_note(f"This happened while {self.where(self.position + ahead)} was made.")
             raise
-        return None if batch is None else _Drawn(batch, self._state_of())
+        if self._state_of is not None and batch is not None:
+            self._state = self._state_of()
+        return batch
 
-    def _where(self, index: int) -> Where:
-        return Where(index, self._epoch, self._name)
+    def where(self, number: int) -> str:
+        """A batch, in words."""
+        return in_words(number, self._epoch, self._name)
 
 
-class _Drawn(NamedTuple):
-    batch: Batch
-    state: Any
+def in_words(number: int, epoch: int, name: str) -> str:
+    """Which batch of which data."""
+    return f"batch {number} of epoch {epoch} of the {name!r} data"
 
 
 def _kind(kind: tuple[str, int] | None) -> str:

@@ -104,7 +104,8 @@ class Feed:
         if not self._source.is_ours:
             copy = not makes_fresh_arrays(self._data)
             batches = (as_arrays(batch, copy=copy) for batch in batches)
-        return Cursor(batches, self.name, epoch, start, self._source.state)
+        state_of = self._source.state if self._source.keeps_state else None
+        return Cursor(batches, self.name, epoch, start, state_of)
 
     def prepare(self, epoch: int) -> None:
         """Lets the data work ahead for an epoch that comes soon, where it can."""

@@ -58,6 +58,11 @@ class Source(Protocol):
         """The batches of an epoch from `start` on."""
         ...
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether numbers are not enough to go on from a position."""
+        ...
+
     def state(self) -> Any:
         """The position after the last batch drawn, where numbers are not enough."""
         ...
@@ -68,7 +73,7 @@ class Source(Protocol):
 
 
 class _Stateless:
-    replays, is_ours = "", False
+    replays, is_ours, keeps_state = "", False, False
 
     def state(self) -> Any:
         return None
@@ -101,7 +106,7 @@ class _Listed(_Stateless):
 class _Iterable:
     """An iterable, or a function that returns one, begun anew for every epoch. Its iterators may keep a state."""
 
-    is_ours = False
+    is_ours, keeps_state = False, True  # its iterators may
 
     def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
         self._fresh = fresh
@@ -133,7 +138,7 @@ class _Iterable:
 class _Stream:
     """An iterator: every epoch goes on where the one before stopped."""
 
-    is_ours = False
+    is_ours, keeps_state = False, True
 
     def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
         self._batches, self._steps_per_epoch, self._begun = batches, steps_per_epoch or 0, False
@@ -158,7 +163,7 @@ class _Stream:
 class _StatefulLoader:
     """An iterable that keeps its own position over all epochs, as torchdata's loaders do."""
 
-    replays, is_ours = "", False
+    replays, is_ours, keeps_state = "", False, True
 
     def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
         self._loader, self._keeper, self._restored = loader, keeper, False

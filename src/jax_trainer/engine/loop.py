@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from jax_trainer.core import CompiledProgram, HeldState, LogMode, RowMeter, TapeReader, TrainState, failpoint, step_of
-from jax_trainer.datasets import LATE, Data, Feed, Position
+from jax_trainer.datasets import LATE, Data, Feed, Position, in_words
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -120,14 +121,14 @@ def eval_events(
                 if taken is LATE:
                     yield Waiting(at.step, at.epoch, at.held, name)
                     continue
-                program.feeding = taken.where
+                program.feeding = partial(in_words, taken.number, 1, name)
                 try:
                     if reader is None:
                         fmt, tape = program.eval_tape(at.state, taken.batch, EVAL_WINDOW)
                         reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER)
                     tape, loose = program.judge(at.held, tape, taken.batch)
                 except Exception as error:
-                    raise named(error, taken.where)  # noqa: B904 - the same error, with a note
+                    raise named(error, in_words(taken.number, 1, name))  # noqa: B904 - the same error, with a note
                 done += 1
                 reader.wrote(tape, loose, done, 1, stacked=False)
                 in_flight.add(tape)

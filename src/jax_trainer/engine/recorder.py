@@ -17,7 +17,7 @@ from jax_trainer.core import (
     TapeReader,
     resized,
 )
-from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, resident_loader
+from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.supply import check_divides, ready_for, steps_per_call, takes
 
@@ -43,9 +43,11 @@ class Recorder:
         self._reader: TapeReader | None = None
         self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
+        self._epoch = self._number = 0
 
     def supply(self, step: int, epoch: int, epoch_step: int) -> Supply:
         """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
+        self._epoch = epoch
         depth = 0 if self._program.debug else self._rows.prefetch(self._chunk)
         ready = ready_for(self._program, ahead=depth > 0)
         batches = takes(
@@ -62,7 +64,7 @@ class Recorder:
     def dispatch(self, held: HeldState, taken: Taken, step: int) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
         batch, steps, stacked = taken[:3]
-        self._program.feeding = taken.where
+        self._number, self._program.feeding = taken.number, self.where
         try:
             reader = self._reader or self._prepare(held, taken)
             if stacked:
@@ -70,11 +72,15 @@ class Recorder:
             else:
                 held, tape, (loose, grads) = self._advance(held, self._tape, batch)
         except Exception as error:
-            raise named(error, taken.where)  # noqa: B904 - the same error, with a note
+            raise named(error, self.where())  # noqa: B904 - the same error, with a note
         self._tape = tape
         reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
         return held, grads
+
+    def where(self) -> str:
+        """The batch that was dispatched last, in words."""
+        return in_words(self._number, self._epoch, self._feed.name)
 
     @property
     def has_news(self) -> bool:
@@ -100,7 +106,7 @@ class Recorder:
         batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
         if self._loader is not None:  # these are rows; any batch of this size will do
             batch = resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
-        check_divides(self._program.layout, batch, taken.where)
+        check_divides(self._program.layout, batch, self.where())
         fmt, self._tape = self._program.train_tape(held.state, batch, self._plan.metrics_every + self._chunk - 1)
         self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self._chunk))
         return self._reader
@@ -128,7 +134,7 @@ class InFlight:
                 self._waiting.popleft().block_until_ready()
 
 
-def named(error: Exception, batch: Any) -> Exception:
+def named(error: Exception, batch: str) -> Exception:
     """The error, saying on which batch it happened."""
     if isinstance(error, BatchChangedError):
         changed = DataError(f"The {batch} differs from those before it: {error}")
