@@ -138,3 +138,10 @@ def test_an_epoch_that_was_prepared_is_the_same():
     prepared.prepare(4)
     for epoch in (4, 5, 4):
         np.testing.assert_array_equal(ids(prepared, epoch), ids(fresh, epoch))
+
+
+def test_arrays_of_a_mapped_file_are_read_from_the_disk(tmp_path):
+    np.save(tmp_path / "ids.npy", IDS)
+    loader = ArrayLoader(np.load(tmp_path / "ids.npy", mmap_mode="r"), 30, shuffle=True)
+    assert not loader.in_memory and ArrayLoader(IDS, 30).in_memory
+    np.testing.assert_array_equal(ids(loader, 2), ids(ArrayLoader(IDS, 30, shuffle=True), 2))

@@ -122,7 +122,7 @@ def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, k
     for chunk, prefetch in [(1, 3), (4, 0), (4, 5)]:
         seen, where = ledger(program, state, KINDS[kind](), steps_per_call=chunk, prefetch=prefetch)
         assert seen == whole
-        for step, position in where.items():
+        for step, position in list(where.items())[::4]:
             rest, _ = ledger(
                 program, state, KINDS[kind](), at=position, done=step, steps_per_call=chunk, prefetch=prefetch
             )

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax_trainer.adapters import function_program
 from jax_trainer.core import Layout, RecompileWarning, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Position, SupervisedBatch
-from jax_trainer.engine import EpochEnd, Plan, StepEnd, evaluate, run, train_events
+from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, evaluate, run, train_events
 from jax_trainer.testing import numbered_loader
 
 
@@ -165,6 +165,47 @@ def test_events_say_where_in_the_data_they_are():
         *(Position(1, 1), Position(1, 2), Position(1, 0)),
         *(Position(2, 1), Position(2, 2), Position(2, 0)),
     ]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_data_that_ends_before_the_epoch_does_is_told(prefetch):
+    program = mean_program()
+    state = program.init(jax.random.key(0), GOOD)
+    data, plan = Data(lambda: iter([GOOD] * 6), prefetch=prefetch), Plan(max_epochs=2, steps_per_epoch=10)
+    said = [event.text for event in train_events(program, state, data, plan) if isinstance(event, Notice)]
+    assert said[1:] == [
+        f"The 'train' data ended after 6 of 10 steps of epoch {epoch}; the epoch ends there." for epoch in (1, 2)
+    ]
+
+
+def test_convolutions_are_not_put_in_a_loop_on_the_cpu_and_that_is_said():
+    def loss(params, batch, *, rng, train):
+        out = jax.lax.conv(batch["x"], params, (1, 1), "SAME")
+        return (out**2).mean(), {"out": {"value": out[:, 0, 0, 0], "mode": "concat"}}
+
+    start = jnp.ones((1, 1, 3, 3))
+    program = function_program(lambda key, batch: start, loss, optax.sgd(0.1))
+    program = compile_program(program, keep_grads=True, on_recompile="ignore")
+    images = np.random.default_rng(0).normal(size=(24, 1, 6, 6)).astype(np.float32)
+    loader = ArrayLoader({"x": images}, 4, shuffle=True)
+    results, grads = [], []
+    for data, steps_per_call in [(Data(loader), 1), (Data(loader), 4), (Data(loader, resident=True), "epoch")]:
+        state, chunks, said = program.init(jax.random.key(0), next(iter(loader))), [], []
+        for event in train_events(program, state, data, Plan(max_epochs=1, steps_per_call=steps_per_call)):
+            match event:
+                case StepEnd():
+                    chunks.append(event.steps)
+                    grads.append(np.asarray(event.grads).sum())
+                case Notice():
+                    said.append(event.text)
+                case EpochEnd():
+                    results.append(np.asarray(event.state.params))
+        assert chunks == {1: [1] * 6, 4: [4, 2], "epoch": [6]}[steps_per_call]
+        assert len(said) == (steps_per_call != 1)
+        assert all("dispatched one by one" in text for text in said)
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+    np.testing.assert_allclose([sum(grads[:6])] * 2, [sum(grads[6:8]), grads[8]], rtol=1e-5)
 
 
 BLOCKED = """

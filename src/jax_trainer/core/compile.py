@@ -46,9 +46,11 @@ class CompiledProgram:
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._on_recompile: OnRecompile = on_recompile
+        # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
+        self.steps_one_by_one = False
         self.feeding: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
         # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
-        self._train_inner = program.train_step if debug else jax.jit(program.train_step, inline=True)
+        self._train_inner: Any = program.train_step if debug else jax.jit(program.train_step, inline=True)
         self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
         donated = (0,) if donate else ()
         self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
@@ -87,6 +89,9 @@ class CompiledProgram:
         """The format of what training steps report, and a blank tape for the last `length` of them."""
         _begin(self.advance, self._full_chunk, self._part_chunk)
         _begin(self.advance_from, self._full_chunk_from, self._part_chunk_from)
+        if not self.debug:
+            convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
+            self.steps_one_by_one = convolves and jax.default_backend() == "cpu"
         self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
         return self._train_format, self._blank(self._train_format, length)
 
@@ -112,6 +117,8 @@ class CompiledProgram:
 
     def advance_chunk(self, held: HeldState, tape: jax.Array, batches: Batch, steps: int) -> HeldStepped:
         """As `train_chunk`, on a held state."""
+        if self.steps_one_by_one:
+            return _one_by_one(self.advance, held, tape, batches, steps)
         # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
         # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
         if steps == _length(batches) and jax.default_backend() != "cpu":
@@ -122,6 +129,8 @@ class CompiledProgram:
         self, held: HeldState, tape: jax.Array, rows: jax.Array, steps: int, store: PyTree
     ) -> HeldStepped:
         """As `advance_chunk`, on batches that are rows of `store`."""
+        if self.steps_one_by_one:
+            return _one_by_one(self.advance_from, held, tape, rows, steps, store)
         if steps == len(rows) and jax.default_backend() != "cpu":
             return self._full_chunk_from(held, tape, rows, store)
         return self._part_chunk_from(held, tape, rows, np.int32(steps), store)
@@ -218,6 +227,32 @@ def compile_program(
 
 def _length(batches: Batch) -> int:
     return jax.tree.leaves(batches)[0].shape[0]
+
+
+def _one_by_one(
+    advance: Callable[..., HeldStepped], held: HeldState, tape: jax.Array, batches: Batch, steps: int, *store: PyTree
+) -> HeldStepped:
+    """A chunk as so many dispatches."""
+    kept = []
+    for index in range(steps):
+        batch = jax.tree.map(lambda x, index=index: x[index], batches)
+        held, tape, each = advance(held, tape, batch, *store)
+        kept.append(each)
+    return held, tape, jax.tree.map(lambda *each: jnp.stack(each), *kept)
+
+
+def uses(jaxpr: Any, primitive: str) -> bool:
+    """Whether a traced function, or one inside it, does this.
+
+    >>> uses(jax.make_jaxpr(jax.jit(jnp.sin))(1.0), "sin"), uses(jax.make_jaxpr(jnp.sin)(1.0), "cos")
+    (True, False)
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if any(equation.primitive.name == primitive for equation in jaxpr.eqns):
+        return True
+    params = [value for equation in jaxpr.eqns for value in equation.params.values()]
+    parts = [part for value in params for part in (value if isinstance(value, tuple) else (value,))]
+    return any(uses(part, primitive) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns"))
 
 
 def _picked(rows: jax.Array, store: PyTree) -> Batch:

@@ -48,6 +48,7 @@ class ArrayLoader:
     ) -> None:
         leaves, self._structure = jax.tree.flatten(known_as_tree(arrays))
         self._leaves = [np.asarray(leaf) for leaf in leaves]
+        self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
         lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in self._leaves}
         if len(lengths) != 1 or -1 in lengths:
             raise ValueError(
@@ -75,8 +76,8 @@ class ArrayLoader:
 
     @property
     def in_memory(self) -> bool:
-        """Whether batches are nothing but rows of the arrays."""
-        return not self.host
+        """Whether batches are nothing but rows of arrays in memory; those of a file that is mapped are not."""
+        return not self.host and not self._is_mapped
 
     @property
     def arrays(self) -> PyTree:

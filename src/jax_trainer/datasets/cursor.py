@@ -42,6 +42,12 @@ class Cursor:
         while (taken := self.take(1)) is not None:
             yield taken.batch
 
+    def close(self) -> None:
+        """Ends the epoch here."""
+        close = getattr(self._batches, "close", None)
+        if callable(close):
+            close()
+
     def take(self, limit: int, chunk: int = 1) -> Taken | None:
         """Up to `limit` batches, stacked and padded to `chunk` if that is above 1; None at the end of the epoch."""
         if chunk == 1:

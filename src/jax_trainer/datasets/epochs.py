@@ -1,4 +1,4 @@
-"""Making the order of somebody else's loader a function of the epoch, so that an epoch can be drawn again."""
+"""Beginning and ending the epochs of somebody else's loader: each can be drawn again, and leaves nothing behind."""
 
 import inspect
 import sys
@@ -31,6 +31,23 @@ def opener(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     asks = any(p.default is p.empty and p.kind in positional for p in parameters)
     return function if asks else lambda epoch: function()
+
+
+def end_iterator(batches: Any, loader: Any) -> None:
+    """Ends an iterator over `loader` that nobody uses any more, and the worker processes that it has."""
+    shut_down = getattr(batches, "_shutdown_workers", None)  # torch has no public word for it
+    if shut_down is None:
+        close = getattr(batches, "close", None)
+        if callable(close):
+            close()
+    elif not getattr(loader, "persistent_workers", False):
+        shut_down()
+
+
+def kill_workers(batches: Any) -> None:
+    """Ends the worker processes of a torch iterator that does not answer."""
+    for worker in getattr(batches, "_workers", ()):
+        worker.kill()
 
 
 def remember_seed(loader: Any) -> None:

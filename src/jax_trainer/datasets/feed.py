@@ -103,9 +103,16 @@ class Feed:
         batches = self._source.open(epoch, start)
         if not self._source.is_ours:
             copy = not makes_fresh_arrays(self._data)
-            batches = (as_arrays(batch, copy=copy) for batch in batches)
+            batches = self._converted(batches, copy)
         state_of = self._source.state if self._source.keeps_state else None
         return Cursor(batches, self.name, epoch, start, state_of)
+
+    def _converted(self, batches: Iterator[Any], copy: bool) -> Iterator[Batch]:
+        try:
+            for batch in batches:
+                yield as_arrays(batch, copy=copy)
+        finally:
+            self._source.close()
 
     def prepare(self, epoch: int) -> None:
         """Lets the data work ahead for an epoch that comes soon, where it can."""
@@ -128,7 +135,9 @@ class Feed:
         """`batches` made in a thread, at most `depth` ahead; 0 makes them when they are asked for."""
         if not depth:
             return Direct(batches, device_is_idle)
-        return Background(batches, device_is_idle, depth=depth, name=self.name, timeout=self._timeout)
+        return Background(
+            batches, device_is_idle, depth=depth, name=self.name, timeout=self._timeout, kill=self._source.kill
+        )
 
     def prefetch(self, chunk: int = 1) -> int:
         """How many dispatches of `chunk` batches are made ahead."""

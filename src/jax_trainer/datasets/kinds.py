@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax_trainer.core import Batch
-from jax_trainer.datasets.epochs import begin_epoch, opener, remember_seed
+from jax_trainer.datasets.epochs import begin_epoch, end_iterator, kill_workers, opener, remember_seed
 from jax_trainer.datasets.foreign import DataError
 
 
@@ -71,6 +71,14 @@ class Source(Protocol):
         """Goes to a position that `state` gave."""
         ...
 
+    def close(self) -> None:
+        """Ends the epoch that is open, wherever it stands."""
+        ...
+
+    def kill(self) -> None:
+        """Ends worker processes that hang."""
+        ...
+
 
 class _Stateless:
     replays, is_ours, keeps_state = "", False, False
@@ -83,6 +91,33 @@ class _Stateless:
             "The position has a state of its own, but this data keeps none: it is not the data that the run was "
             "started with. Pass the same loader as then."
         )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def kill(self) -> None:
+        """There are no workers."""
+
+
+class _Foreign:
+    """What comes from elsewhere, and the iterator of the epoch that is open."""
+
+    is_ours, keeps_state = False, True
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._opened: Any = None
+
+    def _begun(self, loader: Iterable[Batch], epoch: int) -> Iterator[Batch]:
+        begin_epoch(loader, epoch)
+        self._loader, self._opened = loader, iter(loader)
+        return self._opened
+
+    def close(self) -> None:
+        end_iterator(self._opened, self._loader)
+
+    def kill(self) -> None:
+        kill_workers(self._opened)
 
 
 class _Loader(_Stateless):
@@ -103,12 +138,11 @@ class _Listed(_Stateless):
         return itertools.islice(self._batches, start, None)
 
 
-class _Iterable:
+class _Iterable(_Foreign):
     """An iterable, or a function that returns one, begun anew for every epoch. Its iterators may keep a state."""
 
-    is_ours, keeps_state = False, True  # its iterators may
-
     def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
+        super().__init__()
         self._fresh = fresh
         self._keeper: _Keeper | None = None
         self._state: Any = None
@@ -119,9 +153,7 @@ class _Iterable:
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         state, self._state = self._state, None
-        fresh = self._fresh(epoch)
-        begin_epoch(fresh, epoch)
-        batches = iter(fresh)
+        batches = self._begun(self._fresh(epoch), epoch)
         self._keeper = _Keeper.of(batches)
         if start and state is not None and self._keeper:
             self._keeper.set(state)
@@ -159,30 +191,34 @@ class _Stream:
             self._keeper.set(state)
             self._begun = True
 
+    def close(self) -> None:
+        """The next epoch goes on with it."""
 
-class _StatefulLoader:
+    def kill(self) -> None:
+        """Its workers, if it has any, are beyond reach."""
+
+
+class _StatefulLoader(_Foreign):
     """An iterable that keeps its own position over all epochs, as torchdata's loaders do."""
 
-    replays, is_ours, keeps_state = "", False, True
+    replays = ""
 
     def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
+        super().__init__()
         self._loader, self._keeper, self._restored = loader, keeper, False
         remember_seed(loader)
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, False
         if restored and start:
-            return iter(self._loader)
-        batches = self._begun(epoch)
+            self._opened = iter(self._loader)
+            return self._opened
+        batches = self._begun(self._loader, epoch)
         if start:
             return itertools.islice(batches, start, None)
         # one that stands at the very end of an epoch may first give that epoch's empty rest
         first = list(itertools.islice(batches, 1))
-        return itertools.chain(first, batches) if first else self._begun(epoch)
-
-    def _begun(self, epoch: int) -> Iterator[Batch]:
-        begin_epoch(self._loader, epoch)
-        return iter(self._loader)
+        return itertools.chain(first, batches) if first else self._begun(self._loader, epoch)
 
     def state(self) -> Any:
         return self._keeper.get()

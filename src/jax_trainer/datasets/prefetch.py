@@ -52,7 +52,10 @@ class Direct:
 
 
 class Background:
-    """Batches made by a thread, at most `depth` ahead. What it raises is raised where the batch is asked for."""
+    """Batches made by a thread, at most `depth` ahead. What it raises is raised where the batch is asked for.
+
+    `kill` ends worker processes of a loader that does not answer when the thread is to end.
+    """
 
     def __init__(
         self,
@@ -62,12 +65,14 @@ class Background:
         depth: int,
         name: str,
         timeout: float | None = None,
+        kill: Callable[[], None] = lambda: None,
     ) -> None:
         self._batches, self._device_is_idle, self._name, self._timeout = batches, device_is_idle, name, timeout
         # a queue's `get(timeout)` may wait for ever when a signal comes just as the time is up (CPython 3.11)
         self._made: deque[Made] = deque()
         self._news = threading.Event()
         self._room = threading.Semaphore(depth)
+        self._kill = kill
         self._closing = False
         self._late_since: float | None = None
         self.waited = 0.0
@@ -90,6 +95,9 @@ class Background:
         self._closing = True
         self._room.release()
         self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._kill()
+            self._thread.join(JOIN_SECONDS / 4)
         if self._thread.is_alive():
             warnings.warn(
                 f"The loader of the {self._name!r} data does not answer; its thread is left behind and ends with the "

@@ -23,7 +23,7 @@ from jax_trainer.engine.events import (
 )
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
-from jax_trainer.engine.supply import eval_takes, shorter, slow_data, train_feed
+from jax_trainer.engine.supply import early_end, eval_takes, shorter, slow_data, train_feed
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
 PATIENCE = 1.0  # seconds of waiting for a batch after which somebody may act
@@ -65,25 +65,27 @@ def train_events(
     said = False
     while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
         epoch += not epoch_step
-        yield EpochStart(step, epoch, held, plan.epoch_steps(step, epoch_step, feed.length))
+        expected = plan.epoch_steps(step, epoch_step, feed.length)
+        yield EpochStart(step, epoch, held, expected)
 
-        clock = _Clock()
-        feed_state = None
+        clock, began_step, feed_state, ended = _Clock(), step, None, False
         with closing(recorder.supply(step, epoch, epoch_step)) as batches:
             while time.monotonic() < deadline:
                 taken = batches.next(PATIENCE)
                 if taken is None:
+                    ended = True
                     break
                 if taken is LATE:
                     yield Waiting(step, epoch, held, feed.name)
                     continue
-                if not said and feed.replay_notice:
-                    yield Notice(step, epoch, held, feed.replay_notice)
-                said = True
                 held, grads = recorder.dispatch(held, taken, step)
                 step, epoch_step, feed_state = step + taken.steps, epoch_step + taken.steps, taken.state
                 failpoint("step")
                 yield StepEnd(step, epoch, held, taken.steps, epoch_step, grads, feed_state)
+                if not said:
+                    notices = (feed.replay_notice, recorder.notice)
+                    yield from (Notice(step, epoch, held, text) for text in notices if text)
+                    said = True
                 due = plan.eval_every.at_step(step) or time.monotonic() >= evaluated + eval_pause
                 if due or recorder.has_news:
                     yield from tell(wait=due)
@@ -97,8 +99,10 @@ def train_events(
             feed.prepare(epoch + 1)  # while the device is busy with the last steps
         yield from tell(wait=True)
         yield EpochEnd(step, epoch, held, recorder.epoch_metrics(), clock.seconds, batches.waited, feed_state)
-        if text := slow_data(epoch, clock.seconds, batches.waited):
-            yield Notice(step, epoch, held, text)
+        ended_early = early_end(feed.name, epoch, step - began_step, expected) if ended else ""
+        for text in (slow_data(epoch, clock.seconds, batches.waited), ended_early):
+            if text:
+                yield Notice(step, epoch, held, text)
         epoch_step = 0
         if plan.eval_every.at_epoch(epoch):
             yield from judge()

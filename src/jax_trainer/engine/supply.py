@@ -1,6 +1,7 @@
 """What the plan takes from the data, and when."""
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -34,14 +35,15 @@ def takes(
     ready: Ready,
 ) -> Generator[Taken, None, None]:
     """What to dispatch in the rest of an epoch: batches, cut where somebody must see the state."""
-    cursor, room = open_cursor(), 0
-    while True:
-        room = room or plan.room(step, plan.epoch_steps(step, epoch_step, length))
-        taken = cursor.take(room, chunk) if room else None
-        if taken is None:
-            return
-        step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
-        yield ready(taken)
+    room = 0
+    with closing(open_cursor()) as cursor:
+        while True:
+            room = room or plan.room(step, plan.epoch_steps(step, epoch_step, length))
+            taken = cursor.take(room, chunk) if room else None
+            if taken is None:
+                return
+            step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
+            yield ready(taken)
 
 
 def eval_takes(program: CompiledProgram, feed: Feed, limit: int | None, device_is_idle: Callable[[], bool]) -> Supply:
@@ -50,10 +52,11 @@ def eval_takes(program: CompiledProgram, feed: Feed, limit: int | None, device_i
     ready = ready_for(program, ahead=depth > 0)
 
     def batches() -> Generator[Taken, None, None]:
-        cursor, done = feed.open(1), 0
-        while done != limit and (taken := cursor.take(1)) is not None:
-            done += 1
-            yield ready(taken)
+        done = 0
+        with closing(feed.open(1)) as cursor:
+            while done != limit and (taken := cursor.take(1)) is not None:
+                done += 1
+                yield ready(taken)
 
     return feed.supply(batches(), device_is_idle, depth)
 
@@ -86,6 +89,13 @@ def slow_data(epoch: int, seconds: float, waited: float) -> str:
         f"Data is the bottleneck: in epoch {epoch} the device waited for batches {waited / seconds:.0%} of the time "
         f"({waited:.1f} of {seconds:.1f} s). Use more workers, cheaper transforms, or `resident=True` if the data fits."
     )
+
+
+def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
+    """One line if the data ended before the epoch was expected to, else nothing."""
+    if expected is None or steps >= expected:
+        return ""
+    return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
 
 
 def steps_per_call(plan: Plan, feed: Feed) -> int:
