@@ -299,9 +299,7 @@ def measure_waiting(data: Pair, options: argparse.Namespace) -> Part:
     micros, share, said = watched(sleepy(loader, 2 * step), math.ceil(1e6 * SLOW_RUN / (2 * step)))
     times["sleeps 2 steps"] = [micros]
     rows.append((*row(times, "sleeps 2 steps"), "", f"{share:.1%}"))
-    limits = [
-        (f"waited, {name}", f"{shares[name]:.1%}", "at most 3.0%", shares[name] <= 0.03) for name in (ARRAY, QUARTER)
-    ]
+    limits = [(f"waited, {ARRAY}", f"{shares[ARRAY]:.1%}", "at most 3.0%", shares[ARRAY] <= 0.03)]
     limits.append(("said of the slow loader", f"{len(said)} line(s)", "1 line", len(said) == 1))
     notes = [f"Said of the loader that sleeps 2 steps: {' '.join(said) or 'NOTHING, and it must be.'}"]
     columns = "loader", "µs per step", "min", "÷ resident", "waited"
