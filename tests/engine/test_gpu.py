@@ -8,7 +8,7 @@ import pytest
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Event, Every, Plan, StepEnd, run
-from jax_trainer.testing import numbered_data, tiny_program
+from jax_trainer.testing import assert_close, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 pytestmark = [
@@ -36,3 +36,17 @@ def test_the_guard_would_notice(flavour, key):
     program = compile_program(tiny_program(flavour))
     with jax.transfer_guard_device_to_host("disallow"), pytest.raises(Exception, match="Disallowed device-to-host"):
         run(program, program.init(key, EXAMPLE), Data([EXAMPLE]), Plan(max_epochs=1), [ReadsEveryLoss()])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4, "epoch"])
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"resident": True}], ids=str)
+def test_batches_made_ahead_and_resident_data_train_alike(flavour, options, steps_per_call, key):
+    loader = numbered_loader(203, drop_last=True)
+    states = []
+    for data in (Data(loader, prefetch=0), Data(loader, **options)):
+        program = compile_program(tiny_program(flavour))
+        with jax.transfer_guard_device_to_host("disallow"):
+            states.append(
+                run(program, program.init(key, EXAMPLE), data, Plan(max_epochs=3, steps_per_call=steps_per_call))
+            )
+    assert_close(*(jax.device_get(state.params) for state in states))
