@@ -9,10 +9,10 @@ import numpy as np
 from jax_trainer.core import Batch, PyTree, resized
 from jax_trainer.datasets.foreign import known_as_tree
 from jax_trainer.datasets.host import HostTransform, HostTransforms
-from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.order import Order, Ordered
 
 
-class ArrayLoader:
+class ArrayLoader(Ordered):
     """Batches of arrays that share their first axis.
 
     The order of an epoch is a pure function of the seed and the epoch's number, so a run can go on from any batch
@@ -62,17 +62,6 @@ class ArrayLoader:
         self._prepared: tuple[int, np.ndarray] | None = None  # an epoch and its order
         rest = examples % batch_size or batch_size
         self._structures = tuple(jax.tree.structure(resized(arrays, size)) for size in (batch_size, rest))
-
-    def __len__(self) -> int:
-        return len(self.schedule)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.epoch(1)
-
-    @property
-    def examples(self) -> int:
-        """How many examples an epoch visits at most."""
-        return self.schedule.examples
 
     @property
     def in_memory(self) -> bool:

@@ -1,6 +1,9 @@
 """Which examples make which batch: a pure function of the seed, the epoch and the position."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,6 +92,31 @@ class Order:
                 f"A batch of {self.batch_size} cannot be shared evenly by {count} processes. "
                 f"Use {nearby_multiples(self.batch_size, count)}."
             )
+
+
+class Ordered(ABC):
+    """What loaders share whose batches follow an `Order`."""
+
+    schedule: Order
+
+    @abstractmethod
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of epoch `number` (from 1), without the first `start`."""
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(1)
+
+    @property
+    def examples(self) -> int:
+        """How many examples an epoch visits at most."""
+        return self.schedule.examples
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Which examples epoch `epoch` visits, in order, over all processes."""
+        return self.schedule.of(epoch)
 
 
 def nearby_multiples(size: int, of: int) -> str:

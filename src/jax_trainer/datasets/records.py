@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.datasets.host import HostTransform, HostTransforms
-from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.order import Order, Ordered
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
 
 try:
@@ -21,7 +20,7 @@ except ImportError as error:
     raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
 
 
-class GrainLoader:
+class GrainLoader(Ordered):
     """Batches of records that can be read in any order, with a position.
 
     The orders are those of `ArrayLoader`, the batches do not depend on how many workers make them, and a run can go
@@ -74,21 +73,6 @@ class GrainLoader:
         self._stream: Stream | None = None
         self._end: weakref.finalize | None = None
         self._epoch = 0  # that was asked for last
-
-    def __len__(self) -> int:
-        return len(self.schedule)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.epoch(1)
-
-    @property
-    def examples(self) -> int:
-        """How many records an epoch visits at most."""
-        return self.schedule.examples
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Which records epoch `epoch` visits, in order, over all processes."""
-        return self.schedule.of(epoch)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""

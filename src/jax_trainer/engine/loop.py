@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jax_trainer.core import CompiledProgram, HeldState, LogMode, RowMeter, TapeReader, TrainState, failpoint, step_of
-from jax_trainer.datasets import LATE, Data, Feed, Position, in_words
+from jax_trainer.datasets import LATE, Data, Feed, Position, Supply, in_words
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -33,82 +33,100 @@ def train_events(
     program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position = Position()
 ) -> Iterator[Event]:
     """The training loop, from `state` and the position `at` to the end of the plan."""
-    plan, data = plan.resolved(), Data.of(data)
     _check_compiled(program)
-    feed = train_feed(data, plan)
-    evals = {
-        name: Feed(source, name, prefetch=data.prefetch, timeout=data.timeout) for name, source in data.evals.items()
-    }
-    recorder = Recorder(program, plan, feed, data)
-    feed.restore(at.state)
-    began = evaluated = time.monotonic()
-    deadline = began + (plan.max_seconds or math.inf)
-    eval_pause = 60 * plan.eval_every.minutes or math.inf
-    step, epoch, epoch_step = step_of(state), at.epoch, at.epoch_step  # read once: from here on the host counts
-    held = HeldState.of(state)
-    evaluated_step = None
+    yield from _Training(program, state, Data.of(data), plan.resolved(), at).events()
 
-    def judge() -> Iterator[Event]:
-        nonlocal evaluated, evaluated_step
-        if evaluated_step != step:
-            yield from eval_events(program, Event(step, epoch, held), evals, plan)
-            evaluated, evaluated_step = time.monotonic(), step
 
-    def tell(*, wait: bool) -> Iterator[Event]:
-        return (StepMetrics(step, epoch, held, rows) for rows in recorder.read(wait=wait))
+class _Training:
+    """Where a run of training stands, and the events of what it does."""
 
-    if plan.sanity_batches:
-        evaluate(program, state, evals, max_batches=plan.sanity_batches)
-    if plan.eval_at_start:
-        yield from judge()
+    def __init__(self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position) -> None:
+        self._program, self._plan = program, plan
+        self._feed = train_feed(data, plan)
+        self._feed.restore(at.state)
+        options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
+        self._evals = {name: Feed(source, name, **options) for name, source in data.evals.items()}
+        self._recorder = Recorder(program, plan, self._feed, data)
+        self._step, self._epoch, self._epoch_step = step_of(state), at.epoch, at.epoch_step  # from here the host counts
+        self._held, self._feed_state = HeldState.of(state), None
+        self._began = self._evaluated = time.monotonic()
+        self._deadline = self._began + (plan.max_seconds or math.inf)
+        self._eval_pause = 60 * plan.eval_every.minutes or math.inf
+        self._evaluated_step: int | None = None
+        self._has_introduced = False
 
-    said = False
-    while epoch_step or not plan.finished(step, epoch, time.monotonic() - began):
-        epoch += not epoch_step
-        expected = plan.epoch_steps(step, epoch_step, feed.length)
-        yield EpochStart(step, epoch, held, expected)
+    def events(self) -> Iterator[Event]:
+        """All of it."""
+        plan = self._plan
+        if plan.sanity_batches:
+            evaluate(self._program, self._held.state, self._evals, max_batches=plan.sanity_batches)
+        if plan.eval_at_start:
+            yield from self._judge()
+        while self._epoch_step or not self._is_finished():
+            yield from self._train_epoch()
+            if plan.eval_every.at_epoch(self._epoch):
+                yield from self._judge()
+        if plan.eval_at_end:
+            yield from self._judge()
 
-        clock, began_step, feed_state, ended = _Clock(), step, None, False
-        with closing(recorder.supply(step, epoch, epoch_step)) as batches:
-            while time.monotonic() < deadline:
-                taken = batches.next(PATIENCE)
-                if taken is None:
-                    ended = True
-                    break
-                if taken is LATE:
-                    yield Waiting(step, epoch, held, feed.name)
-                    continue
-                held, grads = recorder.dispatch(held, taken, step)
-                step, epoch_step, feed_state = step + taken.steps, epoch_step + taken.steps, taken.state
-                failpoint("step")
-                yield StepEnd(step, epoch, held, taken.steps, epoch_step, grads, feed_state)
-                if not said:
-                    notices = (feed.replay_notice, recorder.notice)
-                    yield from (Notice(step, epoch, held, text) for text in notices if text)
-                    said = True
-                due = plan.eval_every.at_step(step) or time.monotonic() >= evaluated + eval_pause
-                if due or recorder.has_news:
-                    yield from tell(wait=due)
-                if due:
-                    with clock.paused():
-                        yield from judge()
+    def _train_epoch(self) -> Iterator[Event]:
+        self._epoch += not self._epoch_step
+        expected = self._plan.epoch_steps(self._step, self._epoch_step, self._feed.length)
+        yield EpochStart(self._step, self._epoch, self._held, expected)
+        clock, first_step = _Clock(), self._step
+        with closing(self._recorder.supply(self._step, self._epoch, self._epoch_step)) as batches:
+            yield from self._train_on(batches, clock)
+        in_time = time.monotonic() < self._deadline
+        if not self._epoch_step and in_time:
+            raise self._feed.used_up(self._epoch)
+        if not self._is_finished():
+            self._feed.prepare(self._epoch + 1)  # while the device is busy with the last steps
+        yield from self._tell(wait=True)
+        metrics = self._recorder.epoch_metrics()
+        yield EpochEnd(self._step, self._epoch, self._held, metrics, clock.seconds, batches.waited, self._feed_state)
+        yield from self._say(slow_data(self._epoch, clock.seconds, batches.waited))
+        if in_time:
+            yield from self._say(early_end(self._feed.name, self._epoch, self._step - first_step, expected))
+        self._epoch_step = 0
 
-        if not epoch_step and time.monotonic() < deadline:
-            raise feed.used_up(epoch)
-        if not plan.finished(step, epoch, time.monotonic() - began):
-            feed.prepare(epoch + 1)  # while the device is busy with the last steps
-        yield from tell(wait=True)
-        yield EpochEnd(step, epoch, held, recorder.epoch_metrics(), clock.seconds, batches.waited, feed_state)
-        ended_early = early_end(feed.name, epoch, step - began_step, expected) if ended else ""
-        for text in (slow_data(epoch, clock.seconds, batches.waited), ended_early):
+    def _train_on(self, batches: Supply, clock: "_Clock") -> Iterator[Event]:
+        while time.monotonic() < self._deadline and (taken := batches.next(PATIENCE)) is not None:
+            if taken is LATE:
+                yield Waiting(self._step, self._epoch, self._held, self._feed.name)
+                continue
+            self._held, grads = self._recorder.dispatch(self._held, taken, self._step)
+            self._step += taken.steps
+            self._epoch_step += taken.steps
+            self._feed_state = taken.state
+            failpoint("step")
+            yield StepEnd(self._step, self._epoch, self._held, taken.steps, self._epoch_step, grads, self._feed_state)
+            if not self._has_introduced:
+                yield from self._say(self._feed.replay_notice, self._recorder.notice)
+                self._has_introduced = True
+            due = self._plan.eval_every.at_step(self._step) or time.monotonic() >= self._evaluated + self._eval_pause
+            if due or self._recorder.has_news:
+                yield from self._tell(wait=due)
+            if due:
+                with clock.paused():
+                    yield from self._judge()
+
+    def _is_finished(self) -> bool:
+        return self._plan.finished(self._step, self._epoch, time.monotonic() - self._began)
+
+    def _judge(self) -> Iterator[Event]:
+        if self._evaluated_step != self._step:
+            at = Event(self._step, self._epoch, self._held)
+            yield from eval_events(self._program, at, self._evals, self._plan)
+            self._evaluated, self._evaluated_step = time.monotonic(), self._step
+
+    def _tell(self, *, wait: bool) -> Iterator[Event]:
+        for rows in self._recorder.read(wait=wait):
+            yield StepMetrics(self._step, self._epoch, self._held, rows)
+
+    def _say(self, *texts: str) -> Iterator[Event]:
+        for text in texts:
             if text:
-                yield Notice(step, epoch, held, text)
-        epoch_step = 0
-        if plan.eval_every.at_epoch(epoch):
-            yield from judge()
-
-    if plan.eval_at_end:
-        yield from judge()
+                yield Notice(self._step, self._epoch, self._held, text)
 
 
 def eval_events(
