@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -206,6 +207,7 @@ def test_an_interrupted_download_leaves_nothing_behind(server, tmp_path):
     def interrupt() -> None:
         while not seen:  # until the client has begun to write
             seen.extend(path.name for path in tmp_path.rglob("file"))
+        time.sleep(0.1)  # and waits for more: between opening a file and using it, Python would say it is unclosed
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         over.wait(20)
 

@@ -28,7 +28,9 @@ def trained(flavour, *, resident, steps_per_call=1, layout=None, plan=None, at=P
     return run(program, state, Data(data, resident=resident), plan, [seen], at), seen
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4, "epoch"])
+@pytest.mark.parametrize(
+    ("flavour", "steps_per_call"), [("linen", 1), ("linen", 4), ("linen", "epoch"), ("nnx", "epoch")]
+)
 def test_the_same_run_with_and_without_it_sees_the_same_samples(flavour, steps_per_call):
     expected, streamed = trained(flavour, resident=False, steps_per_call=steps_per_call)
     state, seen = trained(flavour, resident=True, steps_per_call=steps_per_call)
