@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 ROOMS = ["core", "adapters", "engine", "datasets", "logger", "callbacks", "testing"]
-MODULES = ["jax_trainer", *(f"jax_trainer.{room}" for room in ROOMS)]
+MODULES = ["jax_trainer", *(f"jax_trainer.{room}" for room in ROOMS), "jax_trainer.datasets.examples"]
 
 
 def exported() -> list[tuple[str, str]]:
