@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Feed, Position
+from jax_trainer.datasets.records import GrainLoader
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
 
 EXAMPLES, SIZE, EPOCHS = 22, 4, 3
@@ -59,6 +60,7 @@ def torch_ids(items):
 
 KINDS = {
     "array loader": lambda: ArrayLoader(IDS, SIZE, shuffle=True),
+    "grain loader": lambda: GrainLoader(RECORDS, SIZE, shuffle=True),
     "list": lambda: list(ArrayLoader(IDS, SIZE)),
     "function": lambda: lambda: iter(ArrayLoader(IDS, SIZE)),
     "function of the epoch": lambda: shuffled,

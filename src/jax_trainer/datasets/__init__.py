@@ -1,8 +1,9 @@
 """Data: batches, datasets, loaders with a position, and getting batches to the device in time.
 
-`records.py` (Grain) and `examples.py` (ready datasets) are imported by their own names.
+`examples` has ready sets. `records.py` needs Grain and is imported by its own name.
 """
 
+from jax_trainer.datasets import examples
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.cursor import Cursor, Taken, in_words
@@ -51,6 +52,7 @@ __all__ = [
     "Supply",
     "Taken",
     "UnusedKeyWarning",
+    "examples",
     "in_words",
     "load_digits",
     "nearby_multiples",
