@@ -239,5 +239,5 @@ def test_a_signal_ends_a_run_whose_loader_blocks(number, code):
     child.send_signal(number)
     _, errors = child.communicate(timeout=60)
     assert child.returncode in (code, -number)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20  # about 3 on an idle machine
     assert "its thread is left behind" in errors
