@@ -178,6 +178,15 @@ def test_data_that_ends_before_the_epoch_does_is_told(prefetch):
     ]
 
 
+@pytest.mark.parametrize(
+    "plan", [Plan(max_steps=8), Plan(max_steps=8, steps_per_epoch=3), Plan(max_steps=5, overfit_batches=2)], ids=repr
+)
+def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
+    program = mean_program()
+    events = train_events(program, program.init(jax.random.key(0), GOOD), Data(lambda: iter([GOOD] * 6)), plan)
+    assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
+
+
 def test_convolutions_are_not_put_in_a_loop_on_the_cpu_and_that_is_said():
     def loss(params, batch, *, rng, train):
         out = jax.lax.conv(batch["x"], params, (1, 1), "SAME")

@@ -73,7 +73,7 @@ class _Training:
         self._epoch += not self._epoch_step
         expected = self._plan.epoch_steps(self._step, self._epoch_step, self._feed.length)
         yield EpochStart(self._step, self._epoch, self._held, expected)
-        clock, first_step = _Clock(), self._step
+        clock = _Clock()
         with closing(self._recorder.supply(self._step, self._epoch, self._epoch_step)) as batches:
             yield from self._train_on(batches, clock)
         in_time = time.monotonic() < self._deadline
@@ -85,8 +85,9 @@ class _Training:
         metrics = self._recorder.epoch_metrics()
         yield EpochEnd(self._step, self._epoch, self._held, metrics, clock.seconds, batches.waited, self._feed_state)
         yield from self._say(slow_data(self._epoch, clock.seconds, batches.waited))
-        if in_time:
-            yield from self._say(early_end(self._feed.name, self._epoch, self._step - first_step, expected))
+        if in_time and self._step != self._plan.max_steps:
+            whole = shorter(self._feed.length, self._plan.steps_per_epoch)
+            yield from self._say(early_end(self._feed.name, self._epoch, self._epoch_step, whole))
         self._epoch_step = 0
 
     def _train_on(self, batches: Supply, clock: "_Clock") -> Iterator[Event]:

@@ -91,11 +91,11 @@ def slow_data(epoch: int, seconds: float, waited: float) -> str:
     )
 
 
-def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
-    """One line if the data ended before the epoch was expected to, else nothing."""
-    if expected is None or steps >= expected:
+def early_end(name: str, epoch: int, steps: int, whole: int | None) -> str:
+    """One line if the data ended before a whole epoch was over, else nothing."""
+    if whole is None or steps >= whole:
         return ""
-    return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
+    return f"The {name!r} data ended after {steps} of {whole} steps of epoch {epoch}; the epoch ends there."
 
 
 def steps_per_call(plan: Plan, feed: Feed) -> int:
