@@ -183,9 +183,10 @@ def test_set_epoch_is_called_where_there_is_one():
     assert told == [1, 2]
 
 
-def test_a_state_for_data_that_keeps_none_is_an_error(program, state):
+@pytest.mark.parametrize("kind", ["array loader", "list", "stream"])
+def test_a_state_for_data_that_keeps_none_is_an_error(program, state, kind):
     with pytest.raises(DataError, match="not the data that the run was started with"):
-        ledger(program, state, KINDS["array loader"](), at=Position(1, 2, {"at": 2}))
+        ledger(program, state, KINDS[kind](), at=Position(1, 2, {"at": 2}))
 
 
 def test_data_that_cannot_be_iterated_is_refused():

@@ -56,8 +56,9 @@ class CompiledProgram:
         self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
         self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
         self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
-        self.advance_from: Callable[..., HeldStepped] = self._compile("train_step", self._step_from, donated, "store")
-        self._full_chunk_from = self._compile("train_chunk", self._whole_chunk_from, donated, "store")
+        # the same on rows of stored data; apart, so that each kind of feeding counts its own compilations
+        self.advance_from: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated, "store")
+        self._full_chunk_from = self._compile("train_chunk", self._whole_chunk, donated, "store")
         self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
         self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
 
@@ -115,25 +116,17 @@ class CompiledProgram:
         """Judges `state` on one batch: the tape after it, and large metrics if there are any."""
         return self.judge(HeldState.of(state), tape, batch)
 
-    def advance_chunk(self, held: HeldState, tape: jax.Array, batches: Batch, steps: int) -> HeldStepped:
-        """As `train_chunk`, on a held state."""
+    def advance_chunk(
+        self, held: HeldState, tape: jax.Array, batches: Batch, steps: int, *store: PyTree
+    ) -> HeldStepped:
+        """As `train_chunk`, on a held state; with a `store`, `batches` are the rows of it that make them."""
         if self.steps_one_by_one:
-            return _one_by_one(self.advance, held, tape, batches, steps)
+            return _one_by_one(self.advance_from if store else self.advance, held, tape, batches, steps, *store)
         # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
         # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
         if steps == _length(batches) and jax.default_backend() != "cpu":
-            return self._full_chunk(held, tape, batches)
-        return self._part_chunk(held, tape, batches, np.int32(steps))
-
-    def advance_chunk_from(
-        self, held: HeldState, tape: jax.Array, rows: jax.Array, steps: int, store: PyTree
-    ) -> HeldStepped:
-        """As `advance_chunk`, on batches that are rows of `store`."""
-        if self.steps_one_by_one:
-            return _one_by_one(self.advance_from, held, tape, rows, steps, store)
-        if steps == len(rows) and jax.default_backend() != "cpu":
-            return self._full_chunk_from(held, tape, rows, store)
-        return self._part_chunk_from(held, tape, rows, np.int32(steps), store)
+            return (self._full_chunk_from if store else self._full_chunk)(held, tape, batches, *store)
+        return (self._part_chunk_from if store else self._part_chunk)(held, tape, batches, np.int32(steps), *store)
 
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
@@ -142,35 +135,28 @@ class CompiledProgram:
     def _blank(self, fmt: TapeFormat, length: int) -> jax.Array:
         return fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
-    def _step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
-        state, report = self._train_inner(state, batch)
+    def _step(self, state: TrainState, tape: jax.Array, batch: Batch, store: PyTree = None) -> Stepped:
+        state, report = self._train_inner(state, batch if store is None else _picked(batch, store))
         metrics = _reported(report)
         tape, loose = (self._train_format or TapeFormat.of(metrics)).append(tape, metrics)
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
-    def _step_from(self, state: TrainState, tape: jax.Array, rows: jax.Array, store: PyTree) -> Stepped:
-        return self._step(state, tape, _picked(rows, store))
-
-    def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch) -> Stepped:
-        return self._chunk(state, tape, batches, _length(batches))
-
-    def _whole_chunk_from(self, state: TrainState, tape: jax.Array, rows: jax.Array, store: PyTree) -> Stepped:
-        return self._chunk(state, tape, rows, len(rows), store)
+    def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
+        return self._chunk(state, tape, batches, _length(batches), store)
 
     def _chunk(
         self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array | int, store: PyTree = None
     ) -> Stepped:
         def at(index: Any) -> Batch:
-            batch = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
-            return batch if store is None else _picked(batch, store)
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
 
         def body(index: jax.Array, carry: Stepped) -> Stepped:
             state, tape, kept = carry
-            state, tape, new = self._step(state, tape, at(index))
+            state, tape, new = self._step(state, tape, at(index), store)
             kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
             return state, tape, kept
 
-        shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b)[2], state, tape, jax.eval_shape(at, 0))
+        shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b, store)[2], state, tape, jax.eval_shape(at, 0))
         kept = jax.tree.map(lambda x: jnp.zeros((_length(batches), *x.shape), x.dtype), shapes)
         return lax.fori_loop(0, steps, body, (state, tape, kept))
 

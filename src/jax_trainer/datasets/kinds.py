@@ -87,10 +87,7 @@ class _Stateless:
         return None
 
     def restore(self, state: Any) -> None:
-        raise DataError(
-            "The position has a state of its own, but this data keeps none: it is not the data that the run was "
-            "started with. Pass the same loader as then."
-        )
+        raise _other_data()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -187,9 +184,10 @@ class _Stream:
         return self._keeper.get() if self._keeper else None
 
     def restore(self, state: Any) -> None:
-        if self._keeper:
-            self._keeper.set(state)
-            self._begun = True
+        if self._keeper is None:
+            raise _other_data()
+        self._keeper.set(state)
+        self._begun = True
 
     def close(self) -> None:
         """The next epoch goes on with it."""
@@ -241,6 +239,13 @@ class _Keeper(NamedTuple):
             if callable(get) and callable(set):
                 return cls(get, set)
         return None
+
+
+def _other_data() -> DataError:
+    return DataError(
+        "The position has a state of its own, but this data keeps none: it is not the data that the run was started "
+        "with. Pass the same loader as then."
+    )
 
 
 def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Source:

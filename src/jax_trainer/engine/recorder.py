@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,13 +30,11 @@ class Recorder:
         self._program, self._plan, self._feed = program, plan, feed
         # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, feed)
-        self._advance, self._advance_chunk = program.advance, program.advance_chunk
+        self._advance, self._store = program.advance, ()
         self._rows = feed  # where what is dispatched comes from: batches, or which rows of the store make them
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
         if self._loader is not None:
-            store = program.store(self._loader.arrays)
-            self._advance = partial(_swapped, program.advance_from, store)
-            self._advance_chunk = partial(_swapped, program.advance_chunk_from, store)
+            self._advance, self._store = program.advance_from, (program.store(self._loader.arrays),)
             self._rows = Feed(RowLoader(self._loader), feed.name, prefetch=0)
         self._tape: Any = None
         self._reader: TapeReader | None = None
@@ -68,9 +65,9 @@ class Recorder:
         try:
             reader = self._reader or self._prepare(held, taken)
             if stacked:
-                held, tape, (loose, grads) = self._advance_chunk(held, self._tape, batch, steps)
+                held, tape, (loose, grads) = self._program.advance_chunk(held, self._tape, batch, steps, *self._store)
             else:
-                held, tape, (loose, grads) = self._advance(held, self._tape, batch)
+                held, tape, (loose, grads) = self._advance(held, self._tape, batch, *self._store)
         except Exception as error:
             raise named(error, self.where())  # noqa: B904 - the same error, with a note
         self._tape = tape
@@ -152,10 +149,6 @@ def named(error: Exception, batch: str) -> Exception:
         return changed
     error.add_note(f"This happened on {batch}.")
     return error
-
-
-def _swapped(function: Any, store: Any, *args: Any) -> Any:
-    return function(*args, store)
 
 
 def _devices(program: CompiledProgram) -> list[Any]:
