@@ -80,12 +80,12 @@ def test_sizes_that_do_not_agree_are_an_error_that_says_both(keys, processes, me
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"global_batch_size": 0}, "`global_batch_size` must be a whole number of at least 1, got 0"),
+        ({"global_batch_size": 0}, "`global_batch_size` must be a whole number of at least 1 or null, got 0"),
         ({"local_batch_size": 1.5}, "`local_batch_size` must be .* got 1.5"),
-        ({"num_workers": -1}, "`num_workers` must be a whole number of at least 0, got -1"),
+        ({"num_workers": -1}, "`num_workers` must be a whole number of at least 0 or null, got -1"),
         ({"val_size": True}, "`val_size` must be .* got True"),
         ({"prefetch_factor": -2}, "`prefetch_factor` must be .* got -2"),
-        ({"limit_train_size": 0}, "`limit_train_size` must be .* at least 1, got 0"),
+        ({"limit_train_size": 0}, "`limit_train_size` must be .* at least 1 or null, got 0"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused_at_once(keys, message):

@@ -16,7 +16,8 @@ from jax_trainer.datasets.filesets import (
     FileSet,
     locate,
 )
-from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part
+from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
+from jax_trainer.datasets.module import Count, Size
 from jax_trainer.datasets.text import TextConfig, TextDataset, Vocabulary
 
 __all__ = [
@@ -53,8 +54,8 @@ DIGITS = ImageSet(
 class DigitsConfig(ImageConfig):
     """The 8×8 digits that ship with the package: 1,797 images, of which 180 are for tests."""
 
-    resolution: tuple[int, int] = (8, 8)
-    val_size: int = 180
+    resolution: Resolution = (8, 8)
+    val_size: Count = 180
 
     def facts(self) -> ImageSet:
         """What is known about the set."""
@@ -94,7 +95,7 @@ MNIST = ImageSet(
 class MNISTConfig(ImageConfig):
     """Handwritten digits, 28×28: 60,000 images and 10,000 for tests, from the four IDX files."""
 
-    resolution: tuple[int, int] = (28, 28)
+    resolution: Resolution = (28, 28)
 
     def facts(self) -> ImageSet:
         """What is known about the set."""
@@ -128,7 +129,7 @@ FASHION_MNIST = ImageSet(
 class FashionMNISTConfig(ImageConfig):
     """Clothes, 28×28: 60,000 images and 10,000 for tests, from four IDX files."""
 
-    resolution: tuple[int, int] = (28, 28)
+    resolution: Resolution = (28, 28)
 
     def facts(self) -> ImageSet:
         """What is known about the set."""
@@ -159,8 +160,8 @@ CIFAR10 = ImageSet(
 class CIFAR10Config(ImageConfig):
     """Photographs of ten kinds, 32×32 in colour: 50,000 images and 10,000 for tests."""
 
-    resolution: tuple[int, int] = (32, 32)
-    num_channels: int = 3
+    resolution: Resolution = (32, 32)
+    num_channels: Size = 3
 
     def facts(self) -> ImageSet:
         """What is known about the set."""

@@ -1,6 +1,6 @@
 """Sets of images: what they share, from the split of the training files to the transforms on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.datasets.batch import SupervisedBatch
-from jax_trainer.datasets.module import DatasetConfig, DatasetModule
+from jax_trainer.datasets.module import DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.transforms import DeviceTransforms, ImageTransform, normalize
+from jax_trainer.settings import Problem
 
+Resolution = tuple[Size, Size]
 Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n] int32
 
 
@@ -39,10 +41,10 @@ class ImageConfig(DatasetConfig):
         aux: anything; it goes to the metadata.
     """
 
-    resolution: tuple[int, int] = (0, 0)
+    resolution: Resolution = (1, 1)
     channels_first: bool = False
-    num_classes: int = 10
-    num_channels: int = 1
+    num_classes: Size = 10
+    num_channels: Size = 1
     aux: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> ImageSet:
@@ -51,12 +53,16 @@ class ImageConfig(DatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.resolution = _resolution(self.resolution)
+        height, width = self.resolution  # a list, when it was written in a file
+        self.resolution = (height, width)
+
+    def problems(self) -> Iterator[Problem]:
+        """What contradicts the facts of the set."""
         facts = self.facts()
         right = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
         for name, value in right.items():
             if getattr(self, name) != value:
-                raise ValueError(f"`{name}` of {facts.title} is {value}, got {getattr(self, name)!r}.")
+                yield name, f"`{name}` of {facts.title} is {value}, got {getattr(self, name)!r}."
 
 
 class ImageDataset(DatasetModule):
@@ -141,10 +147,3 @@ def _on_channels_first(transform: ImageTransform) -> ImageTransform:
         return jnp.moveaxis(transform(key, jnp.moveaxis(images, 1, -1)), -1, 1)
 
     return apply
-
-
-def _resolution(value: Sequence[int]) -> tuple[int, int]:
-    numbers = tuple(value) if isinstance(value, Sequence) else ()
-    if len(numbers) != 2 or not all(type(number) is int and number > 0 for number in numbers):
-        raise ValueError(f"`resolution` must be (height, width) in pixels, got {value!r}.")
-    return numbers

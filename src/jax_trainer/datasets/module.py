@@ -3,16 +3,20 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
-from compoconf import ConfigInterface, RegistrableConfigInterface, register_interface
+from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.core import PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.feed import Data, Resident
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.datasets.transforms import DeviceTransforms
+from jax_trainer.settings import AtLeast, Settings
+
+Count = Annotated[int, AtLeast(0)]
+Size = Annotated[int, AtLeast(1)]
 
 _DOCUMENTED = {
     "global_batch_size": 128,
@@ -28,7 +32,7 @@ class UnusedKeyWarning(UserWarning):
 
 
 @dataclass
-class DatasetConfig(ConfigInterface):
+class DatasetConfig(Settings):
     """How data is found, split and cut into batches.
 
     Args:
@@ -47,28 +51,30 @@ class DatasetConfig(ConfigInterface):
     """
 
     data_dir: str = "data/"
-    global_batch_size: int | None = None
-    local_batch_size: int | None = None
-    num_workers: int | None = None
+    global_batch_size: Size | None = None
+    local_batch_size: Size | None = None
+    num_workers: Count | None = None
     normalize: bool = True
-    val_size: int = 5000
-    split_seed: int = 42
+    val_size: Count = 5000
+    split_seed: Count = 42
     pin_memory: bool | None = None
-    prefetch_factor: int | None = None
-    seed: int = 42
-    limit_train_size: int | None = None
+    prefetch_factor: Count | None = None
+    seed: Count = 42
+    limit_train_size: Size | None = None
     download: bool = False
 
     def __post_init__(self) -> None:
         self.given = frozenset(name for name in _DOCUMENTED if getattr(self, name) is not None)
-        for name in ("global_batch_size", "local_batch_size", "limit_train_size"):
-            _whole_number(name, getattr(self, name), 1)
-        for name in ("num_workers", "val_size", "split_seed", "prefetch_factor", "seed"):
-            _whole_number(name, getattr(self, name), 0)
+        super().__post_init__()
         size = self.global_batch_size or self.local_batch_size
         for name, default in _DOCUMENTED.items():
             if getattr(self, name) is None:
                 setattr(self, name, size or default if "batch" in name else default)
+
+    def stored(self) -> dict[str, Any]:
+        """The keys that make this configuration again; those that follow from others stay out."""
+        left_out = set(_DOCUMENTED) - self.given
+        return {name: value for name, value in super().stored().items() if name not in left_out}
 
     def batch_size(self, processes: int | None = None) -> int:
         """Examples per batch over all processes; None asks JAX how many there are."""
@@ -161,8 +167,3 @@ class DatasetModule(RegistrableConfigInterface):
         except ValueError as error:
             error.add_note(f"This is the {name!r} part of {type(self).__name__}.")
             raise
-
-
-def _whole_number(name: str, value: Any, low: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-        raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")

@@ -1,17 +1,19 @@
 """A text as data for language models that predict the next character or byte."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from compoconf import register
 
 from jax_trainer.datasets.batch import SupervisedBatch
-from jax_trainer.datasets.module import DatasetConfig, DatasetModule
+from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
+from jax_trainer.settings import AtLeast, Below, Problem
 
 Level = Literal["char", "byte"]
+Share = Annotated[float, AtLeast(0), Below(1)]
 
 
 class Vocabulary:
@@ -71,30 +73,23 @@ class TextConfig(DatasetConfig):
 
     path: str = "moby-dick.txt"
     level: Level = "char"
-    context: int = 128
-    val_share: float = 0.05
-    test_share: float = 0.05
+    context: Size = 128
+    val_share: Share = 0.05
+    test_share: Share = 0.05
     aux: dict[str, Any] = field(default_factory=dict)
-    val_size: int = 0
+    val_size: Count = 0
     normalize: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.level not in get_args(Level):
-            raise ValueError(f"`level` must be one of {', '.join(get_args(Level))}, got {self.level!r}.")
-        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 1:
-            raise ValueError(f"`context` must be a whole number of at least 1, got {self.context!r}.")
-        if not (self.val_share >= 0 and self.test_share >= 0 and self.val_share + self.test_share < 1):
-            raise ValueError(
-                "`val_share` and `test_share` must be at least 0 and leave something to train on, "
-                f"got {self.val_share} and {self.test_share}."
-            )
+    def problems(self) -> Iterator[Problem]:
+        """What does not go together."""
+        if self.val_share + self.test_share >= 1:
+            shares = f"`val_share` {self.val_share} and `test_share` {self.test_share}"
+            yield "val_share", f"{shares} leave nothing to train on. Together they must be below 1."
         if self.val_size:
-            raise ValueError(
-                f"Validation text is a share of the text: use `val_share`, not `val_size: {self.val_size}`."
-            )
+            text = f"Validation text is a share of the text: use `val_share`, not `val_size: {self.val_size}`."
+            yield "val_size", text
         if self.normalize:
-            raise ValueError("Text has no mean to take away: leave out `normalize: true`.")
+            yield "normalize", "Text has no mean to take away: leave out `normalize: true`."
 
 
 @register

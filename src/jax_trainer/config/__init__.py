@@ -1,0 +1,35 @@
+"""From YAML to configurations: strict reading, references, includes, overrides, and errors that point at the line.
+
+Nothing in a file can name code: `class_name` is looked up in registries, and what is registered is decided by imports
+that a person asked for. Secrets are kept out of what is written.
+"""
+
+from jax_trainer.config.describing import Described, Key, describe, keys_of, registered_classes
+from jax_trainer.config.dumping import as_data, dump_config, dump_data
+from jax_trainer.config.loading import Loaded, config_from, load_config
+from jax_trainer.config.problems import ConfigError, ConfigProblem, Place
+from jax_trainer.config.schema import json_schema
+from jax_trainer.config.secrets import redact, redact_text
+from jax_trainer.config.user_code import UserCodeError, import_user_code
+
+__all__ = [
+    "ConfigError",
+    "ConfigProblem",
+    "Described",
+    "Key",
+    "Loaded",
+    "Place",
+    "UserCodeError",
+    "as_data",
+    "config_from",
+    "describe",
+    "dump_config",
+    "dump_data",
+    "import_user_code",
+    "json_schema",
+    "keys_of",
+    "load_config",
+    "redact",
+    "redact_text",
+    "registered_classes",
+]

@@ -1,0 +1,102 @@
+"""What there is to configure, for people: every class, its keys, types, defaults and help."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from compoconf import Registry, registered
+
+from jax_trainer.config.dumping import as_data
+from jax_trainer.settings import expected, hints_of
+
+_ENTRY = re.compile(r"(?P<names>\w+(, \w+)*): (?P<text>.*)")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration."""
+
+    name: str
+    expects: str
+    default: Any  # as plain data; `MISSING` when there is none
+    help: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has to be given."""
+        return self.default is MISSING
+
+
+@dataclass(frozen=True)
+class Described:
+    """A registered class: what it implements, what it is for, its keys."""
+
+    name: str
+    interface: str
+    summary: str
+    keys: tuple[Key, ...]
+
+
+def registered_classes() -> Iterator[Described]:
+    """Every registered class, by interface and name."""
+    interfaces = sorted(registered(), key=lambda interface: interface.__name__)
+    for interface in interfaces:
+        for name in registered(interface):
+            cls = Registry.get_class(interface, name)
+            yield describe(interface, cls)
+
+
+def describe(interface: type, cls: type) -> Described:
+    """What there is to know about a class that is registered for `interface`."""
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    return Described(cls.__name__, interface.__name__, summary, keys_of(_config_of(cls)))
+
+
+def _config_of(cls: Any) -> type:
+    return cls.config_class if cls.config_class is not None else hints_of(cls)["config"]
+
+
+def keys_of(config: type) -> tuple[Key, ...]:
+    """The keys of a configuration class."""
+    hints, helps = hints_of(config), help_of(config)
+    return tuple(
+        Key(field.name, expected(hints[field.name]), _default(config, field), helps.get(field.name, ""))
+        for field in fields(config)  # type: ignore[arg-type]
+        if field.init
+    )
+
+
+def _default(config: type, field: Any) -> Any:
+    try:  # what a key is in the end, where it follows from others
+        return as_data(getattr(config(), field.name))
+    except (TypeError, ValueError):  # some key has to be given
+        if field.default_factory is not MISSING:
+            return as_data(field.default_factory())
+        return field.default if field.default is MISSING else as_data(field.default)
+
+
+def help_of(config: type) -> dict[str, str]:
+    """The line about each key, from the `Args:` of the class's docstring and of those it derives from."""
+    found: dict[str, str] = {}
+    for cls in reversed(config.__mro__):
+        lines = inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines()
+        entries = _lines_after(lines, "Args:")
+        names: list[str] = []
+        for line in entries:
+            match = _ENTRY.match(line.strip()) if line.startswith("    ") and not line.startswith("     ") else None
+            if match is not None:
+                names = match["names"].split(", ")
+                found |= dict.fromkeys(names, match["text"])
+            elif line.startswith("     ") and names:
+                found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def _lines_after(lines: Sequence[str], mark: str) -> Sequence[str]:
+    if mark not in lines:
+        return ()
+    rest = lines[lines.index(mark) + 1 :]
+    end = next((number for number, line in enumerate(rest) if line and not line.startswith(" ")), len(rest))
+    return rest[:end]

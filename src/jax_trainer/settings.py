@@ -1,0 +1,275 @@
+"""What a configuration says about its keys: their types and bounds, and whether they agree with each other.
+
+A configuration is a dataclass that derives from `Settings`. Bounds stand in the annotations, so that the same words
+check a value, explain an error, fill a JSON schema and describe the key to a person:
+
+>>> @dataclass
+... class MLPConfig(Settings):
+...     width: Annotated[int, AtLeast(1)] = 64
+...     dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+>>> MLPConfig(width=0, dropout=1.5)
+Traceback (most recent call last):
+jax_trainer.settings.SettingsError: `width` must be a whole number of at least 1, got 0.
+`dropout` must be a number of at least 0 and below 1, got 1.5.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface
+
+Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
+
+
+class Bound(Protocol):
+    """Something that a value must satisfy besides having its type."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` satisfies it."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        ...
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A number from `limit` on."""
+
+    limit: float
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is large enough."""
+        return value >= self.limit
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return f"of at least {self.limit}"
+
+
+@dataclass(frozen=True)
+class Above:
+    """A number larger than `limit`."""
+
+    limit: float
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is large enough."""
+        return value > self.limit
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return f"above {self.limit}"
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A number up to `limit`."""
+
+    limit: float
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is small enough."""
+        return value <= self.limit
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return f"of at most {self.limit}"
+
+
+@dataclass(frozen=True)
+class Below:
+    """A number smaller than `limit`."""
+
+    limit: float
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is small enough."""
+        return value < self.limit
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return f"below {self.limit}"
+
+
+@dataclass(frozen=True)
+class IsRegex:
+    """Text that is a regular expression."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` can be compiled."""
+        try:
+            re.compile(value)
+        except re.error:
+            return False
+        return True
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return "that is a regular expression"
+
+
+class SettingsError(ValueError):
+    """Values of a configuration that cannot be used. `problems` has a key and a sentence for each of them."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(text for _, text in self.problems))
+
+    def under(self, key: str) -> "SettingsError":
+        """The same, seen from a configuration that holds this one under `key`."""
+        return SettingsError([(f"{key}.{name}" if name else key, text) for name, text in self.problems])
+
+
+@dataclass
+class Settings(ConfigInterface):
+    """The base of every configuration: checks its values when it is made, all of them, whoever makes it."""
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))
+        found = [
+            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.")
+            for name, value in self.stored().items()
+            if not fits(hints[name], value)
+        ]
+        # what keys must have in common is asked only when each of them makes sense
+        found = found or list(self.problems())
+        if found:
+            raise SettingsError(found)
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with values that are right one by one: override it and yield key and sentence."""
+        yield from ()
+
+    def stored(self) -> dict[str, Any]:
+        """The keys and values that make this configuration again."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+
+
+@cache
+def hints_of(config: type) -> dict[str, Any]:
+    """The annotations of a configuration, with their bounds."""
+    return get_type_hints(config, include_extras=True)
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, those of `X.cfgtype` among them; of any other annotation, itself.
+
+    >>> options(int | None)
+    (<class 'int'>, <class 'NoneType'>)
+    """
+    if isinstance(hint, LazyConfigUnion):
+        return (hint,)
+    if hasattr(hint, "_others"):  # what compoconf makes of `X.cfgtype | None`
+        parts = (hint._lazy, *hint._others)
+    elif get_origin(hint) in (Union, UnionType):
+        parts = get_args(hint)
+    else:
+        return (hint,)
+    return tuple(option for part in parts for option in options(part))
+
+
+def config_classes(hint: Any) -> tuple[type, ...]:
+    """The configuration classes that `hint` allows: those registered for an interface, or a dataclass itself."""
+    classes: dict[type, None] = {}
+    for option in options(hint):
+        if isinstance(option, LazyConfigUnion):
+            classes |= dict.fromkeys(option.__constraints__)
+        elif isinstance(option, type) and is_dataclass(option):
+            classes[option] = None
+        elif isinstance(option, type) and issubclass(option, RegistrableConfigInterface):
+            raise TypeError(f"Annotate with `{option.__name__}.cfgtype`, not with the interface itself.")
+    return tuple(classes)
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether `value` may stand where `hint` is the annotation; strictly: true is no number, 1.5 no whole one."""
+    return any(_fits_one(option, value) for option in options(hint))
+
+
+def _fits_one(hint: Any, value: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(args[0], value) and all(bound.allows(value) for bound in args[1:] if hasattr(bound, "allows"))
+    if hint is Any:
+        return True
+    if hint in (None, NoneType):
+        return value is None
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if hint in (int, bool, str):
+        return type(value) is hint
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and _fit_in_order(args, value)
+    if origin is list or (isinstance(origin, type) and issubclass(origin, Sequence)):
+        return isinstance(value, tuple | list) and all(fits(args[0], item) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            fits(args[0], key) and fits(args[1], item) for key, item in value.items()
+        )
+    if isinstance(hint, LazyConfigUnion):
+        return isinstance(value, config_classes(hint))
+    return isinstance(value, origin or hint) if isinstance(origin or hint, type) else True
+
+
+def _fit_in_order(args: tuple[Any, ...], value: Sequence[Any]) -> bool:
+    if args[1:] == (...,):
+        return all(fits(args[0], item) for item in value)
+    return len(args) == len(value) and all(fits(arg, item) for arg, item in zip(args, value, strict=True))
+
+
+def expected(hint: Any) -> str:
+    """In words, what may stand where `hint` is the annotation.
+
+    >>> expected(Annotated[int, AtLeast(1)] | None)
+    'a whole number of at least 1 or null'
+    """
+    return " or ".join(dict.fromkeys(_expected_one(option) for option in options(hint)))
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+def _expected_one(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [bound.words for bound in args[1:] if hasattr(bound, "allows")]
+        return " ".join([expected(args[0]), " and ".join(bounds)]).strip()
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is tuple and args[1:] != (...,):
+        return f"a list of {len(args)}: {', '.join(map(expected, args))}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a section whose values are each {expected(args[1])}"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return f"a list, each {expected(args[0])}"
+    if isinstance(hint, LazyConfigUnion):
+        return f"a section with a `class_name` of {listed(config.class_name for config in config_classes(hint))}"
+    return "anything" if hint is Any else f"a section of {getattr(hint, '__name__', hint)}"
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Names in alphabetical order, not too many of them.
+
+    >>> listed("cab", most=2)
+    'a, b and 1 more (`jax-trainer describe` shows all)'
+    """
+    ranked = sorted(names)
+    more = f" and {len(ranked) - most} more (`jax-trainer describe` shows all)" if len(ranked) > most else ""
+    return ", ".join(ranked[:most]) + more
