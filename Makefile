@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint types tests bench bench-peers bench-loaders data clean
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/jax-trainer train configs/digits.yaml
 
 test: lint types tests
 

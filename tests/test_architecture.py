@@ -12,13 +12,22 @@ SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 MAY_IMPORT = {
     "core": set(),
     "adapters": {"core"},
+    "optimizer": {"core", "settings"},
+    "datasets": {"core", "settings"},
+    "models": {"core", "interfaces", "settings"},
     "engine": {"core", "datasets"},
-    "datasets": {"core"},
-    "logger": {"core"},
-    "callbacks": {"core", "engine", "logger", "datasets"},
+    "logger": {"core", "settings"},
+    "checkpoint": {"core", "datasets", "settings"},
+    "callbacks": {"core", "settings", "engine", "logger", "checkpoint", "datasets", "optimizer"},
+    "config": {"settings"},
+    "trainer": {
+        *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
+        *("checkpoint", "callbacks", "config"),
+    },
+    "cli": {"core", "interfaces", "settings", "config", "trainer", "datasets", "models", "optimizer", "checkpoint"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
-CORE_DEPENDENCIES = {"compoconf", "jax", "flax", "optax", "numpy", "rich", "jax_trainer"}
+CORE_DEPENDENCIES = {"compoconf", "jax", "flax", "optax", "numpy", "orbax", "rich", "yaml", "jax_trainer"}
 # a tool that not everybody needs is imported in the files that need it, and by nobody else
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
 ONLY_JIT = SOURCE / "core" / "compile.py"

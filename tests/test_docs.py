@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_trainer.trainer import load_experiment
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
@@ -15,11 +17,26 @@ WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, f"{page.name}", "exec"), namespace)
     assert blocks
+
+
+WITH_EXPERIMENTS = [page for page in PAGES if "```yaml" in page.read_text() and "\ntrainer:" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", WITH_EXPERIMENTS, ids=lambda page: page.name)
+def test_the_experiments_of_a_page_can_be_read(page: Path, tmp_path: Path):
+    blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    experiments = [block for block in blocks if "trainer:" in block]
+    assert experiments
+    for block in experiments:
+        file = tmp_path / "experiment.yaml"
+        file.write_text(block)
+        load_experiment(file)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

@@ -8,7 +8,10 @@ import textwrap
 
 import pytest
 
-ROOMS = ["core", "adapters", "engine", "datasets", "logger", "callbacks", "testing"]
+ROOMS = [
+    *("core", "adapters", "engine", "datasets", "optimizer", "models", "logger", "checkpoint", "callbacks", "config"),
+    *("trainer", "cli", "testing"),
+]
 MODULES = ["jax_trainer", *(f"jax_trainer.{room}" for room in ROOMS), "jax_trainer.datasets.examples"]
 
 

@@ -13,8 +13,8 @@ jax_trainer.settings.SettingsError: `width` must be a whole number of at least 1
 `dropout` must be a number of at least 0 and below 1, got 1.5.
 """
 
-import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -111,7 +111,7 @@ class IsRegex:
         """Whether `value` can be compiled."""
         try:
             re.compile(value)
-        except re.error:
+        except (re.error, RecursionError, OverflowError):  # the last two: brackets too deep, counts too large
             return False
         return True
 
@@ -126,7 +126,10 @@ class SettingsError(ValueError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(text for _, text in self.problems))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(text for _, text in self.problems)
 
     def under(self, key: str) -> "SettingsError":
         """The same, seen from a configuration that holds this one under `key`."""
@@ -136,6 +139,10 @@ class SettingsError(ValueError):
 @dataclass
 class Settings(ConfigInterface):
     """The base of every configuration: checks its values when it is made, all of them, whoever makes it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.class_name = ""  # until a class is registered with it: it is not the one that its parent belongs to
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))
@@ -165,20 +172,29 @@ def hints_of(config: type) -> dict[str, Any]:
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, those of `X.cfgtype` among them; of any other annotation, itself.
+    """The alternatives of a union, those of `X.cfgtype` among them, each with its bounds; otherwise `hint` itself.
 
     >>> options(int | None)
     (<class 'int'>, <class 'NoneType'>)
     """
-    if isinstance(hint, LazyConfigUnion):
-        return (hint,)
+    if get_origin(hint) is Annotated:
+        kind, *notes = get_args(hint)
+        bounds = [note for note in notes if hasattr(note, "allows")]
+        return tuple(_bounded(option, bounds) for option in options(kind))
     if hasattr(hint, "_others"):  # what compoconf makes of `X.cfgtype | None`
         parts = (hint._lazy, *hint._others)
     elif get_origin(hint) in (Union, UnionType):
         parts = get_args(hint)
     else:
-        return (hint,)
+        return (_OF_ANYTHING.get(hint, hint),)
     return tuple(option for part in parts for option in options(part))
+
+
+_OF_ANYTHING = {list: list[Any], tuple: tuple[Any, ...], dict: dict[str, Any]}
+
+
+def _bounded(option: Any, bounds: Sequence[Bound]) -> Any:
+    return Annotated[(option, *bounds)] if bounds and option is not NoneType else option
 
 
 def config_classes(hint: Any) -> tuple[type, ...]:
@@ -202,13 +218,13 @@ def fits(hint: Any, value: Any) -> bool:
 def _fits_one(hint: Any, value: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return fits(args[0], value) and all(bound.allows(value) for bound in args[1:] if hasattr(bound, "allows"))
+        return fits(args[0], value) and all(bound.allows(value) for bound in args[1:])
     if hint is Any:
         return True
     if hint in (None, NoneType):
         return value is None
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if hint in (int, bool, str):
         return type(value) is hint
     if origin is Literal:
@@ -247,12 +263,11 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _expected_one(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        bounds = [bound.words for bound in args[1:] if hasattr(bound, "allows")]
-        return " ".join([expected(args[0]), " and ".join(bounds)]).strip()
+        return f"{expected(args[0])} {' and '.join(bound.words for bound in args[1:])}"
     if hint in _WORDS:
         return _WORDS[hint]
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return f"one of {', '.join(map(written, args))}"
     if origin is tuple and args[1:] != (...,):
         return f"a list of {len(args)}: {', '.join(map(expected, args))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -260,8 +275,20 @@ def _expected_one(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {expected(args[0])}"
     if isinstance(hint, LazyConfigUnion):
-        return f"a section with a `class_name` of {listed(config.class_name for config in config_classes(hint))}"
+        names = listed(config.class_name for config in config_classes(hint))
+        return f"a section with a `class_name` of {names or 'those registered, and there is none'}"
     return "anything" if hint is Any else f"a section of {getattr(hint, '__name__', hint)}"
+
+
+def written(value: Any) -> str:
+    """A single value as a file has it.
+
+    >>> written(True), written(None), written(0.5), written("text")
+    ('true', 'null', '0.5', 'text')
+    """
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_trainer.callbacks import LogMetrics
+from jax_trainer.callbacks import LogMetrics, logger_observers
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, run
-from jax_trainer.logger import JsonlWriter
+from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
@@ -57,3 +57,14 @@ def test_a_negative_interval_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`every_n_steps` must be at least 0, got -1"):
         LogMetrics(writer, -1)
     writer.close("failed")
+
+
+def test_a_logger_is_fed_as_configured_and_left_open(tmp_path):
+    logger = Logger(LoggerConfig(log_steps_every=4), tmp_path)
+    state = PROGRAM.init(jax.random.key(0), EXAMPLE)
+    run(PROGRAM, state, Data(numbered_loader()), Plan(max_steps=10), logger_observers(logger))
+    logger.log_scalar("test/acc", 0.5, step=10)
+    logger.close("completed")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 8, 10, 10]
+    assert rows[2]["train/time_epoch"] > 0

@@ -55,7 +55,7 @@ def test_events_come_in_the_documented_order(prepared):
     data = Data(numbered_loader(64), {"val": numbered_loader(64, shuffle=False), "test": numbered_loader(32)})
     _, seen = trained(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
     epoch = ["EpochStart", "StepEnd", "StepEnd", "StepMetrics", "EpochEnd"]
-    evals = ["EvalStart", "EvalStep", "EvalStep", "EvalEnd", "EvalStart", "EvalStep", "EvalEnd"]
+    evals = ["EvalStart", "EvalStep", "EvalStep", "EvalEnd", "EvalStart", "EvalStep", "EvalEnd", "EvalRoundEnd"]
     assert seen.names == ["FitStart", *2 * (epoch + evals), "FitEnd"]
     assert seen.events[-1] == ("FitEnd", 4, 2)
 

@@ -1,13 +1,14 @@
 """Writes what a run reports: windows of steps, epochs, evaluations."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, RowMeter, StepRows
-from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, StepMetrics
-from jax_trainer.logger import MetricWriter
+from jax_trainer.engine import EpochEnd, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
+from jax_trainer.logger import Logger, MetricWriter
 
 
 class Windows:
@@ -32,14 +33,17 @@ class Windows:
 class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
 
-    Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix.
+    Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is how
+    many seconds an epoch's training or an evaluation took. `closes`: the writer is closed when training ends; otherwise
+    whoever made it goes on to use it and closes it.
     """
 
-    def __init__(self, writer: MetricWriter, every_n_steps: int = 50) -> None:
+    def __init__(self, writer: MetricWriter, every_n_steps: int = 50, *, closes: bool = True) -> None:
         if every_n_steps < 0:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
-        self._writer = writer
+        self._writer, self._closes = writer, closes
         self._windows = Windows(every_n_steps) if every_n_steps else None
+        self._eval_began = 0.0
 
     def handle(self, event: Event) -> None:
         """Writes what `event` reports."""
@@ -48,13 +52,31 @@ class LogMetrics:
                 for step, metrics in self._windows.add(event.rows):
                     self._write(step, event.epoch, metrics, "train", "_step")
             case EpochEnd():
-                self._write(event.step, event.epoch, event.metrics, "train", "_epoch")
+                timed = {**event.metrics, "time": event.seconds}
+                self._write(event.step, event.epoch, timed, "train", "_epoch")
+            case EvalStart():
+                self._eval_began = time.perf_counter()
             case EvalEnd():
-                self._write(event.step, event.epoch, event.metrics, event.name, "")
-            case FitEnd():
+                timed = {**event.metrics, "time": time.perf_counter() - self._eval_began}
+                self._write(event.step, event.epoch, timed, event.name, "")
+            case FitEnd() if self._closes:
                 self._writer.close(event.status)
 
     def _write(self, step: int, epoch: int, metrics: dict[str, Any], prefix: str, suffix: str) -> None:
-        named = {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
+        named = full_names(metrics, prefix)
         scalars = {f"{name}{suffix}": value for name, value in named.items() if np.ndim(value) == 0}
         self._writer.write(step, {"epoch": epoch, **scalars})
+
+
+def logger_observers(logger: Logger) -> list[LogMetrics]:
+    """The observers that tell `logger` of a run, as its configuration says. They leave closing it to its owner."""
+    return [LogMetrics(logger, logger.config.log_steps_every, closes=False)]
+
+
+def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """`metrics` by the names that people see: "acc" of "val" is "val/acc"; a name with a "/" keeps its own prefix.
+
+    >>> full_names({"acc": 0.5, "optimizer/lr": 0.1}, "train")
+    {'train/acc': 0.5, 'optimizer/lr': 0.1}
+    """
+    return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -3,15 +3,16 @@
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from compoconf import Registry, registered
 
 from jax_trainer.config.dumping import as_data
+from jax_trainer.config.secrets import redact
 from jax_trainer.settings import expected, hints_of
 
-_ENTRY = re.compile(r"(?P<names>\w+(, \w+)*): (?P<text>.*)")
+_ENTRY = re.compile(r"    (?P<names>\w+(?:, \w+)*)(?: \([^)]*\))?:(?: (?P<text>.*))?")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Key:
 
     name: str
     expects: str
-    default: Any  # as plain data; `MISSING` when there is none
+    default: Any  # as plain data, without secrets; `MISSING` when there is none
     help: str
 
     @property
@@ -68,13 +69,14 @@ def keys_of(config: type) -> tuple[Key, ...]:
     )
 
 
-def _default(config: type, field: Any) -> Any:
+def _default(config: type, field: Field[Any]) -> Any:
+    if field.default is MISSING and field.default_factory is MISSING:
+        return MISSING
     try:  # what a key is in the end, where it follows from others
-        return as_data(getattr(config(), field.name))
-    except (TypeError, ValueError):  # some key has to be given
-        if field.default_factory is not MISSING:
-            return as_data(field.default_factory())
-        return field.default if field.default is MISSING else as_data(field.default)
+        value = getattr(config(), field.name)
+    except Exception:  # some other key has to be given, or has no default that can be used
+        value = field.default if field.default_factory is MISSING else field.default_factory()
+    return redact(as_data(value), field.name)
 
 
 def help_of(config: type) -> dict[str, str]:
@@ -85,12 +87,12 @@ def help_of(config: type) -> dict[str, str]:
         entries = _lines_after(lines, "Args:")
         names: list[str] = []
         for line in entries:
-            match = _ENTRY.match(line.strip()) if line.startswith("    ") and not line.startswith("     ") else None
+            match = _ENTRY.fullmatch(line.rstrip())
             if match is not None:
                 names = match["names"].split(", ")
-                found |= dict.fromkeys(names, match["text"])
-            elif line.startswith("     ") and names:
-                found |= {name: f"{found[name]} {line.strip()}" for name in names}
+                found |= dict.fromkeys(names, match["text"] or "")
+            elif names:
+                found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
     return found
 
 

@@ -1,12 +1,14 @@
 """Writes configurations so that reading them gives the same again, without the secrets in them."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
 
 from jax_trainer.config.secrets import redact
-from jax_trainer.config.yaml_text import scalar_of
+from jax_trainer.config.yaml_text import key_problem, scalar_of
 from jax_trainer.settings import Settings
 
 
@@ -16,7 +18,7 @@ def as_data(config: Any) -> Any:
         return _named(config, config.stored())
     if is_dataclass(config) and not isinstance(config, type):
         return _named(config, {field.name: getattr(config, field.name) for field in fields(config) if field.init})
-    if isinstance(config, dict):
+    if isinstance(config, Mapping):
         return {str(name): as_data(value) for name, value in config.items()}
     return [as_data(value) for value in config] if isinstance(config, list | tuple) else config
 
@@ -34,11 +36,21 @@ def dump_config(config: Any) -> str:
 
 def dump_data(data: Any) -> str:
     """Plain data as YAML."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    return yaml.dump(
+        data,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=sys.maxsize,  # a line that goes on might begin with `---`
+    )
 
 
 def _escaped(data: Any) -> Any:
     if isinstance(data, dict):
+        for name in data:
+            if key_problem(name):
+                raise ValueError(f"This configuration cannot be written to a file. {key_problem(name)}")
         return {name: _escaped(value) for name, value in data.items()}
     if isinstance(data, list):
         return [_escaped(value) for value in data]
@@ -46,16 +58,21 @@ def _escaped(data: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that our reading would take for something else."""
+    """Quotes texts that our reading would take for something else; one line per key, lists of numbers on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """The same list in two places is written twice: there are no aliases in a configuration."""
         return True
 
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        """A section, also a small one, has a line for every key."""
+        return super().represent_mapping(tag, mapping, flow_style=not mapping)
+
 
 def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    is_ambiguous = not isinstance(scalar_of(text), str)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_ambiguous else None)
+    # in double quotes every character can be written, and none is lost where a line ends
+    is_safe = text.isprintable() and isinstance(scalar_of(text), str)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_safe else '"')
 
 
 _Dumper.add_representer(str, _text)

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from jax_trainer.config.checking import Checker
-from jax_trainer.config.files import overridden, read_tree, resolved
-from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import ConfigError, ConfigProblem, Place
+from jax_trainer.config.checking import Checker, settings_problem
+from jax_trainer.config.files import overridden, read_tree
+from jax_trainer.config.nodes import BROKEN, Node
+from jax_trainer.config.problems import ConfigError, ConfigProblem, Place, Problems
+from jax_trainer.config.references import resolved
+from jax_trainer.config.secrets import secret_values
+from jax_trainer.config.yaml_text import MAX_DEPTH, key_problem
 from jax_trainer.settings import SettingsError
 
 Config = TypeVar("Config")
@@ -23,8 +26,9 @@ class Loaded(Generic[Config]):
 
     def error(self, error: SettingsError) -> ConfigError:
         """What was found to be wrong later on, with the places where it was written."""
-        problems = error.problems
-        return ConfigError(ConfigProblem(self.tree.place_of(key), key, text) for key, text in problems)
+        told = [(key, settings_problem(key, text)) for key, text in error.problems]
+        found = [ConfigProblem(self.tree.place_of(key), key, text) for key, text in told]
+        return ConfigError(found, secrets=secret_values(self.tree.data()))
 
 
 def load_config(file: str | Path, root: type[Config], overrides: Sequence[str] = ()) -> Loaded[Config]:
@@ -32,26 +36,40 @@ def load_config(file: str | Path, root: type[Config], overrides: Sequence[str] =
 
     All that is wrong comes in one `ConfigError`.
     """
-    return _checked(read_tree(Path(file), overrides), root)
+    problems = Problems()
+    return _checked(read_tree(Path(file), overrides, problems), root, problems)
 
 
 def config_from(data: Mapping[str, Any], root: type[Config], overrides: Sequence[str] = ()) -> Config:
     """The same from nested dicts, lists and numbers, as other programs make them."""
-    return _checked(resolved(overridden(_as_node(data, "configuration"), overrides)), root).value
+    problems = Problems()
+    tree = overridden(_as_node(data, "", 0, problems), overrides, problems)
+    return _checked(resolved(tree, problems), root, problems).value
 
 
-def _checked(tree: Node, root: type[Config]) -> Loaded[Config]:
-    checker = Checker()
-    value = checker.configuration(root, tree, "")
-    if checker.problems:
-        raise ConfigError(checker.problems)
+def _checked(tree: Node, root: type[Config], problems: Problems) -> Loaded[Config]:
+    secrets = secret_values(tree.data())
+    value = Checker(problems, secrets).make(root, tree, "")
+    if problems:
+        raise problems.error(secrets)
     return Loaded(value, tree)
 
 
-def _as_node(data: Any, source: str) -> Node:
-    place = Place(source)
+def _as_node(data: Any, path: str, depth: int, problems: Problems) -> Node:
+    place = Place("configuration")
+    if depth > MAX_DEPTH:
+        problems.add(place, path, f"Sections are nested more than {MAX_DEPTH} deep.")
+        return Node(BROKEN, place)
     if isinstance(data, Mapping):
-        return Node({str(name): _as_node(value, source) for name, value in data.items()}, place)
+        wrong = [text for name in data if (text := key_problem(str(name)))]
+        for text in wrong:
+            problems.add(place, path, text)
+        parts = {str(name): value for name, value in data.items() if not key_problem(str(name))}
+        return Node(
+            {name: _as_node(value, f"{path}.{name}".strip("."), depth + 1, problems) for name, value in parts.items()},
+            place,
+        )
     if isinstance(data, list | tuple):
-        return Node([_as_node(value, source) for value in data], place)
+        items = [_as_node(value, f"{path}.{n}".strip("."), depth + 1, problems) for n, value in enumerate(data)]
+        return Node(items, place)
     return Node(data, place)

@@ -1,19 +1,30 @@
 """A configuration as it was written: plain values that remember their place."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_trainer.config.problems import Place
 
+
+class Broken:
+    """Stands for a value that could not be read; what is wrong with it is written down already."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+
+BROKEN = Broken()
 Scalar = str | int | float | bool | None
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """A value and its place. A section is a dict of nodes, a list is a list of them."""
 
-    value: "Scalar | dict[str, Node] | list[Node]"
+    value: "Scalar | Broken | dict[str, Node] | list[Node]"
     place: Place
 
     @property
@@ -35,7 +46,9 @@ class Node:
 
     def child(self, name: str) -> "Node | None":
         """What it holds under this key or number."""
-        return dict(self.children()).get(name)
+        if isinstance(self.value, list):
+            return self.value[int(name)] if _NUMBER.fullmatch(name) and int(name) < len(self.value) else None
+        return self.section.get(name)
 
     def at(self, path: str) -> "Node | None":
         """What stands under a dotted path."""
@@ -46,10 +59,13 @@ class Node:
 
     def place_of(self, path: str) -> Place:
         """The place of a dotted path, or of the nearest section above it that was written."""
-        while path and self.at(path) is None:
-            path = path.rpartition(".")[0]
-        found = self.at(path)
-        return found.place if found is not None else self.place
+        found = self
+        for name in path.split("."):
+            below = found.child(name)
+            if below is None:
+                break
+            found = below
+        return found.place
 
     def data(self) -> Any:
         """The value alone, without places."""
@@ -76,4 +92,4 @@ def merged(base: Node, over: Node) -> Node:
 
 def _is_another_class(base: Node, over: Node) -> bool:
     old, new = (node.section.get("class_name") for node in (base, over))
-    return old is not None and new is not None and old.value != new.value
+    return old is not None and new is not None and old.data() != new.data()

@@ -17,14 +17,15 @@ def json_schema(root: type) -> dict[str, Any]:
     """A JSON schema of the configuration `root`, for editors that check and complete while one types."""
     writer = _SchemaWriter()
     section = writer.section(root)
-    include = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    properties = {
-        "include": {"description": "Files whose values this one changes.", **include},
-        **section["properties"],
-    }
-    return {"$schema": SCHEMA, **section, "properties": properties, "$defs": writer.definitions}
+    files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    include = {"include": {"description": "Files whose values this one changes.", **files}}
+    # what must be given may stand in an included file
+    required = {"anyOf": [{"required": ["include"]}, {"required": section.pop("required")}]}
+    properties = {"properties": {**include, **section["properties"]}}
+    return {"$schema": SCHEMA, **section, **properties, **required, "$defs": writer.definitions}
 
 
+_REFERENCE = {"type": "string", "pattern": r"^\$\{[^{}]*\}$"}  # may stand for any value
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
 _BOUNDS = {AtLeast: "minimum", Above: "exclusiveMinimum", AtMost: "maximum", Below: "exclusiveMaximum"}
 
@@ -34,6 +35,7 @@ class _SchemaWriter:
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
+        self._names: dict[type, str] = {}
 
     def section(self, config: type) -> dict[str, Any]:
         """The schema of a configuration's keys."""
@@ -49,10 +51,9 @@ class _SchemaWriter:
 
     def schema(self, hint: Any) -> dict[str, Any]:
         """The schema of what may stand where `hint` is the annotation."""
-        parts = [self._one(option) for option in options(hint)]
-        # a reference may stand for any value
-        parts.append({"type": "string", "pattern": r"^\$\{.*\}$"})
-        return {"anyOf": parts} if hint is not Any else {}
+        if Any in options(hint):
+            return {}
+        return {"anyOf": [*(self._one(option) for option in options(hint)), _REFERENCE]}
 
     def _one(self, hint: Any) -> dict[str, Any]:
         origin, args = get_origin(hint), get_args(hint)
@@ -65,9 +66,13 @@ class _SchemaWriter:
         if origin is Literal:
             return {"enum": list(args)}
         if origin is tuple and args[1:] != (...,):
-            return {"type": "array", "prefixItems": [self.schema(arg) for arg in args], "items": False}
+            items = [self.schema(arg) for arg in args]
+            return {"type": "array", "prefixItems": items, "items": False, "minItems": len(args)}
         if isinstance(origin, type) and issubclass(origin, Mapping):
-            return {"type": "object", "additionalProperties": {"anyOf": [self.schema(args[1]), {"type": "null"}]}}
+            value = self.schema(args[1])
+            if config_classes(args[1]):  # without a value, all its keys have their defaults
+                value = {"anyOf": [value, {"type": "null"}]}
+            return {"type": "object", "additionalProperties": value}
         if isinstance(origin, type) and issubclass(origin, Sequence):
             return {"type": "array", "items": self.schema(args[0])}
         if isinstance(hint, LazyConfigUnion):
@@ -75,8 +80,8 @@ class _SchemaWriter:
         return self._reference(hint) if is_dataclass(hint) and isinstance(hint, type) else {}
 
     def _reference(self, config: type) -> dict[str, Any]:
-        name = config.__name__
-        if name not in self.definitions:
-            self.definitions[name] = {}  # a class that contains itself finds its name taken
+        if config not in self._names:
+            twins = sum(known.__name__ == config.__name__ for known in self._names)
+            name = self._names[config] = f"{config.__name__}{twins or ''}"  # now, for it may contain itself
             self.definitions[name] = self.section(config)
-        return {"$ref": f"#/$defs/{name}"}
+        return {"$ref": f"#/$defs/{self._names[config]}"}

@@ -2,56 +2,118 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-SECRET_KEY = re.compile(
-    r"(^|[_.\-])(password|passwd|passphrase|secret|secrets|token|auth|credentials?|bearer|api[_\-]?key|access[_\-]?key|"
-    r"secret[_\-]?key|private[_\-]?key)$",
+_LONG_ENOUGH = 6  # a shorter secret is hidden under its key, but not wherever the same letters stand
+
+_SECRET_NAME = re.compile(
+    r"(?:password|passwd|passphrase|secret)s?\Z|(?:^|_)(?:pwd|o?auth|authorization|bearer|jwt|credentials?|token|"
+    r"(?:api|access|private|signing|encryption|ssh)_?keys?)\Z"
+)
+# `pad_token` and `loss_per_token` are words of language models
+_ORDINARY_NAME = re.compile(
+    r"(?:^|_)(?:pad|padding|eos|bos|unk|unknown|mask|sep|cls|class|start|begin|end|stop|special|extra|register|blank|"
+    r"newline|space|image|audio|video|prefix|suffix|first|last|next|new|per|by)_token\Z"
+)
+_CAMEL_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+_USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]{0,30}://)[^\s/]+@", re.IGNORECASE)
+_IN_QUERY = re.compile(r"(?P<before>[?&](?P<key>[\w.\-]{1,60})=)[^&#\s]+")
+_ASSIGNED = re.compile(
+    r"(?<![\w.\-])(?P<before>(?P<key>[\w.\-]++)[\"']?\s*[=:]\s*)"
+    r"(?:\"[^\"]*\"|'[^']*'|(?:(?:bearer|basic|token)\s+)?\S+)",
     re.IGNORECASE,
 )
-_ASSIGNED = re.compile(r"(?P<key>[\w.\-]*?[\w\-]+)(?P<sign>\s*[=:]\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;}\]]+)")
-_USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^\s/@]+@", re.IGNORECASE)
-_LONG_ENOUGH = 8  # a shorter value of an environment variable would hide ordinary words
+_BEARER = re.compile(r"(?P<before>\bbearer\s+)[\w\-.~+/=]{8,}", re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:
-    """Whether the name of a key says that its value is a secret.
+    """Whether the name of a key, or of a section above it, says that its value is a secret.
 
-    >>> is_secret("api_key"), is_secret("wandb.token"), is_secret("tokens"), is_secret("author")
+    >>> is_secret("api_key"), is_secret("wandb.token"), is_secret("max_tokens"), is_secret("author")
     (True, True, False, False)
     """
-    return SECRET_KEY.search(key) is not None
+    return any(_is_secret_name(_CAMEL_HUMP.sub("_", name).lower().replace("-", "_")) for name in key.split("."))
 
 
-def redact_text(text: str) -> str:
-    """`text` without what looks like a secret, or is one by the name of its environment variable.
+def _is_secret_name(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None and _ORDINARY_NAME.search(name) is None
+
+
+def redact(data: Any, key: str = "", secrets: Collection[str] = ()) -> Any:
+    """Nested data with secrets hidden: by the name of their key, in URLs, and wherever the same text stands again.
+
+    `secrets` are such texts besides those in the data itself and in the environment.
+
+    >>> redact({"token": "hunter2", "url": "https://me:hunter2@host", "note": "token: see above"})
+    {'token': '<hidden>', 'url': 'https://<hidden>@host', 'note': 'token: see above'}
+    """
+    return _redacted(data, is_secret(key), environment_secrets() | secret_values(data, key) | frozenset(secrets))
+
+
+def _redacted(data: Any, is_hidden: bool, known: Collection[str]) -> Any:
+    if isinstance(data, Mapping):
+        return {
+            _without_known(str(name), known): _redacted(value, is_hidden or is_secret(str(name)), known)
+            for name, value in data.items()
+        }
+    if isinstance(data, list | tuple):
+        return [_redacted(value, is_hidden, known) for value in data]
+    if is_hidden and _can_be_secret(data):
+        return HIDDEN
+    return _without_known(data, known) if isinstance(data, str) else data
+
+
+def redact_text(text: str, known: Collection[str] | None = None) -> str:
+    """A message without `known` secrets (those of the environment), and without what it says to be one.
 
     >>> redact_text("https://me:hunter2@host/x, password=hunter2")
     'https://<hidden>@host/x, password=<hidden>'
     """
-    for value in _environment_secrets():
+    text = _without_known(text, environment_secrets() if known is None else known)
+    text = _ASSIGNED.sub(_hide_if_secret, text)
+    return _BEARER.sub(rf"\g<before>{HIDDEN}", text)
+
+
+def _without_known(text: str, known: Collection[str]) -> str:
+    for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text)
-    return _ASSIGNED.sub(_hide_assigned, text)
+    return _IN_QUERY.sub(_hide_if_secret, text)
 
 
-def _hide_assigned(match: re.Match[str]) -> str:
-    return f"{match['key']}{match['sign']}{HIDDEN}" if is_secret(match["key"]) else match[0]
+def _hide_if_secret(match: re.Match[str]) -> str:
+    return f"{match['before']}{HIDDEN}" if is_secret(match["key"]) else match[0]
 
 
-def _environment_secrets() -> list[str]:
-    found = {value for name, value in os.environ.items() if is_secret(name) and len(value) >= _LONG_ENOUGH}
-    return sorted(found, key=len, reverse=True)
+def environment_secrets() -> frozenset[str]:
+    """The values of environment variables whose names say that they are secrets."""
+    return frozenset(form for name, value in os.environ.items() if is_secret(name) for form in _forms(value))
 
 
-def redact(data: Any, key: str = "") -> Any:
-    """Nested data with secrets hidden: by the name of their key, or by what they look like."""
+def secret_values(data: Any, key: str = "") -> frozenset[str]:
+    """The values in nested data whose keys say that they are secrets."""
+    return frozenset(form for value in _under_secret_names(data, is_secret(key)) for form in _forms(value))
+
+
+def _under_secret_names(data: Any, is_hidden: bool) -> Iterator[str]:
     if isinstance(data, Mapping):
-        return {redact_text(str(name)): redact(value, str(name)) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [redact(value, key) for value in data]
-    if isinstance(data, str):
-        return HIDDEN if data and is_secret(key) else redact_text(data)
-    return data
+        for name, value in data.items():
+            yield from _under_secret_names(value, is_hidden or is_secret(str(name)))
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _under_secret_names(value, is_hidden)
+    elif is_hidden and _can_be_secret(data):
+        yield str(data)
+
+
+def _can_be_secret(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
+
+
+def _forms(value: str) -> Iterator[str]:
+    """A secret as it stands in data and in messages, where quotes and backslashes are doubled."""
+    if len(value) >= _LONG_ENOUGH and value != HIDDEN:
+        yield from (value, repr(value)[1:-1])

@@ -9,17 +9,20 @@ from collections.abc import Iterator
 
 import yaml
 
-from jax_trainer.config.nodes import Node, Scalar
-from jax_trainer.config.problems import ConfigError, ConfigProblem, Place
+from jax_trainer.config.nodes import BROKEN, Node, Scalar
+from jax_trainer.config.problems import ConfigError, Place, Problems
 
 MAX_BYTES = 100_000
+MAX_VALUES = 10_000
 MAX_DEPTH = 40
+MAX_KEY = 200
 MAX_DIGITS = 100
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_TAB_BEFORE = re.compile(r" *\t")
 
 
 def scalar_of(text: str) -> Scalar:
@@ -39,127 +42,155 @@ def scalar_of(text: str) -> Scalar:
     return text
 
 
-def parse(text: str, source: str, *, numbered: bool = True) -> Node:
-    """The one document in `text`, as nodes; `source` is what places call it."""
+def key_problem(key: str) -> str:
+    """What is wrong with the name of a key; "" if nothing is."""
+    if key == "<<":
+        return "Merge keys (`<<`) are not read here. Use `include: base.yaml` at the top."
+    if not key or "." in key or "=" in key:
+        return f"A key is a name without dots, got {key[:MAX_KEY]!r}. Sections are written by indenting."
+    return f"A key has at most {MAX_KEY} characters." if len(key) > MAX_KEY else ""
+
+
+def parse(text: str, source: str, problems: Problems, *, numbered: bool = True) -> Node:
+    """The one document in `text`, as nodes; `source` is what places call it.
+
+    What is not allowed in it is added to `problems`, and `BROKEN` in its place; what is no YAML at all is raised.
+    """
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        raise _error(source, 0, f"The text is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most.")
+        size = f"The text is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most."
+        raise _given_up(problems, Place(source), size)
     try:
-        return _Builder(source, numbered).build(yaml.parse(text, Loader=yaml.SafeLoader))
+        return _Builder(source, numbered, problems).build(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if numbered and mark is not None else 0
-        raise _error(source, line, _in_words(error, text)) from None
-    except yaml.YAMLError as error:  # a character that no YAML may hold
-        raise _error(source, 0, f"This is no YAML: {' '.join(str(error).split())}.") from None
+        raise _given_up(problems, Place(source, line), _in_words(error, text)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1 if numbered else 0
+        text = f"This is no YAML: the character {error.character:#x} may only stand in double quotes, as an escape."
+        raise _given_up(problems, Place(source, line), text) from None
 
 
 def _in_words(error: yaml.MarkedYAMLError, text: str) -> str:
-    mark = error.problem_mark
-    lines = text.splitlines()
-    if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line]:
+    # nothing of the text is repeated, for it may be a secret that ought to stand in quotes
+    problem, mark = error.problem or "", error.problem_mark
+    line = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark is not None else ""
+    if "'\\t'" in problem or _TAB_BEFORE.match(line):
         return "A tab cannot indent or separate in YAML. Use spaces."
-    context = f" {error.context}" if error.context else ""
-    return f"This is no YAML:{context} {error.problem}."
+    if " tag " in problem:
+        return "A text that begins with `!` must stand in quotes."
+    context = f" {error.context}" if error.context and " tag" not in error.context else ""
+    near = " A reference inside of [] or {} must stand in quotes." if "${" in line else ""
+    return f"This is no YAML:{context} {problem}.{near}"
 
 
-def _error(source: str, line: int, text: str) -> ConfigError:
-    return ConfigError([ConfigProblem(Place(source, line), "", text)])
+def _given_up(problems: Problems, place: Place, text: str) -> ConfigError:
+    problems.add(place, "", text)
+    return problems.error()
 
 
 class _Open:
     """A section or list whose end has not come yet."""
 
-    def __init__(self, value: dict[str, Node] | list[Node], place: Place) -> None:
-        self.value, self.place = value, place
+    def __init__(self, value: dict[str, Node] | list[Node], place: Place, is_plain: bool) -> None:
+        self.value, self.place, self.is_plain = value, place, is_plain
         self.key: str | None = None
         self.key_place = place
+        self.is_key_usable = True
+
+    @property
+    def expects_key(self) -> bool:
+        return isinstance(self.value, dict) and self.key is None
+
+    @property
+    def name(self) -> str:
+        """What its part that is being read is called in a path."""
+        return str(len(self.value)) if isinstance(self.value, list) else self.key or ""
 
 
 class _Builder:
     """Puts events together without recursion, so that depth is bounded by a number and not by the stack."""
 
-    def __init__(self, source: str, numbered: bool) -> None:
-        self._source, self._numbered = source, numbered
+    def __init__(self, source: str, numbered: bool, problems: Problems) -> None:
+        self._source, self._numbered, self._problems = source, numbered, problems
         self._open: list[_Open] = []
         self._root: Node | None = None
-        self._problems: list[ConfigProblem] = []
+        self._values = 0
 
     def build(self, events: Iterator[yaml.Event]) -> Node:
         for event in events:
             self._take(event)
-        if self._problems:
-            raise ConfigError(self._problems)
         return self._root or Node(None, Place(self._source, 1 if self._numbered else 0))
 
     def _take(self, event: yaml.Event) -> None:
         place = Place(self._source, event.start_mark.line + 1 if self._numbered else 0)
         match event:
             case yaml.AliasEvent():
-                self._refuse(place, "Aliases (`*name`) are not read here. Use a reference: `${path.to.value}`.")
-                self._add(Node(None, place))
+                self._refuse(place, "Aliases (`*`) are not read here. Use a reference: `${path.to.value}`.")
+                self._word("*", Node(BROKEN, place))
             case yaml.DocumentStartEvent() if self._root is not None:
-                raise self._give_up(place, "A second document begins here (`---`). A configuration is one document.")
+                raise self._given_up(place, "A second document begins here (`---`). A configuration is one document.")
             case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                self._check_plain(event, place)
-                self._begin({} if isinstance(event, yaml.MappingStartEvent) else [], place)
+                is_plain = self._is_plain(event, event.tag, place)
+                self._begin(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], place, is_plain))
             case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
                 done = self._open.pop()
-                self._add(Node(done.value, done.place))
+                self._add(Node(done.value if done.is_plain else BROKEN, done.place))
             case yaml.ScalarEvent():
-                self._check_plain(event, place)
-                self._scalar(event, place)
+                value = scalar_of(event.value) if event.style is None else event.value
+                self._word(event.value, Node(value if self._is_plain(event, event.tag, place) else BROKEN, place))
 
-    def _check_plain(self, event: yaml.NodeEvent, place: Place) -> None:
-        tag = getattr(event, "tag", None)
+    def _is_plain(self, event: yaml.NodeEvent, tag: str | None, place: Place) -> bool:
         if event.anchor is not None:
-            self._refuse(place, f"Anchors (`&{event.anchor}`) are not read here. Use `${{path.to.value}}`.")
+            self._refuse(place, "Anchors (`&`) are not read here. Use a reference: `${path.to.value}`.")
         if tag is not None:
-            self._refuse(place, f"Tags (`{tag}`) are not read here: a configuration is plain data.")
+            self._refuse(place, "Tags (`!`) are not read here: a configuration is plain data. Quote what is text.")
+        return tag is None
 
-    def _begin(self, value: dict[str, Node] | list[Node], place: Place) -> None:
-        holder = self._open[-1] if self._open else None
-        if holder is not None and isinstance(holder.value, dict) and holder.key is None:
-            raise self._give_up(place, "A key must be text, not a list or a section.")
+    def _begin(self, new: _Open) -> None:
+        if self._open and self._open[-1].expects_key:
+            raise self._given_up(new.place, "A key must be text, not a list or a section.")
         if len(self._open) >= MAX_DEPTH:
-            raise self._give_up(place, f"Sections are nested more than {MAX_DEPTH} deep.")
-        self._open.append(_Open(value, place))
+            raise self._given_up(new.place, f"Sections are nested more than {MAX_DEPTH} deep.")
+        self._open.append(new)
 
-    def _scalar(self, event: yaml.ScalarEvent, place: Place) -> None:
-        holder = self._open[-1] if self._open else None
-        if holder is not None and isinstance(holder.value, dict) and holder.key is None:
-            self._key(holder, event.value, place)
-            return
-        is_plain = event.style is None
-        self._add(Node(scalar_of(event.value) if is_plain else event.value, place))
+    def _word(self, text: str, node: Node) -> None:
+        if self._open and self._open[-1].expects_key:
+            self._key(self._open[-1], text, node)
+        else:
+            self._add(node)
 
-    def _key(self, holder: _Open, key: str, place: Place) -> None:
+    def _key(self, holder: _Open, key: str, node: Node) -> None:
         assert isinstance(holder.value, dict)
-        if key == "<<":
-            self._refuse(place, "Merge keys (`<<`) are not read here. Use `include: base.yaml` at the top.")
-        elif not key or "." in key or "=" in key:
-            self._refuse(place, f"A key is a name without dots, got {key!r}. Sections are written by indenting.")
-        elif key in holder.value:
+        holder.key, holder.key_place = key[:MAX_KEY], node.place
+        problem = key_problem(key)
+        if key in holder.value:
             first = holder.value[key].place
-            self._refuse(place, f"The key `{key}` stands here for the second time; the first is at {first}.")
-        holder.key, holder.key_place = key, place
+            problem = f"The key `{key}` stands here for the second time; the first is at {first}."
+        if problem:
+            self._refuse(node.place, problem)
+        holder.is_key_usable = not problem and node.value is not BROKEN
 
     def _add(self, node: Node) -> None:
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise self._given_up(node.place, f"There are more than {MAX_VALUES:,} values. Put large data into files.")
         if not self._open:
             self._root = node
             return
         holder = self._open[-1]
         if isinstance(holder.value, list):
             holder.value.append(node)
-        else:
-            assert holder.key is not None
+            return
+        assert holder.key is not None
+        if holder.is_key_usable:
             # people look for the line of the key, also when its section begins on the next one
             holder.value[holder.key] = Node(node.value, holder.key_place)
-            holder.key = None
+        holder.key = None
 
     def _refuse(self, place: Place, text: str) -> None:
-        path = ".".join(holder.key for holder in self._open if holder.key)
-        self._problems.append(ConfigProblem(place, path, text))
+        self._problems.add(place, ".".join(holder.name for holder in self._open if holder.name), text)
 
-    def _give_up(self, place: Place, text: str) -> ConfigError:
+    def _given_up(self, place: Place, text: str) -> ConfigError:
         self._refuse(place, text)
-        return ConfigError(self._problems)
+        return self._problems.error()

@@ -6,6 +6,7 @@ Nothing here knows of epochs, files or which model library is used. Imports noth
 from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.compile import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
+from jax_trainer.core.late import load_late
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.meter import Column, Columns, Meter, reported_in
 from jax_trainer.core.metrics import (
@@ -80,6 +81,7 @@ __all__ = [
     "failpoint",
     "grad_of",
     "leaf_path",
+    "load_late",
     "make_eval_step",
     "make_program",
     "make_train_step",

@@ -1,7 +1,8 @@
 """What happens in a run, as values. Everything with an effect listens to these.
 
 The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) …, EpochEnd, and last FitEnd. An
-evaluation is EvalStart, EvalStep …, EvalEnd per set; it follows the StepEnd or EpochEnd that made it due.
+evaluation is EvalStart, EvalStep …, EvalEnd per set, then EvalRoundEnd; it follows the StepEnd or EpochEnd that made
+it due.
 StepMetrics comes some steps after the StepEnd of the steps it tells of, but always before an evaluation and
 before the end of the epoch. Waiting may come before any StepEnd or EvalStep, Notice anywhere.
 
@@ -106,6 +107,13 @@ class EvalEnd(Event):
 
     name: str
     metrics: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class EvalRoundEnd(Event):
+    """All evaluation sets are done; `metrics` are those of `state` on each of them, by name."""
+
+    metrics: dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
     EvalEnd,
+    EvalRoundEnd,
     EvalStart,
     EvalStep,
     Event,
@@ -132,8 +133,9 @@ class _Training:
 
 def eval_events(
     program: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
-) -> Iterator[EvalStart | EvalStep | EvalEnd | Waiting]:
+) -> Iterator[EvalStart | EvalStep | EvalEnd | EvalRoundEnd | Waiting]:
     """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`."""
+    judged: dict[str, dict[str, Any]] = {}
     for name, source in evals.items():
         feed = source if isinstance(source, Feed) else Feed(source, name)
         reader, meter, in_flight = None, RowMeter(_phase(name)), InFlight(program, plan)
@@ -163,7 +165,10 @@ def eval_events(
             raise feed.used_up(1)
         for rows in reader.flush():
             meter.add(rows)
-        yield EvalEnd(at.step, at.epoch, at.held, name, meter.compute())
+        judged[name] = meter.compute()
+        yield EvalEnd(at.step, at.epoch, at.held, name, judged[name])
+    if judged:
+        yield EvalRoundEnd(at.step, at.epoch, at.held, judged)
 
 
 def evaluate(

@@ -1,10 +1,12 @@
-"""Where numbers go: one small protocol, and the writer that needs no tool."""
+"""Where numbers go: one small protocol, the writer that needs no tool, and what a tool's writer is."""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from compoconf import RegistrableConfigInterface, register_interface
 
 
 class MetricWriter(Protocol):
@@ -17,6 +19,26 @@ class MetricWriter(Protocol):
     def close(self, status: str) -> None:
         """Nothing more will come; `status` says how the run ended."""
         ...
+
+
+@register_interface
+class ToolLoggerInterface(RegistrableConfigInterface):
+    """A `MetricWriter` that hands numbers to a tool; made of its configuration and the run's folder.
+
+    `step` is the place on the x-axis, which may be an epoch. Whatever a tool raises costs the run one warning.
+    """
+
+    config: Any
+
+    def __init__(self, config: Any, folder: Path) -> None:
+        self.config, self.folder = config, folder
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows `values` at `step`."""
+        raise NotImplementedError(f"{type(self).__name__} has no `write(step, values)`.")
+
+    def close(self, status: str) -> None:
+        """Nothing more will come."""
 
 
 class JsonlWriter:

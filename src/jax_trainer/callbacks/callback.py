@@ -1,0 +1,220 @@
+"""`Callback`: an observer with a hook for everything that happens in a run, and what it may use."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from compoconf import RegistrableConfigInterface, register_interface
+
+from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.core import StepRows, TrainState
+from jax_trainer.datasets import DatasetModule, Position
+from jax_trainer.engine import EpochEnd, EpochStart, EvalRoundEnd, EvalStart, Event, FitEnd, FitStart, StepEnd, StepMetrics
+from jax_trainer.logger import Logger
+from jax_trainer.settings import AtLeast, Settings
+
+
+class Checkpoints(Protocol):
+    """What a callback needs of a `CheckpointStore`; so this room does not load the store's libraries."""
+
+    def save(self, state: TrainState, position: Position, metrics: Mapping[str, float]) -> Path:
+        """Saves `state`, which stands at `position` in the data and was judged by `metrics`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a callback may use besides events.
+
+    Args:
+        folder: the run's own folder.
+        logger: takes numbers.
+        checkpoints: where states are saved, if they are.
+        dataset: the data, where it is a module.
+        validates: whether the plan has evaluations.
+    """
+
+    folder: Path
+    logger: Logger
+    checkpoints: Checkpoints | None = None
+    dataset: DatasetModule | None = None
+    validates: bool = True
+
+
+@dataclass
+class CallbackConfig(Settings):
+    """When a callback acts; the base of every callback's own configuration.
+
+    Args:
+        every_n_epochs: epochs between two calls of the hooks called "filtered"; -1: every epoch, 0: never.
+        every_n_minutes: minutes between two actions of a callback that acts by time; -1 or 0: not by time.
+    """
+
+    every_n_epochs: Annotated[int, AtLeast(-1)] = 1
+    every_n_minutes: Annotated[float, AtLeast(-1)] = -1
+
+    def due_at(self, epoch: int) -> bool:
+        """Whether the filtered hooks are called in this epoch."""
+        return self.every_n_epochs == -1 or (self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
+
+
+@register_interface
+class Callback(RegistrableConfigInterface):
+    """Watches a run: override the hooks you need. Epochs count from 1; metrics have full names, as in "val/acc".
+
+    While a hook runs, `self.event` is what happened and `self.state` the state after it; both are gone afterwards. A
+    hook may raise `StopTraining`.
+
+    >>> from compoconf import register
+    >>> @dataclass
+    ... class PatienceConfig(CallbackConfig):
+    ...     limit: float = 0.5
+    >>> @register
+    ... class Patience(Callback):
+    ...     config: PatienceConfig
+    ...
+    ...     def on_validation_epoch_end(self, eval_metrics, epoch):
+    ...         self.run.logger.log_scalar("patience/left", self.config.limit - eval_metrics["val/loss"], epoch)
+    """
+
+    config: Any
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.config, self.run = config, run
+        self._event: Event | None = None
+        self._is_judging = False  # between the start of the first evaluation set and the end of the last
+        # both come at every step, and most callbacks want neither
+        self._wants_steps = type(self).on_step_end is not Callback.on_step_end
+        self._wants_step_metrics = type(self).on_training_step is not Callback.on_training_step
+
+    @property
+    def event(self) -> Event:
+        """What has just happened."""
+        if self._event is None:
+            raise RuntimeError(f"{type(self).__name__} has an event, and a state, only while one of its hooks runs.")
+        return self._event
+
+    @property
+    def state(self) -> TrainState:
+        """The state after it; the next step reuses its memory, so copy what is to stay."""
+        return self.event.state
+
+    def handle(self, event: Event) -> None:
+        """Calls the hooks that belong to `event`."""
+        if isinstance(event, StepEnd) and not self._wants_steps:
+            return
+        self._event = event
+        try:
+            self._tell(event)
+        finally:
+            self._event = None
+
+    def _tell(self, event: Event) -> None:
+        due = self.config.due_at(event.epoch)
+        match event:
+            case StepEnd():
+                self.on_step_end(event)
+            case StepMetrics() if self._wants_step_metrics:
+                self._tell_steps(event.rows, event.epoch)
+            case FitStart():
+                self.on_training_start()
+            case EpochStart():
+                self.on_training_epoch_start(event.epoch)
+                if due:
+                    self.on_filtered_training_epoch_start(event.epoch)
+            case EpochEnd():
+                metrics = full_names(event.metrics, "train")
+                self.on_training_epoch_end(metrics, event.epoch)
+                if due:
+                    self.on_filtered_training_epoch_end(metrics, event.epoch)
+            case EvalStart() if not self._is_judging:
+                self._is_judging = True
+                self._tell_eval_start(event, due)
+            case EvalRoundEnd():
+                self._is_judging = False
+                self._tell_eval_end(event, due)
+            case FitEnd():
+                self._tell_end(event)
+
+    def _tell_eval_start(self, event: EvalStart, due: bool) -> None:
+        if event.name.startswith("test"):
+            self.on_test_epoch_start(event.epoch)
+            return
+        self.on_validation_epoch_start(event.epoch)
+        if due:
+            self.on_filtered_validation_epoch_start(event.epoch)
+
+    def _tell_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
+        metrics: dict[str, Any] = {}
+        for name, values in event.metrics.items():
+            metrics |= full_names(values, name)
+        if all(name.startswith("test") for name in event.metrics):
+            self.on_test_epoch_end(metrics, event.epoch)
+            return
+        self.on_validation_epoch_end(metrics, event.epoch)
+        if due:
+            self.on_filtered_validation_epoch_end(metrics, event.epoch)
+
+    def _tell_steps(self, rows: StepRows, epoch: int) -> None:
+        for index, step in enumerate(range(rows.first, rows.last + 1)):
+            values = {name: column.values[index] for name, column in rows.columns.items()}
+            self.on_training_step(full_names(values, "train"), epoch, step)
+
+    def _tell_end(self, event: FitEnd) -> None:
+        try:
+            if event.status != "failed":
+                self.on_training_end()
+            elif (error := sys.exception()) is not None:  # `drive` tells of the end while the error is on its way
+                self.on_exception(error)
+        finally:
+            self.finalize(event.status)
+
+    def on_training_start(self) -> None:
+        """Training is about to begin."""
+
+    def on_training_end(self) -> None:
+        """Training is over: done, stopped or interrupted."""
+
+    def on_training_epoch_start(self, epoch: int) -> None:
+        """An epoch begins."""
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        """An epoch is over; an evaluation may follow."""
+
+    def on_filtered_training_epoch_start(self, epoch: int) -> None:
+        """An epoch begins; every `every_n_epochs`-th only."""
+
+    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        """An epoch is over; every `every_n_epochs`-th only."""
+
+    def on_validation_epoch_start(self, epoch: int) -> None:
+        """An evaluation of all validation sets begins."""
+
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        """All validation sets are done, and `self.state` is what was judged on them."""
+
+    def on_filtered_validation_epoch_start(self, epoch: int) -> None:
+        """An evaluation of all validation sets begins; in every `every_n_epochs`-th epoch only."""
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        """All validation sets are done; in every `every_n_epochs`-th epoch only."""
+
+    def on_test_epoch_start(self, epoch: int) -> None:
+        """An evaluation of all test sets begins."""
+
+    def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
+        """All test sets are done."""
+
+    def on_step_end(self, event: StepEnd) -> None:
+        """One or more steps were dispatched, as `event` says. Their numbers are not known yet."""
+
+    def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
+        """The numbers of one step have arrived, some steps later: `self.state` is not that step's."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Training failed with `exception`, which goes on afterwards."""
+
+    def finalize(self, status: str) -> None:
+        """The last hook of a training, however it ended; `status` says how."""

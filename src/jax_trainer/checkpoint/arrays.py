@@ -1,0 +1,123 @@
+"""Arrays on the disk, by name. This file, and no other, knows that orbax writes them.
+
+Arrays without content are not stored, because orbax refuses them: dtype and shape are all there is to them.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.checkpoint.leaves import Spec
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.checkpoint.untrusted import read_bounded
+from jax_trainer.core import load_late
+
+_INDEX = "_METADATA"  # where orbax lists the names
+_MAX_INDEX_BYTES = 1 << 26
+_IN_A_DICT = 2  # how the index says that a name is a key, not a position
+_KINDS = ("jax.Array", "np.ndarray")
+
+
+@cache
+def _orbax() -> Any:
+    return load_late("orbax.checkpoint")
+
+
+@cache
+def _handler() -> Any:
+    return _orbax().PyTreeCheckpointHandler(use_ocdbt=True)
+
+
+@cache
+def _checkpointer() -> Any:
+    return _orbax().Checkpointer(_handler())
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes arrays into the new folder `folder` (an absolute path), and waits until they are there."""
+    full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
+    _checkpointer().save(folder, args=_orbax().args.PyTreeSave(full))
+
+
+def stored_specs(folder: Path) -> dict[str, Spec]:
+    """Which arrays `folder` says it holds. Reads none of them, and nothing outside of `folder`."""
+    try:
+        _check_index(folder)
+        listed: Mapping[str, Any] = _handler().metadata(folder).tree
+        return {name: _spec_of(name, entry) for name, entry in listed.items()}
+    except Exception as error:  # orbax and tensorstore raise what they like
+        raise _unreadable(folder, error) from error
+
+
+def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays in `folder`, each of the kind and in the place that `like` has. Their specs must agree already."""
+    arguments = {name: _arguments(leaf) for name, leaf in like.items() if math.prod(leaf.shape)}
+    request = _orbax().args.PyTreeRestore(item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True)
+    try:
+        full = _checkpointer().restore(folder, args=request)
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    return {name: _placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}
+
+
+def _arguments(leaf: Any) -> Any:
+    sharding = _sharding(leaf)
+    if sharding is None:
+        return _orbax().RestoreArgs(restore_type=np.ndarray)
+    return _orbax().ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _sharding(leaf: Any) -> Any:
+    # an array that nobody placed is free to move to where it is needed, and has to stay so
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return getattr(leaf, "sharding", None)
+
+
+def _empty(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, leaf.dtype)
+
+
+def _placed(value: Any, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return value
+    if isinstance(value, jax.Array):
+        return value
+    sharding = _sharding(leaf)
+    # a copy, so that its memory is jax's own and can be given away in a step
+    return jnp.array(value) if sharding is None else jax.device_put(value, sharding)
+
+
+def _check_index(folder: Path) -> None:
+    """Refuses an index by which orbax would look for arrays anywhere but in the one store of this folder."""
+    index = json.loads(read_bounded(folder / _INDEX, _MAX_INDEX_BYTES))
+    if index["use_ocdbt"] is not True:
+        raise ValueError("its arrays are not in one store")
+    for entry in index["tree_metadata"].values():
+        [key], value = entry["key_metadata"], entry["value_metadata"]
+        is_array = value["value_type"] in _KINDS and value["skip_deserialize"] is False
+        if key["key_type"] != _IN_A_DICT or not is_array:
+            raise ValueError("it holds something that is not an array with a name")
+
+
+def _spec_of(name: str, entry: Any) -> Spec:
+    spec = Spec(str(np.dtype(entry.dtype)), tuple(int(size) for size in entry.shape))
+    piece = entry.storage.chunk_shape if entry.storage is not None else None
+    if piece is not None and math.prod(piece) > math.prod(spec.shape):
+        raise ValueError(f"{name} is {spec}, but is read in pieces of {list(piece)}")
+    return spec
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    reason = str(error).split("\n")[0][:300]
+    return CheckpointError(
+        f"The arrays in {folder} cannot be read: {type(error).__name__}: {reason}. The checkpoint is damaged; "
+        "use another one."
+    )

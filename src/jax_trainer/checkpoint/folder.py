@@ -1,0 +1,142 @@
+"""`RunFolder`: the folder of one run, and where things are in it."""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.names import safe_join
+
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+_MODE = 0o700  # what a run writes may be private
+_MOST_VERSIONS = 10_000  # that begin in one second
+_SUGGESTED = 5
+_LOOKED_AT = 2_000  # folders, when near runs are looked for: a home folder may be given
+
+
+class RunFolder:
+    """The folder of one run. `create` makes a new one, `open` finds one that is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, name: str = "", version: str | None = None) -> "RunFolder":
+        """Makes `parent/name/version`, which then belongs to this run alone, however many begin at the same time.
+
+        Args:
+            parent: the folder of all runs; made if need be.
+            name: what the run is called; `/` separates several parts, "" has none.
+            version: None takes the time in UTC, `20261115-142311`, followed by `-2`, `-3` … where that is taken.
+                A version that is given must be new, or an empty folder; "" adds none.
+        """
+        folder = Path(parent).absolute()
+        for part in name.split("/") if name else ():
+            folder = safe_join(folder, part)
+        if version is None:
+            return cls(_claim_next(folder, f"{datetime.now(UTC):%Y%m%d-%H%M%S}"))
+        folder = safe_join(folder, version) if version else folder
+        _make(folder)
+        if not _claim(folder):
+            raise FileExistsError(
+                f"The run folder {folder} exists already and is not empty. Go on with the run in it by "
+                f"`jax-trainer resume {folder}`, or choose another version; without one, a run is named after its time."
+            )
+        return cls(folder)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """The folder of a run that was begun before."""
+        folder = Path(path).absolute()
+        if (folder / CONFIG).is_file():
+            return cls(folder)
+        problem = f"has no {CONFIG}" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+        near = _runs_near(folder)
+        hint = f"These are runs: {', '.join(map(str, near))}." if near else "Pass the folder that a run has made."
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it {problem}. {hint}")
+
+    @property
+    def config_file(self) -> Path:
+        """The whole configuration of the run."""
+        return self.path / CONFIG
+
+    @property
+    def metrics_file(self) -> Path:
+        """The numbers it reported, a line of JSON each."""
+        return self.path / METRICS
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Puts `text` into the file called `name`: readable by its owner only, and never half written."""
+        file = safe_join(self.path, name)
+        write_atomically(file, text)
+        return file
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+
+def _make(folder: Path) -> None:
+    for ancestor in (*reversed(folder.parents), folder):
+        ancestor.mkdir(mode=_MODE, exist_ok=True)
+
+
+def _claim(folder: Path) -> bool:
+    """Whether `folder` was empty and is now ours: of several processes, one makes the folder for checkpoints in it."""
+    if any(folder.iterdir()):
+        return False
+    try:
+        os.mkdir(folder / CHECKPOINTS, _MODE)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _claim_next(parent: Path, stamp: str) -> Path:
+    _make(parent)
+    for number in range(1, _MOST_VERSIONS):
+        folder = safe_join(parent, stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            os.mkdir(folder, _MODE)
+        except FileExistsError:
+            continue
+        if _claim(folder):
+            return folder
+    raise FileExistsError(f"{parent} has {_MOST_VERSIONS} runs from {stamp} already. Pass a `version`.")
+
+
+def _runs_near(folder: Path) -> list[Path]:
+    """Runs that may have been meant: around `folder`, below it, or below the nearest folder that exists."""
+    around = [parent for parent in folder.parents if (parent / CONFIG).is_file()][:1]
+    if around:
+        return around
+    start = next((place for place in (folder, folder.parent) if place.is_dir()), None)
+    found = [] if start is None else list(_runs_below(start))
+    newest_first = sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+    return newest_first[:_SUGGESTED]
+
+
+def _runs_below(start: Path) -> Iterator[Path]:
+    level, left = [start], _LOOKED_AT
+    for _ in range(3):
+        below: list[Path] = []
+        for folder in level:
+            for child in _folders(folder)[:left]:
+                left -= 1
+                if (child / CONFIG).is_file():
+                    yield child
+                else:
+                    below.append(child)
+        level = below
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # not ours to look into
+        return []

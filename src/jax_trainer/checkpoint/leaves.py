@@ -1,0 +1,88 @@
+"""A state as a flat mapping from dotted names to arrays, and whether two of them agree."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.core import PyTree, leaf_path
+
+_MOST_LINES = 30
+_MOST_GUESSES = 20  # each compares one name with all that are left over
+
+
+class Spec(NamedTuple):
+    """The dtype and the shape of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @classmethod
+    def of(cls, leaf: Any) -> "Spec":
+        """Those of an array, or of what stands for one."""
+        return cls(str(leaf.dtype), tuple(leaf.shape))
+
+
+def named_leaves(state: PyTree) -> dict[str, Any]:
+    """The arrays of `state`, or what stands for them, by dotted name, in the order of the tree."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = leaf_path(path)
+        if name in named:
+            raise CheckpointError(f"Two arrays of the state are called {name!r}. Give one of them another name.")
+        if problem := _problem(leaf):
+            raise CheckpointError(f"{name} {problem}")
+        named[name] = leaf
+    return named
+
+
+def _problem(leaf: Any) -> str:
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays are saved: use `jnp.asarray` on it."
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "is a typed key. Keep its words, `jax.random.key_data(key)`, in the state instead."
+    dtype = np.dtype(leaf.dtype)
+    if not dtype.isnative or not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
+        return f"has the dtype {dtype}, and only numbers in the machine's own order can be saved."
+    return ""
+
+
+def check_fits(found: Mapping[str, Spec], wanted: Mapping[str, Spec], checkpoint: Path) -> None:
+    """Fails unless a checkpoint holds exactly the arrays that are wanted; lists all that differs."""
+    lines = list(_differences(found, wanted))
+    if not lines:
+        return
+    listed = "\n".join(f"  {line}" for line in lines[:_MOST_LINES])
+    more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    raise CheckpointError(
+        f"The checkpoint {checkpoint} does not fit the state that it is to be restored into:\n{listed}{more}\n"
+        "Use the model, the optimizer and the precision that it was saved with."
+    )
+
+
+def _differences(found: Mapping[str, Spec], wanted: Mapping[str, Spec]) -> Iterator[str]:
+    for name in wanted.keys() & found.keys():
+        if wanted[name] != found[name]:
+            yield f"{name}: expected {wanted[name]}, found {found[name]}"
+    extra = [name for name in found if name not in wanted]
+    for number, name in enumerate(name for name in wanted if name not in found):
+        guess = _renamed(name, wanted[name], found, extra) if number < _MOST_GUESSES else ""
+        yield f"{name}: expected {wanted[name]}, missing in the checkpoint{guess}"
+    for name in extra:
+        label = name if name.isprintable() and len(name) < 200 else shown(name)
+        yield f"{label}: not expected, found {found[name]}"
+
+
+def _renamed(name: str, spec: Spec, found: Mapping[str, Spec], extra: list[str]) -> str:
+    alike = [other for other in extra if found[other] == spec and other.isprintable()]
+    close = difflib.get_close_matches(name, alike[:500], n=1)
+    return f" (it has {close[0]}: renamed?)" if close else ""

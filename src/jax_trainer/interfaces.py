@@ -1,0 +1,139 @@
+"""What users implement and a file's `model:` section can name: the interfaces of models, and how one is built.
+
+>>> from dataclasses import dataclass
+>>> from compoconf import register
+>>> @dataclass
+... class HalfConfig(BaseModelConfig):
+...     outputs: int = 4
+>>> @register
+... class Half(BaseModelNNX):
+...     config: HalfConfig
+...
+...     def __init__(self, config: HalfConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
+...         self.layer = nnx.Linear(exmp_input.shape[-1], config.outputs, rngs=rngs)
+>>> model_mode(HalfConfig())
+'nnx'
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, get_type_hints
+
+from compoconf import RegistrableConfigInterface, Registry, register_interface, registered
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer.settings import Settings, listed
+
+ModelMode = Literal["nnx", "linen"]
+
+
+@dataclass
+class BaseModelConfig(Settings):
+    """The base of every model's configuration.
+
+    A model may keep it (`self.config = config`), and so may the modules inside: it hashes by its values, as what is
+    static in a compiled function must. As with any key of a dict, do not change it once a model holds it.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("__hash__") is None:
+            cls.__hash__ = BaseModelConfig.__hash__  # `@dataclass` takes an inherited one away, and keeps a class's own
+
+    def __hash__(self) -> int:
+        return _value_hash(self)
+
+
+def _value_hash(value: Any) -> int:
+    """A hash that equal values share, also of lists, mappings and configurations."""
+    if is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, field.name) for field in fields(value) if field.compare]
+        return hash((type(value), *map(_value_hash, compared)))
+    if isinstance(value, list | tuple):
+        return hash(tuple(map(_value_hash, value)))
+    if isinstance(value, Mapping):
+        return hash(frozenset((key, _value_hash(item)) for key, item in value.items()))
+    return hash(value)
+
+
+@register_interface
+class BaseModelNNX(nnx.Module, RegistrableConfigInterface):
+    """A model for `flax.nnx`: decorate it with `@register`, annotate `config` and take it first.
+
+    Its constructor is `__init__(self, config, *, rngs)`. One that also takes `exmp_input` gets an example of what the
+    model is called with, and finds its sizes there: look at shapes and types only, for it may be a tracer.
+    """
+
+    config: Any  # the class of a model's own configuration, which derives from `BaseModelConfig`
+
+
+@register_interface
+class BaseModelLinen(nn.Module, RegistrableConfigInterface):
+    """A model for `flax.linen`: decorate it with `@register` and annotate `config`, its only attribute without default.
+
+    Its call is `__call__(self, x, train=False)`; a model that behaves alike in training need not take `train`.
+    """
+
+    config: Any  # the class of a model's own configuration, which derives from `BaseModelConfig`
+
+    def __post_init__(self) -> None:
+        if self.config is None:
+            name = type(self).__name__
+            raise TypeError(f"{name} was made without its configuration. Write `{name}(config)`.")
+        super().__post_init__()
+
+
+_INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {"nnx": BaseModelNNX, "linen": BaseModelLinen}
+
+
+def model_mode(config: BaseModelConfig) -> ModelMode:
+    """Whether the model of this configuration is one of nnx or of linen, by where it is registered."""
+    return _registration(config)[0]
+
+
+def build_model(config: BaseModelConfig, exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
+    """The model of this configuration.
+
+    Args:
+        config: of a registered model; its class decides which one.
+        exmp_input: an example of what the model is called with, or a `jax.ShapeDtypeStruct` of it.
+        rngs: where an nnx model draws its weights from. A linen model draws them later, in `init`.
+    """
+    mode, model = _registration(config)
+    if mode == "linen":
+        return model(config)
+    example = {"exmp_input": exmp_input} if _takes(model, "exmp_input") else {}
+    return model(config, **example, rngs=rngs)
+
+
+def _registration(config: BaseModelConfig) -> tuple[ModelMode, type[Any]]:
+    name, kind = config.class_name, type(config).__name__
+    found: list[tuple[ModelMode, type[Any]]] = [
+        (mode, Registry.get_class(interface, name))  # type: ignore[arg-type]  # compoconf means the class
+        for mode, interface in _INTERFACES.items()
+        if name in registered(interface)
+    ]
+    if len(found) > 1:  # two classes of one name: each has a configuration of its own
+        found = [(mode, model) for mode, model in found if get_type_hints(model).get("config") is type(config)]
+    if len(found) != 1:
+        known = listed(name for interface in _INTERFACES.values() for name in registered(interface))
+        raise ValueError(
+            f"{kind} does not lead to one model: its `class_name` is {name!r}. Decorate the model with `@register`, "
+            f"annotate it with `config: {kind}`, and give it a name and a configuration class that no other model has. "
+            f"Registered are {known or 'none'}."
+        )
+    return found[0]
+
+
+def _takes(model: type[Any], name: str) -> bool:
+    """Whether the constructor has this parameter, or hands on to one that has."""
+    for owner in model.__mro__:
+        if "__init__" in owner.__dict__:
+            parameters = inspect.signature(owner.__init__).parameters
+            if name in parameters:
+                return True
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return False
+    return False

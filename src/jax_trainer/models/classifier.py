@@ -1,0 +1,75 @@
+"""The classifier of the introduction, for nnx and for linen."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+from compoconf import register
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
+from jax_trainer.models.layers import ACTIVATIONS, BATCH_NORM_MOMENTUM, ActFn, Hidden, flat, flat_size
+from jax_trainer.settings import AtLeast
+
+
+@dataclass
+class SimpleClassifierConfig(BaseModelConfig):
+    """The sizes of a classifier with one hidden layer.
+
+    Args:
+        c_hid: the width of the hidden layer.
+        num_classes: how many classes there are.
+        act_fn: the activation of the hidden layer.
+        batch_norm: normalise the hidden layer over the batch, before its activation.
+    """
+
+    c_hid: Annotated[int, AtLeast(1)] = 32
+    num_classes: Annotated[int, AtLeast(1)] = 10
+    act_fn: ActFn = "gelu"
+    batch_norm: bool = True
+
+
+@register
+class SimpleClassifier(BaseModelNNX):
+    """A classifier with one hidden layer on flattened input: [batch, …] → [batch, num_classes]."""
+
+    config: SimpleClassifierConfig
+
+    def __init__(self, config: SimpleClassifierConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.hidden = Hidden(
+            *(flat_size(exmp_input), config.c_hid), act_fn=config.act_fn, norm=config.batch_norm, rngs=rngs
+        )
+        self.out = nnx.Linear(config.c_hid, config.num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, …] → [batch, num_classes]."""
+        return self.out(self.hidden(flat(x)))
+
+
+@dataclass
+class SimpleClassifierLinenConfig(SimpleClassifierConfig):
+    """The same keys, for linen.
+
+    Args:
+        c_hid: the width of the hidden layer.
+        num_classes: how many classes there are.
+        act_fn: the activation of the hidden layer.
+        batch_norm: normalise the hidden layer over the batch, before its activation.
+    """
+
+
+@register
+class SimpleClassifierLinen(BaseModelLinen):
+    """The same classifier for linen: [batch, …] → [batch, num_classes]."""
+
+    config: SimpleClassifierLinenConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[batch, …] → [batch, num_classes]."""
+        x = nn.Dense(self.config.c_hid, name="hidden")(flat(x))
+        if self.config.batch_norm:
+            x = nn.BatchNorm(use_running_average=not train, momentum=BATCH_NORM_MOMENTUM, name="norm")(x)
+        return nn.Dense(self.config.num_classes, name="out")(ACTIVATIONS[self.config.act_fn](x))

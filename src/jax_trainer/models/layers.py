@@ -1,0 +1,82 @@
+"""The small parts that networks share, and how a network finds its sizes in an example of its input."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
+from flax import nnx
+
+Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
+ActFn = Literal["elu", "gelu", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
+
+ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
+    "elu": jax.nn.elu,
+    "gelu": jax.nn.gelu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "tanh": jax.nn.tanh,
+}
+
+# of the running statistics: those of an epoch of a dozen steps must not be mostly their initial values
+BATCH_NORM_MOMENTUM = 0.9
+
+
+def unchanged(x: jax.Array) -> jax.Array:
+    """What stands where a layer was not asked for."""
+    return x
+
+
+def batch_norm(features: int, wanted: bool, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]:
+    """BatchNorm over the last axis, or nothing. It computes in float32 and answers in the type that it is given."""
+    if not wanted:
+        return unchanged
+    return nnx.BatchNorm(features, momentum=BATCH_NORM_MOMENTUM, promote_dtype=_not_promoted, rngs=rngs)
+
+
+def _not_promoted(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
+    # the running statistics are float32 always, and everything after them would be so too
+    return arrays
+
+
+class Hidden(nnx.Module):
+    """Linear, BatchNorm if wanted, activation, dropout: [batch, inputs] → [batch, outputs]."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        act_fn: ActFn,
+        dropout: float = 0.0,
+        norm: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.linear = nnx.Linear(inputs, outputs, rngs=rngs)
+        self.norm = batch_norm(outputs, norm, rngs=rngs)
+        self.act_fn = ACTIVATIONS[act_fn]
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, inputs] → [batch, outputs]."""
+        return self.dropout(self.act_fn(self.norm(self.linear(x))))
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[batch, …] → [batch, features]."""
+    return x.reshape(len(x), -1)
+
+
+def flat_size(exmp_input: Any) -> int:
+    """How many features each example of a batch has when it is flat.
+
+    >>> flat_size(jax.ShapeDtypeStruct((128, 28, 28, 1), "float32"))
+    784
+    """
+    if len(exmp_input.shape) < 2:
+        raise ValueError(
+            f"An input of shape {exmp_input.shape} has no features. It must be [batch, …], with one axis more at least."
+        )
+    return math.prod(exmp_input.shape[1:])

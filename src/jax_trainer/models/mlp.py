@@ -1,0 +1,61 @@
+"""A multilayer perceptron of any depth."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any
+
+import jax
+from compoconf import register
+from flax import nnx
+
+from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.models.layers import ActFn, Hidden, flat, flat_size
+from jax_trainer.settings import AtLeast, Below
+
+
+@dataclass
+class MLPConfig(BaseModelConfig):
+    """The sizes of a multilayer perceptron.
+
+    Args:
+        hidden: the width of each hidden layer; an empty list makes a linear model.
+        num_classes: how many numbers come out, one per class; 1 for a single quantity.
+        act_fn: the activation after each hidden layer.
+        dropout: the share of hidden units that a training step leaves out.
+        batch_norm: normalise each hidden layer over the batch, before its activation.
+    """
+
+    hidden: tuple[Annotated[int, AtLeast(1)], ...] = (128, 128)
+    num_classes: Annotated[int, AtLeast(1)] = 10
+    act_fn: ActFn = "gelu"
+    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    batch_norm: bool = False
+
+
+@register
+class MLP(BaseModelNNX):
+    """A multilayer perceptron on flattened input: [batch, …] → [batch, num_classes]."""
+
+    config: MLPConfig
+
+    def __init__(self, config: MLPConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
+        sizes = (flat_size(exmp_input), *config.hidden)
+        self.config = config
+        self.layers = nnx.List(
+            Hidden(
+                *(inputs, outputs),
+                act_fn=config.act_fn,
+                dropout=config.dropout,
+                norm=config.batch_norm,
+                rngs=rngs,
+            )
+            for inputs, outputs in pairwise(sizes)
+        )
+        self.out = nnx.Linear(sizes[-1], config.num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, …] → [batch, num_classes]."""
+        x = flat(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)

@@ -1,0 +1,88 @@
+"""Optimizers, learning rates that change, gradient transforms: each configuration beside what it builds.
+
+An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
+rate, which `learning_rate(opt_state)` reads. `named` has the other optimizers of optax.
+"""
+
+from jax_trainer.optimizer import named, optimizer, scheduler, transforms
+from jax_trainer.optimizer.groups import GroupConfig
+from jax_trainer.optimizer.named import NAMED
+from jax_trainer.optimizer.optimizer import (
+    SGD,
+    AdamW,
+    AdamWConfig,
+    BaseOptimizerConfig,
+    Lamb,
+    LambConfig,
+    OptimizerInterface,
+    SGDConfig,
+)
+from jax_trainer.optimizer.record import Recorded, learning_rate, learning_rates
+from jax_trainer.optimizer.scheduler import (
+    BaseScheduleConfig,
+    ConcatSchedule,
+    ConcatScheduleConfig,
+    ConstantSchedule,
+    ConstantScheduleConfig,
+    CosineSchedule,
+    CosineScheduleConfig,
+    ExponentialSchedule,
+    ExponentialScheduleConfig,
+    LinearSchedule,
+    LinearScheduleConfig,
+    ScheduleInterface,
+    WarmupCosineDecaySchedule,
+    WarmupCosineDecayScheduleConfig,
+)
+from jax_trainer.optimizer.transforms import (
+    GradClipNorm,
+    GradClipNormConfig,
+    GradClipValue,
+    GradClipValueConfig,
+    GradientTransformConfig,
+    GradientTransformInterface,
+    WeightDecay,
+    WeightDecayConfig,
+)
+
+__all__ = [
+    "NAMED",
+    "SGD",
+    "AdamW",
+    "AdamWConfig",
+    "BaseOptimizerConfig",
+    "BaseScheduleConfig",
+    "ConcatSchedule",
+    "ConcatScheduleConfig",
+    "ConstantSchedule",
+    "ConstantScheduleConfig",
+    "CosineSchedule",
+    "CosineScheduleConfig",
+    "ExponentialSchedule",
+    "ExponentialScheduleConfig",
+    "GradClipNorm",
+    "GradClipNormConfig",
+    "GradClipValue",
+    "GradClipValueConfig",
+    "GradientTransformConfig",
+    "GradientTransformInterface",
+    "GroupConfig",
+    "Lamb",
+    "LambConfig",
+    "LinearSchedule",
+    "LinearScheduleConfig",
+    "OptimizerInterface",
+    "Recorded",
+    "SGDConfig",
+    "ScheduleInterface",
+    "WarmupCosineDecaySchedule",
+    "WarmupCosineDecayScheduleConfig",
+    "WeightDecay",
+    "WeightDecayConfig",
+    "learning_rate",
+    "learning_rates",
+    "named",
+    "optimizer",
+    "scheduler",
+    "transforms",
+]

@@ -1,0 +1,24 @@
+"""`TrainerModule`, the Lightning-like style: a subclass says what the loss is, configurations say the rest."""
+
+from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
+from jax_trainer.trainer.dry_run import DryRun
+from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.img_classifier import ImgClassifierTrainer, ImgClassifierTrainerConfig
+from jax_trainer.trainer.language_model import LanguageModelTrainer, LanguageModelTrainerConfig
+from jax_trainer.trainer.trainer import TrainerModule
+
+__all__ = [
+    "BaseTrainer",
+    "DryRun",
+    "Experiment",
+    "ImgClassifierTrainer",
+    "ImgClassifierTrainerConfig",
+    "LanguageModelTrainer",
+    "LanguageModelTrainerConfig",
+    "StoredRun",
+    "TrainerConfig",
+    "TrainerModule",
+    "build",
+    "load_experiment",
+    "stored_run",
+]

@@ -1,0 +1,59 @@
+"""What would be trained: found out by tracing, without computing or writing anything."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from jax_trainer.core import Batch, CompiledProgram, PyTree, leaf_path
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a state."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The parameters of a model, the bytes of its state, what a batch is, what a step reports, how many there are."""
+
+    parameters: tuple[Leaf, ...]
+    state_bytes: Mapping[str, int]
+    batch: Mapping[str, str]
+    reported: tuple[str, ...]
+    steps: int | None
+    devices: str
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the parameters are."""
+        return sum(math.prod(leaf.shape) for leaf in self.parameters)
+
+    def data(self) -> dict[str, Any]:
+        """The same for scripts."""
+        return {**asdict(self), "parameter_count": self.parameter_count}
+
+
+def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
+    """Traces the first state and one step."""
+    state, metrics = program.shapes(jax.random.key(seed), example)
+    parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
+    sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}
+    batch = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)}
+    kinds = [device.device_kind for device in jax.devices()]
+    devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+    return DryRun(_leaves(state.params), sizes, batch, tuple(metrics.by_name), steps, devices)
+
+
+def _leaves(tree: PyTree) -> tuple[Leaf, ...]:
+    return tuple(
+        Leaf(leaf_path(path), tuple(leaf.shape), str(leaf.dtype), math.prod(leaf.shape) * leaf.dtype.itemsize)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    )

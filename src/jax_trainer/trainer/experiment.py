@@ -1,0 +1,107 @@
+"""`Experiment`: everything that one YAML file says, and how it becomes a trainer with its data."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import jax_trainer.datasets.examples
+import jax_trainer.models  # noqa: F401 - both register what a file can name
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.config import Loaded, load_config
+from jax_trainer.core import Batch
+from jax_trainer.datasets import DatasetModule
+from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
+from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.settings import AtLeast, Settings, SettingsError
+from jax_trainer.trainer.config import BaseTrainer
+
+LOG = logging.getLogger("jax_trainer")
+
+
+@dataclass
+class StoredRun(Settings):
+    """What the folder of a run says about it. One that was begun in Python may have no dataset of ours.
+
+    Args:
+        trainer: how to train.
+        model: what to train.
+        optimizer: by which steps.
+        dataset: on what.
+        seed: used by the trainer and the dataset where they have none of their own.
+        num_gpus: how many GPUs share each batch; without any GPU, the CPU is used.
+    """
+
+    trainer: BaseTrainer.cfgtype
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype
+    optimizer: OptimizerInterface.cfgtype
+    dataset: DatasetModule.cfgtype | None = None
+    seed: Annotated[int, AtLeast(0)] = 42
+    num_gpus: Annotated[int, AtLeast(0)] = 1
+
+
+@dataclass
+class Experiment(StoredRun):
+    """A whole experiment, as a file describes it."""
+
+    dataset: DatasetModule.cfgtype = field()
+
+
+def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[Experiment]:
+    """The experiment in a YAML file, with overrides such as `trainer.train_epochs=3`."""
+    loaded = load_config(file, Experiment, overrides)
+    for name in ("trainer", "dataset"):
+        part = getattr(loaded.value, name)
+        if hasattr(part, "seed") and loaded.tree.at(f"{name}.seed") is None:
+            part.seed = loaded.value.seed
+    return loaded
+
+
+def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[StoredRun]:
+    """The configuration of a run as its folder has it. What it names must be registered: nothing is imported."""
+    return load_config(folder.config_file, StoredRun, overrides)
+
+
+def build(run: StoredRun, *, exmp_input: Batch | None = None, folder: RunFolder | None = None) -> Any:
+    """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
+
+    The example batch is the first of the dataset, unless there is an `exmp_input`.
+    """
+    dataset = None if run.dataset is None else run.dataset.instantiate(DatasetModule)
+    if exmp_input is None:
+        if dataset is None:
+            raise SettingsError([("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")])
+        exmp_input = next(iter(dataset.train_loader))
+    others = {"dataset": run.dataset, "seed": run.seed, "num_gpus": run.num_gpus}
+    return run.trainer.instantiate(
+        BaseTrainer,
+        run.model,
+        run.optimizer,
+        exmp_input,
+        mesh=_mesh(run.num_gpus),
+        dataset=dataset,
+        other_configs={name: value for name, value in others.items() if value is not None},
+        folder=folder,
+    )
+
+
+def _mesh(num_gpus: int) -> Mesh | None:
+    """The devices that share each batch; None: JAX's default device alone."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        if num_gpus > 1:
+            raise SettingsError(
+                [("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees no GPU here. Use 1, which trains on the CPU.")]
+            )
+        if num_gpus:
+            LOG.info("`num_gpus` is 1, and JAX sees no GPU: training on the CPU.")
+        return None
+    if num_gpus == 0:
+        raise SettingsError([("num_gpus", "`num_gpus` is 0, and JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")])
+    if num_gpus > len(devices):
+        raise SettingsError([("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees {len(devices)}.")])
+    return None if num_gpus == 1 else jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])

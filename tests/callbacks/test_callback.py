@@ -1,0 +1,207 @@
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import pytest
+from callback_runs import EXAMPLE, STEPS, Saves, fit, program_of
+from compoconf import parse_config, register
+
+from jax_trainer.callbacks import (
+    Callback,
+    CallbackConfig,
+    JAXProfiler,
+    JAXProfilerConfig,
+    LearningRateMonitor,
+    LearningRateMonitorConfig,
+    ModelCheckpoint,
+    ModelCheckpointConfig,
+    logger_observers,
+)
+from jax_trainer.core import HeldState, copy_state
+from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, evaluate
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import Recorder, assert_same_bits, fault, numbered_loader
+
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]
+
+
+@dataclass
+class WitnessConfig(CallbackConfig):
+    """Nothing of its own."""
+
+
+@register
+class Witness(Callback):
+    """Writes down every hook and what it was given."""
+
+    config: WitnessConfig
+
+    def __init__(self, config: WitnessConfig, run: Any = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        super().__init__(config, run)
+
+    def names(self, *, without: tuple[str, ...] = ("on_step_end", "on_training_step")) -> list[Any]:
+        shown = [(name.removeprefix("on_"), given) for name, *given in self.calls if name not in without]
+        return [name if not given else (name, given[-1]) for name, given in shown]
+
+
+def writes_down(name: str):
+    def hook(self: Witness, *given: Any) -> None:
+        assert self.state is self.event.state
+        self.calls.append((name, *given))
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Witness, _name, writes_down(_name))
+
+
+def epoch_of(number: int, *, due: bool = True) -> list[Any]:
+    def pair(name: str) -> list[Any]:
+        return [(name, number), (f"filtered_{name}", number)][: 1 + due]
+
+    around = ("training_epoch_start", "training_epoch_end", "validation_epoch_start", "validation_epoch_end")
+    return [call for name in around for call in pair(name)]
+
+
+def test_the_hooks_of_a_run_come_in_order():
+    witness = Witness(WitnessConfig())
+    fit(witness)
+    middle = [*epoch_of(1), *epoch_of(2)]
+    assert witness.names() == ["training_start", *middle, "training_end", ("finalize", "completed")]
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, {1, 2, 3, 4}), (-1, {1, 2, 3, 4}), (2, {2, 4}), (3, {3}), (0, set())])
+def test_filtered_hooks_come_every_so_many_epochs(every, due):
+    witness = Witness(WitnessConfig(every_n_epochs=every))
+    fit(witness, plan=Plan(max_epochs=4, eval_every=Every(epochs=1)))
+    expected = [call for number in range(1, 5) for call in epoch_of(number, due=number in due)]
+    assert witness.names()[1:-2] == expected
+
+
+def test_hooks_get_metrics_by_their_full_names():
+    witness, seen = Witness(WitnessConfig()), Recorder()
+    fit(witness, seen)
+    given = {name: metrics for name, metrics, *_ in (call for call in witness.calls if len(call) == 3)}
+    assert given["on_training_epoch_end"]["train/loss"] == seen.epochs[2]["loss"]
+    assert given["on_training_epoch_end"]["optimizer/grad_global_norm"] == seen.epochs[2]["optimizer/grad_global_norm"]
+    assert given["on_validation_epoch_end"] == {f"val/{name}": value for name, value in seen.evals[-1][2].items()}
+    assert given["on_filtered_validation_epoch_end"] == given["on_validation_epoch_end"]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, "epoch"])
+def test_every_step_is_told_once_with_its_own_numbers(steps_per_call):
+    witness, seen = Witness(WitnessConfig()), Recorder()
+    fit(witness, seen, plan=Plan(max_epochs=2, steps_per_call=steps_per_call))
+    told = [call[1:] for call in witness.calls if call[0] == "on_training_step"]
+    assert [(epoch, step) for _, epoch, step in told] == [(1 + i // STEPS, 1 + i) for i in range(2 * STEPS)]
+    assert [metrics["train/loss"] for metrics, _, _ in told] == [seen.steps[s]["loss"] for s in sorted(seen.steps)]
+
+
+class Judge(Witness):
+    """Keeps a copy of every state that was evaluated."""
+
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        self.calls.append((copy_state(self.state), eval_metrics))
+
+
+def test_the_state_in_a_validation_hook_is_the_one_that_was_judged():
+    judge = Judge(WitnessConfig())
+    fit(judge, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
+    judged = [call for call in judge.calls if len(call) == 2 and isinstance(call[1], dict)]
+    assert [int(state.step) for state, _ in judged] == [3, 6]
+    for state, metrics in judged:
+        again = evaluate(program_of("linen"), state, {"val": numbered_loader(64)})["val"]
+        assert {f"val/{name}": value for name, value in again.items()} == metrics
+
+
+def test_there_is_no_state_outside_a_hook():
+    witness = Witness(WitnessConfig())
+    fit(witness, plan=Plan(max_steps=1))
+    with pytest.raises(RuntimeError, match="Witness has an event, and a state, only while one of its hooks runs"):
+        _ = witness.state
+
+
+def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
+    witness, program = Witness(WitnessConfig()), program_of("linen")
+    state = program.init(jax.random.key(0), EXAMPLE)
+    at = Event(7, 3, HeldState.of(state))
+    for event in eval_events(program, at, {"test": numbered_loader(64)}, Plan(max_steps=0)):
+        witness.handle(event)
+    assert witness.names() == [("test_epoch_start", 3), ("test_epoch_end", 3)]
+    assert set(witness.calls[-1][1]) == {"test/loss", "test/acc"}
+
+
+def test_a_failure_is_told_with_its_error_and_then_raised():
+    witness = Witness(WitnessConfig())
+    with fault("step:raise:3"), pytest.raises(Exception, match="step") as failure:
+        fit(witness)
+    assert witness.names()[-2:] == [("exception", failure.value), ("finalize", "failed")]
+    assert "training_end" not in witness.names()
+
+
+class Stopper(Witness):
+    """Stops the run in its first epoch."""
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        raise StopTraining
+
+
+def test_a_hook_may_stop_the_run():
+    stopper = Stopper(WitnessConfig())
+    fit(stopper)
+    assert stopper.names()[-2:] == ["training_end", ("finalize", "stopped")]
+
+
+class Clumsy(Witness):
+    """Fails at the very end."""
+
+    def on_training_end(self) -> None:
+        raise OSError("no space left")
+
+
+def test_finalize_comes_even_when_the_hook_before_it_fails():
+    clumsy = Clumsy(WitnessConfig())
+    with pytest.raises(OSError, match="no space left"):
+        fit(clumsy, plan=Plan(max_steps=1))
+    assert clumsy.calls[-1] == ("finalize", "completed")
+
+
+def test_a_callback_of_ones_own_is_found_by_its_name(folder_run):
+    config: Any = parse_config(Callback.cfgtype, {"class_name": "Witness", "every_n_epochs": 5})
+    made = config.instantiate(Callback, folder_run)
+    assert isinstance(made, Witness)
+    assert made.config.every_n_epochs == 5
+    assert made.run is folder_run
+
+
+@pytest.mark.parametrize(
+    ("section", "config"),
+    [
+        ({"class_name": "LearningRateMonitor", "every_n_epochs": 1}, LearningRateMonitorConfig()),
+        (
+            {"class_name": "JAXProfiler", "every_n_minutes": 60, "first_step": 10, "profile_n_steps": 20},
+            JAXProfilerConfig(profile_n_steps=20),
+        ),
+    ],
+)
+def test_the_sections_of_the_seed_document_are_read(section, config):
+    assert parse_config(Callback.cfgtype, section) == config
+
+
+def test_an_impossible_rhythm_is_refused():
+    with pytest.raises(SettingsError, match="`every_n_epochs` must be a whole number of at least -1, got -2"):
+        CallbackConfig(every_n_epochs=-2)
+
+
+def test_no_callback_changes_a_trained_bit(flavour, folder_run):
+    with_store = replace(folder_run, checkpoints=Saves())
+    callbacks = [
+        ModelCheckpoint(ModelCheckpointConfig(), with_store),
+        LearningRateMonitor(LearningRateMonitorConfig(), with_store),
+        JAXProfiler(JAXProfilerConfig(first_step=2, profile_n_steps=2), with_store),
+        Witness(WitnessConfig()),
+        *logger_observers(folder_run.logger),
+    ]
+    assert_same_bits(fit(*callbacks, flavour=flavour), fit(flavour=flavour))

@@ -1,0 +1,187 @@
+import os
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+import jax_trainer
+from jax_trainer.checkpoint import RunFolder
+
+# a package without its `__init__`, so that eight processes begin quickly; it also shows that this room needs no jax
+CREATE = """
+import sys, types
+package = types.ModuleType("jax_trainer")
+package.__path__ = [sys.argv[1]]
+sys.modules["jax_trainer"] = package
+from pathlib import Path
+from jax_trainer.checkpoint import RunFolder
+assert not {"jax", "orbax"} & sys.modules.keys()
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    print(RunFolder.create(Path(sys.argv[2]), "mnist", *sys.argv[3:]).path)
+except FileExistsError as error:
+    print("refused:", error)
+"""
+
+
+def run_named(parent: Path, name: str, age: float = 0) -> Path:
+    """A run that began `age` seconds ago."""
+    folder = RunFolder.create(parent, name, "")
+    config = folder.write_text("config.yaml", "seed: 1\n")
+    os.utime(config, (1e9 - age, 1e9 - age))
+    return folder.path
+
+
+def created_at_once(parent: Path, *version: str) -> list[str]:
+    """What eight processes say that all create a run at the same moment."""
+    source = str(Path(jax_trainer.__file__).parent)
+    command = [sys.executable, "-c", CREATE, source, str(parent), *version]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(8)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return [process.communicate(timeout=30)[0].strip() for process in processes]
+
+
+def test_eight_processes_that_start_at_once_get_eight_folders(tmp_path):
+    said = created_at_once(tmp_path)
+    assert len(set(said)) == 8
+    assert {Path(path) for path in said} == set((tmp_path / "mnist").iterdir())
+
+
+def test_of_eight_processes_that_want_the_same_version_one_gets_it(tmp_path):
+    said = created_at_once(tmp_path, "v1")
+    assert said.count(str(tmp_path / "mnist" / "v1")) == 1
+    assert sum(words.startswith("refused: The run folder") for words in said) == 7
+
+
+@pytest.mark.parametrize(("version", "expected"), [("v1", 1), (None, 8)])
+def test_threads_that_start_at_once_never_share_a_folder(tmp_path, version, expected):
+    def create(number: int) -> Path | None:
+        start.wait()
+        try:
+            return RunFolder.create(tmp_path / str(number), version=version).path
+        except FileExistsError:
+            return None
+
+    start = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(40):
+            got = [path for path in threads.map(create, [number] * 8) if path is not None]
+            assert len(got) == len(set(got)) == expected
+
+
+def test_a_run_is_named_after_the_time_in_utc(tmp_path):
+    path = RunFolder.create(tmp_path, "mnist").path
+    assert path.parent == tmp_path / "mnist"
+    began = datetime.strptime(path.name, "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    assert abs(datetime.now(UTC) - began) < timedelta(minutes=1)
+
+
+def test_runs_of_the_same_second_are_numbered(tmp_path):
+    names = [RunFolder.create(tmp_path).path.name for _ in range(6)]
+    assert len(set(names)) == 6
+    assert all(re.fullmatch(r"\d{8}-\d{6}(-[2-6])?", name) for name in names)
+    assert any(name.endswith("-2") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [("", "v1", "v1"), ("a", "v1", "a/v1"), ("a/b", "v1", "a/b/v1"), ("a", "", "a"), ("", "", ".")],
+)
+def test_empty_parts_are_left_out_and_names_may_have_several(tmp_path, name, version, expected):
+    assert RunFolder.create(tmp_path / "runs", name, version).path == tmp_path / "runs" / expected
+    assert (tmp_path / "runs" / expected / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("bad", [{"name": "../x"}, {"name": "/abs"}, {"name": "a//b"}, {"name": "a", "version": ".."}])
+def test_a_name_that_leads_elsewhere_is_an_error_and_nothing_is_made(tmp_path, bad):
+    with pytest.raises(ValueError, match="cannot be the name"):
+        RunFolder.create(tmp_path / "runs", **bad)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_version_that_holds_anything_is_an_error_that_offers_to_resume(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=rf"{tmp_path}/v1 exists.*`jax-trainer resume {tmp_path}/v1`.*version"):
+        RunFolder.create(tmp_path, version="v1")
+    assert [entry.name for entry in (tmp_path / "v1").iterdir()] == ["notes.txt"]
+
+
+def test_a_version_can_be_an_empty_folder_but_only_once(tmp_path):
+    (tmp_path / "v1").mkdir()
+    assert RunFolder.create(tmp_path, version="v1").path == tmp_path / "v1"
+    with pytest.raises(FileExistsError, match="not empty"):
+        RunFolder.create(tmp_path, version="v1")
+
+
+def test_a_path_is_absolute_whatever_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.create(Path("runs"), "a").path.is_relative_to(tmp_path / "runs" / "a")
+
+
+def test_folders_and_files_are_private(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "a")
+    file = folder.write_text("config.yaml", "x")
+    assert {path.stat().st_mode & 0o777 for path in (folder.path, folder.path.parent, folder.checkpoints)} == {0o700}
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_is_opened_again(tmp_path):
+    folder = RunFolder.create(tmp_path, "a")
+    folder.write_text("config.yaml", "seed: 1\n")
+    again = RunFolder.open(folder.path)
+    assert again.path == folder.path
+    assert again.config_file.read_text() == "seed: 1\n"
+    assert (again.metrics_file, again.checkpoints) == (folder.path / "metrics.jsonl", folder.path / "checkpoints")
+
+
+def test_opening_the_parent_of_runs_lists_the_five_newest(tmp_path):
+    ages = {name: age for age, name in enumerate("gbdface")}
+    runs = {name: run_named(tmp_path / "deep", name, age) for name, age in ages.items()}
+    with pytest.raises(FileNotFoundError, match="it has no config.yaml. These are runs: ") as error:
+        RunFolder.open(tmp_path)
+    listed = str(error.value).split("These are runs: ")[1].rstrip(".").split(", ")
+    assert listed == [str(runs[name]) for name in "gbdfa"]
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "config.yaml", "checkpoints/step_00000003"])
+def test_opening_something_in_a_run_suggests_the_run(tmp_path, inside):
+    run = run_named(tmp_path, "a")
+    with pytest.raises(FileNotFoundError, match=rf"is not the folder of a run.*These are runs: {run}\.$"):
+        RunFolder.open(run / inside)
+
+
+def test_opening_what_does_not_exist_suggests_its_neighbours(tmp_path):
+    run = run_named(tmp_path, "second")
+    with pytest.raises(FileNotFoundError, match=rf"first is not.*does not exist.*These are runs: {run}\.$"):
+        RunFolder.open(tmp_path / "first")
+    with pytest.raises(FileNotFoundError, match="does not exist. Pass the folder that a run has made"):
+        RunFolder.open(tmp_path / "no" / "where")
+
+
+def test_text_is_replaced_as_a_whole_and_nothing_else_is_left(tmp_path):
+    folder = RunFolder.create(tmp_path, "a", "")
+    folder.write_text("notes.txt", "old")
+    with pytest.raises(UnicodeEncodeError):
+        folder.write_text("notes.txt", "half \udc80")
+    assert (folder.path / "notes.txt").read_text() == "old"
+    folder.write_text("notes.txt", "new\r\nlines\n")
+    assert (folder.path / "notes.txt").read_bytes() == b"new\r\nlines\n"
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "notes.txt"]
+
+
+def test_text_is_not_written_outside_of_the_folder(tmp_path):
+    with pytest.raises(ValueError, match="separator"):
+        RunFolder.create(tmp_path, "a").write_text("../../evil", "x")

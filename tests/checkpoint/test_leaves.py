@@ -1,0 +1,75 @@
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_trainer.checkpoint.leaves import Spec, check_fits, named_leaves
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.testing import numbered_data, tiny_program
+
+
+def test_leaves_have_dotted_names_in_the_order_of_the_tree(flavour):
+    state = jax.eval_shape(tiny_program(flavour).init, jax.random.key(0), numbered_data(8))
+    named = named_leaves(state)
+    assert {"step", "rng", "params.hidden.kernel", "opt_state.0.mu.out.bias"} <= named.keys()
+    assert list(named.values()) == jax.tree.leaves(state)
+
+
+def test_two_leaves_of_one_name_are_an_error():
+    with pytest.raises(CheckpointError, match=r"Two arrays of the state are called 'a\.b'"):
+        named_leaves({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "problem"),
+    [
+        (3, "a Python int. Only arrays are saved"),
+        ("text", "a Python str"),
+        (jax.random.key(0), "typed key. Keep its words"),
+        (np.array(["x"]), "only numbers"),
+        (np.array([object()]), "only numbers"),
+        (np.array([1.0], ">f4"), "the machine's own order"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_an_error(leaf: Any, problem):
+    with pytest.raises(CheckpointError, match=f"^extra.odd .*{problem}"):
+        named_leaves({"extra": {"odd": leaf}})
+
+
+def message(found: dict[str, Spec], wanted: dict[str, Spec]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        check_fits(found, wanted, Path("runs/a/step_00000005"))
+    return str(error.value)
+
+
+A, B = Spec("float32", (8, 16)), Spec("bfloat16", (3,))
+
+
+def test_equal_leaves_fit():
+    check_fits({"a": A, "b": B}, {"b": B, "a": A}, Path("x"))
+
+
+def test_everything_that_differs_is_listed_at_once():
+    found = {"params.a": A, "params.b": B, "params.output.kernel": A, "step": Spec("int32", ())}
+    wanted = {"params.a": Spec("float32", (8, 32)), "params.b": Spec("float32", (3,)), "params.out.kernel": A}
+    text = message(found, wanted)
+    assert "runs/a/step_00000005 does not fit" in text
+    assert "params.a: expected float32[8,32], found float32[8,16]" in text
+    assert "params.b: expected float32[3], found bfloat16[3]" in text
+    renamed = "(it has params.output.kernel: renamed?)"
+    assert f"params.out.kernel: expected float32[8,16], missing in the checkpoint {renamed}" in text
+    assert "step: not expected, found int32[]" in text
+    assert text.endswith("Use the model, the optimizer and the precision that it was saved with.")
+
+
+def test_a_name_is_guessed_only_for_an_array_of_the_same_kind():
+    assert "renamed" not in message({"params.output.kernel": B}, {"params.out.kernel": A})
+
+
+def test_a_long_list_is_cut_and_odd_names_are_made_harmless():
+    text = message({f"\x1b[31m{number}\n": A for number in range(500)}, {"a": A})
+    assert len(text.splitlines()) < 40 and "and 471 more" in text
+    assert "\x1b" not in text

@@ -1,0 +1,76 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_trainer.checkpoint import safe_join
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run", "run-1", "20261115-142311", ".hidden", "a.b.c", "é", "🚀👩‍🚀", "console", "COM10", "a b", "x" * 200],
+)
+def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
+    path = safe_join(tmp_path, name)
+    assert path.parent == tmp_path
+    path.mkdir()
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "is empty"),
+        (".", "another folder"),
+        ("..", "another folder"),
+        ("../../x", "separator"),
+        ("/etc/passwd", "separator"),
+        ("a/b", "separator"),
+        ("a\\b", "separator"),
+        ("C:x", "drive"),
+        ("a\0b", "control character"),
+        ("a\nb", "control character"),
+        ("a\x7f", "control character"),
+        ("a\u2028b", "control character"),
+        ("run.", "dot or a space"),
+        ("run ", "dot or a space"),
+        ("...", "dot or a space"),
+        ("CON", "device"),
+        ("nul", "device"),
+        ("Com1", "device"),
+        ("aux.txt", "device"),
+        ("LPT¹.tar.gz", "device"),
+        ("con .txt", "device"),
+        ("x" * 201, "201 bytes"),
+        ("🚀" * 51, "204 bytes"),
+        ("\udc80", "not valid Unicode"),
+        (3, "type int"),
+        (Path("x"), "type PosixPath"),
+    ],
+)
+def test_a_name_that_could_mean_another_place_is_an_error_that_says_why(tmp_path, name: Any, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        safe_join(tmp_path, name)
+    assert "Use letters, digits" in str(error.value)
+
+
+def test_the_error_shows_the_name_shortened_and_on_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"^'a\\na\\n.*\.\.\..*' cannot") as error:
+        safe_join(tmp_path, "a\n" * 5000)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_a_link_that_leaves_the_root_is_refused_and_one_that_stays_is_not(tmp_path):
+    root = tmp_path / "root"
+    (root / "inside").mkdir(parents=True)
+    (root / "away").symlink_to(tmp_path)
+    (root / "to-inside").symlink_to(root / "inside")
+    assert safe_join(root, "to-inside") == root / "to-inside"
+    with pytest.raises(ValueError, match="'away'.*link that leads out of"):
+        safe_join(root, "away")
+
+
+def test_a_root_that_is_itself_a_link_is_fine(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "real")
+    assert safe_join(tmp_path / "root", "run") == tmp_path / "root" / "run"

@@ -1,0 +1,286 @@
+import json
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import TrainState, compile_program
+from jax_trainer.datasets import Position
+from jax_trainer.testing import assert_same_bits, digest, fault, numbered_data, tiny_program
+
+AT = Position(2, 7)
+
+
+def state(step: int = 3, **params: Any) -> TrainState:
+    """A small state that is another at every step."""
+    params = params or {"w": jnp.arange(6.0).reshape(2, 3) + step}
+    return TrainState(jnp.int32(step), params, {}, (), jnp.array([0, 42], jnp.uint32), {})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def one_saved(tmp_path_factory) -> Path:
+    """A folder with a checkpoint of step 3, for copies that are then damaged."""
+    folder = tmp_path_factory.mktemp("one") / "checkpoints"
+    CheckpointStore(folder).save(state(), AT, {"val/acc": 0.5})
+    return folder
+
+
+@pytest.fixture
+def copied(one_saved, tmp_path) -> CheckpointStore:
+    shutil.copytree(one_saved, tmp_path / "copy")
+    return CheckpointStore(tmp_path / "copy")
+
+
+def test_a_run_that_is_restored_goes_on_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
+    program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
+    batches = [numbered_data(16, seed=seed) for seed in range(4)]
+    _, tape = program.train_tape(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
+    store, now = CheckpointStore(tmp_path), begun
+    shapes = jax.eval_shape(lambda: begun)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            store.save(now, AT, {})
+        now, tape, _ = program.train_step(now, tape, batch)
+    restored, saved = store.restore("latest", now)
+    assert (saved.step, saved.position) == (2, AT)
+    assert_same_bits(store.restore("latest", shapes)[0], restored)
+    for batch in batches[2:]:
+        restored, tape, _ = program.train_step(restored, tape, batch)
+    assert_same_bits(restored, now)
+
+
+def test_every_kind_of_number_comes_back_bit_for_bit(tmp_path):
+    odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32).view(np.float32)
+    before = state(
+        odd=jnp.asarray(odd),
+        minus_zero=jnp.full(4, -0.0),
+        bf16=jnp.asarray([1.5, -0.0, math.nan, math.inf], jnp.bfloat16),
+        f16=jnp.asarray([1e-7, 65504], jnp.float16),
+        f8=jnp.asarray([1.5, -2], jnp.float8_e4m3fn),
+        complex=jnp.asarray([1 - 2j]),
+        bools=jnp.asarray([[True, False]]),
+        uint8=jnp.arange(256).astype(jnp.uint8),
+        int32=jnp.asarray([-(2**31), 2**31 - 1]),
+        scalar=jnp.bfloat16(3),
+        float64=np.asarray([0.1]),
+        none=jnp.zeros((0, 3), jnp.int8),
+        host_none=np.zeros(0),
+        containers={"empty": {}, "tuple": (), "nothing": None, "list": [jnp.ones(1)]},
+        names={"a/b": jnp.ones(1), "../up": jnp.ones(2), "": jnp.ones(3), "🚀 ": jnp.ones(4)},
+    )
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(before, AT, {})
+    after, _ = store.restore(None, before)
+    assert_same_bits(after, before)
+    assert [type(leaf) for leaf in jax.tree.leaves(after)] == [type(leaf) for leaf in jax.tree.leaves(before)]
+    assert names(tmp_path) == ["checkpoints"]
+
+
+def test_arrays_are_placed_as_the_given_state_says(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    before = state(w=jnp.arange(16.0), v=jnp.arange(8), none=jnp.zeros((0, 8)))
+    placed = before.replace(
+        params={name: jax.device_put(leaf, split) for name, leaf in before.params.items() if leaf.size}
+    )
+    placed.params["none"] = jax.device_put(before.params["none"], whole)
+    store = CheckpointStore(tmp_path)
+    store.save(before, AT, {})
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
+    for like in (placed, abstract):
+        restored, _ = store.restore("latest", like)
+        assert {name: leaf.sharding for name, leaf in restored.params.items()} == {
+            "w": split,
+            "v": split,
+            "none": whole,
+        }
+        assert_same_bits(restored, before)
+    store.save(placed, AT, {})
+    alone, _ = store.restore("latest", before)
+    assert {leaf.sharding for leaf in jax.tree.leaves(alone)} == {jnp.zeros(1).sharding}
+    assert not any(leaf.committed for leaf in jax.tree.leaves(alone))
+    assert_same_bits(alone, before)
+
+
+def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
+    store = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
+    assert (store.steps(), store.latest(), store.best()) == ([], None, None)
+    seen = []
+    for step, acc in [(9, 0.5), (10, 0.9), (99, math.nan), (100, 0.9), (1000, 0.1)]:
+        path = store.save(state(step), AT, {"val/acc": acc, "val/loss": math.inf})
+        assert path == tmp_path / f"step_{step:08d}" and path.is_dir()
+        seen.append(store.steps())
+    assert seen == [[9], [10], [10, 99], [10, 100], [10, 1000]]
+    assert names(tmp_path) == ["step_00000010", "step_00001000"]
+    again = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
+    latest, best = again.latest(), again.best()
+    assert latest is not None and best is not None
+    assert (latest.step, best.step, best.metrics) == (1000, 10, {"val/acc": 0.9, "val/loss": math.inf})
+    for which, step in [("latest", 1000), ("best", 10), (10, 10), (latest, 1000)]:
+        restored, saved = again.restore(which, state(0))
+        assert saved.step == step
+        assert_same_bits(restored, state(step))
+
+
+def test_a_metric_to_monitor_that_is_missing_is_an_error_and_nothing_is_saved(tmp_path):
+    store = CheckpointStore(tmp_path / "new", monitor="val/acc")
+    with pytest.raises(ValueError, match="No metric 'val/acc' to monitor. There are: train/loss, val/loss. Set"):
+        store.save(state(), AT, {"val/loss": 1.0, "train/loss": 2.0})
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_same_step_saved_again_takes_the_place_of_the_first(tmp_path):
+    store = CheckpointStore(tmp_path, keep_latest=2)
+    store.save(state(), AT, {"val/acc": 0.1})
+    store.save(state(3, w=jnp.ones(2)), AT, {"val/acc": 0.2})
+    assert names(tmp_path) == ["step_00000003"]
+    restored, saved = store.restore(3, state(3, w=jnp.zeros(2)))
+    assert saved.metrics == {"val/acc": 0.2}
+    assert_same_bits(restored.params["w"], jnp.ones(2))
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(copied):
+    copied.save(state(2), AT, {})
+    assert copied.steps() == [2, 3]
+
+
+def test_a_full_disk_costs_nothing_that_is_there(copied):
+    before = all_bytes(copied.folder)
+    with fault("before_manifest:enospc"), pytest.raises(OSError, match="No space left") as error:
+        copied.save(state(4), AT, {})
+    assert f"checkpoint of step 4 was saved in {copied.folder}" in error.value.__notes__[0]
+    assert all_bytes(copied.folder) == before and names(copied.folder) == ["step_00000003"]
+    copied.save(state(4), AT, {})
+    assert copied.steps() == [4]
+
+
+def test_what_is_no_checkpoint_is_left_alone_with_one_warning(copied, caplog):
+    (copied.folder / "step_00000009").mkdir()
+    (copied.folder / "abc").mkdir()
+    (copied.folder / "step_10.tmp").mkdir()
+    (copied.folder / "100").write_text("a file")
+    (copied.folder / "step_00000200").symlink_to(copied.folder / "step_00000003")
+    (copied.folder / "step_00000201").symlink_to(copied.folder / "step_00000201")
+    shutil.copytree(copied.folder / "step_00000003", copied.folder / "step_00000202")
+    shutil.copytree(copied.folder / "step_00000003", copied.folder / "step_3")
+    strays = set(names(copied.folder)) - {"step_00000003"}
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        assert (copied.steps(), copied.steps()) == ([3], [3])
+        copied.save(state(4), AT, {})
+        assert copied.steps() == [4]
+    [warning] = caplog.records
+    assert all(f"{copied.folder}/{name}" in warning.getMessage() for name in strays)
+    assert set(names(copied.folder)) == strays | {"step_00000004"}
+
+
+@pytest.mark.parametrize("kind", ["empty", "damaged", "file", "link"])
+def test_what_has_the_name_of_a_new_checkpoint_is_moved_aside_and_not_deleted(tmp_path, kind):
+    path = tmp_path / "step_00000003"
+    match kind:
+        case "file":
+            path.write_text("precious")
+        case "link":
+            path.symlink_to("/etc")
+        case _:
+            path.mkdir()
+    if kind == "damaged":
+        (path / "checkpoint.json").write_text("{")
+    store = CheckpointStore(tmp_path)
+    store.save(state(), AT, {})
+    assert store.steps() == [3]
+    assert names(tmp_path) == ["step_00000003", "step_00000003.damaged-1"]
+
+
+def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied):
+    file = copied.folder / "step_00000003" / "checkpoint.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
+    before = all_bytes(copied.folder)
+    calls: list[Any] = [copied.latest, copied.steps, copied.best, lambda: copied.save(state(4), AT, {})]
+    for call in [*calls, lambda: copied.restore(3, state())]:
+        with pytest.raises(CheckpointError, match="format 2, and this version of jax-trainer knows format 1"):
+            call()
+    assert all_bytes(copied.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (7, "no checkpoint of step 7 in .*There are the steps 3."),
+        (9, "step_00000009: checkpoint.json cannot be read"),
+        ("best", "no checkpoint that is the best, as no metric is monitored, in"),
+        ("newest", "`which` must be 'latest', 'best', a step or a checkpoint, got 'newest'"),
+    ],
+)
+def test_asking_for_what_is_not_there_says_what_is(copied, which, message):
+    (copied.folder / "step_00000009").mkdir()
+    with pytest.raises(ValueError, match=message):
+        copied.restore(which, state())
+
+
+def test_an_empty_store_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint to restore in .*Nothing has been saved there"):
+        CheckpointStore(tmp_path / "none").restore("latest", state())
+
+
+def test_a_state_that_does_not_fit_is_an_error_that_lists_all_of_it(copied):
+    with pytest.raises(CheckpointError) as error:
+        copied.restore("latest", state(3, W=jnp.zeros((2, 3)), b=jnp.ones(1)).replace(step=jnp.float32(3)))
+    for line in [
+        "step: expected float32[], found int32[]",
+        "params.W: expected float32[2,3], missing in the checkpoint (it has params.w: renamed?)",
+        "params.b: expected float32[1], missing in the checkpoint",
+        "params.w: not expected, found float32[2,3]",
+    ]:
+        assert line in str(error.value)
+
+
+@pytest.mark.parametrize("like", [jnp.zeros((2, 3), jnp.bfloat16), jnp.zeros((3, 2)), jnp.zeros((2, 4)), jnp.zeros(6)])
+def test_nothing_is_cast_cut_or_padded(copied, like):
+    with pytest.raises(CheckpointError, match=r"params\.w: expected .*, found float32\[2,3\]"):
+        copied.restore("latest", state(3, w=like))
+
+
+def test_an_array_without_content_must_fit_as_well(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(state(3, w=jnp.zeros((0, 3))), AT, {})
+    with pytest.raises(CheckpointError, match=r"params\.w: expected float32\[0,4\], found float32\[0,3\]"):
+        store.restore("latest", state(3, w=jnp.zeros((0, 4))))
+
+
+def test_restoring_changes_nothing_on_the_disk(copied):
+    before = all_bytes(copied.folder)
+    restored = copied.restore("latest", state())[0]
+    assert all_bytes(copied.folder) == before
+    assert digest(restored) == digest(state())
+
+
+def test_a_checkpoint_is_private(one_saved):
+    assert (one_saved / "step_00000003").stat().st_mode & 0o077 == 0
+    assert (one_saved / "step_00000003" / "checkpoint.json").stat().st_mode & 0o077 == 0
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore(Path("here"))
+    monkeypatch.chdir("/")
+    store.save(state(), AT, {})
+    assert names(tmp_path / "here") == ["step_00000003"]
+    assert not os.path.exists("/here")

@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+from config_things import Paper, complaint, complaints, sketch, written
+
+from jax_trainer.config import config_from
+
+
+def test_a_reference_alone_has_the_type_of_what_it_stands_for(tmp_path: Path):
+    text = "pages: 5\nscale: 1e-3\nis_draft: true\nextra:\n- ${pages}\n- ${scale}\n- ${ is_draft }\n"
+    extra = sketch(tmp_path, text).extra
+    assert extra == [5, 0.001, True]
+    assert [type(value) for value in extra] == [int, float, bool]
+    assert sketch(tmp_path, "title: '5'\nextra: ${title}\n").extra == "5"
+    assert sketch(tmp_path, "limit:\nextra: ${limit}\n").extra is None
+
+
+def test_a_reference_within_text_is_put_into_it_as_it_is_written(tmp_path: Path):
+    text = "pages: 5\nscale: 0.5\nis_draft: true\nlimit:\ntitle: a-${pages}-${scale}-${is_draft}-${limit}.txt\n"
+    assert sketch(tmp_path, text).title == "a-5-0.5-true-null.txt"
+
+
+def test_references_lead_through_sections_lists_and_other_references(tmp_path: Path):
+    text = "extra: {deep: [1, {x: '${paper.width}'}]}\npaper: {width: '${pages}'}\npages: 8\nlimit: ${extra.deep.1.x}\n"
+    made = sketch(tmp_path, text)
+    assert (made.limit, made.paper.width, made.extra) == (8, 8, {"deep": [1, {"x": 8}]})
+
+
+def test_references_see_overrides_and_overrides_may_be_references(tmp_path: Path):
+    text = "pages: 5\ntitle: ${pages} pages\n"
+    assert sketch(tmp_path, text, "pages=7").title == "7 pages"
+    assert sketch(tmp_path, text, "limit=${pages}", "pages=8").limit == 8
+
+
+def test_references_see_what_is_included_and_what_is_changed(tmp_path: Path):
+    written(tmp_path, "pages: 5\ntitle: ${pages} pages\n", "base.yaml")
+    assert sketch(tmp_path, "include: base.yaml\npages: 6\nlimit: ${pages}\n").title == "6 pages"
+
+
+@pytest.mark.parametrize(
+    ("written_as", "means"),
+    [("$${pages}", "${pages}"), ("a$$${b", "a$${b"), ("$5 {x} $", "$5 {x} $"), ("$${", "${"), ("}$${}${pages}", "}${}1")],
+)
+def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means: str):
+    assert sketch(tmp_path, f"pages: 1\ntitle: '{written_as}'\n").title == means
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("limit: ${pagse}\n", "limit: `${pagse}` stands for nothing. Did you mean `pages`?"),
+        ("limit: ${paper.widht}\n", "limit: `${paper.widht}` stands for nothing. Did you mean `paper.width`?"),
+        ("limit: ${}\n", "limit: `${}` stands for nothing."),
+        ("limit: ${extra.2}\n", "limit: `${extra.2}` stands for nothing. Did you mean `extra.0`?"),
+        ("title: a ${paper} b\n", "title: `${paper}` is a section or list; a reference is to one value."),
+        ("limit: ${extra}\n", "limit: `${extra}` is a section or list; a reference is to one value."),
+        ("limit: ${limit}\n", "limit: `${limit}` refers to itself in a circle."),
+        ("title: ${title}x\n", "title: `${title}` refers to itself in a circle."),
+        ("title: ${pages\n", "title: `${` begins a reference that `}` does not end. A plain `${` is `$${`."),
+        ("title: '${${pages}}'\n", "title: `${` begins a reference that `}` does not end. A plain `${` is `$${`."),
+    ],
+)
+def test_a_reference_that_stands_for_nothing_is_an_error_at_its_line(tmp_path: Path, text: str, said: str):
+    base = "pages: 1\npaper: {width: 1}\nextra: [1, 2]\n"
+    assert complaint(tmp_path, base + text) == f"sketch.yaml:4: {said}"
+
+
+def test_a_reference_that_yaml_takes_for_a_section_is_told_to_be_quoted(tmp_path: Path):
+    said = complaint(tmp_path, "pages: 1\nmargins: [${pages}, 1]\n")
+    assert said.endswith("A reference inside of [] or {} must stand in quotes.")
+    assert sketch(tmp_path, "pages: 1\nmargins: ['${pages}', 1]\n").margins == (1, 1)
+
+
+def test_a_reference_of_the_wrong_type_is_an_error_at_the_reference(tmp_path: Path):
+    said = complaint(tmp_path, "title: ten\npages: ${title}\n")
+    assert said == "sketch.yaml:2: pages: expected a whole number of at least 1, found 'ten'."
+
+
+def test_a_circle_of_several_is_told_once(tmp_path: Path):
+    said = complaint(tmp_path, "extra: {a: '${extra.b}', b: 'x${extra.c}', c: '${extra.a}'}\n")
+    assert said == "sketch.yaml:1: extra.c: `${extra.a}` refers to itself in a circle."
+
+
+def test_a_broken_reference_hides_nothing_else(tmp_path: Path):
+    problems = complaints(tmp_path, "title: ${nothing}\npages: 0\nscal: 1\nshape: {class_name: '${nothing}'}\n")
+    assert [(problem.place.line, problem.key) for problem in problems] == [
+        (1, "title"),
+        (2, "pages"),
+        (3, "scal"),
+        (4, "shape.class_name"),
+    ]
+
+
+def test_a_long_chain_of_references_is_refused_and_not_followed(tmp_path: Path):
+    links = "".join(f"  k{i}: ${{extra.k{i + 1}}}\n" for i in range(2000))
+    problems = complaints(tmp_path, f"extra:\n{links}  k2000: 1\n")
+    assert problems[0].text == "more than 40 references lead to each other."
+
+
+def test_texts_that_grow_by_references_are_bounded(tmp_path: Path):
+    doubling = "".join(f"  k{i}: ${{extra.k{i + 1}}}${{extra.k{i + 1}}}\n" for i in range(35))
+    problems = complaints(tmp_path, f"extra:\n{doubling}  k35: xxxxxxxxxx\n")
+    assert problems[0].text == "references make texts of more than 100,000 characters."
+    many = "${extra.long}" * 5000
+    said = complaint(tmp_path, f"extra:\n  long: {'y' * 9000}\n  all: {many}\n")
+    assert said.endswith("references make texts of more than 100,000 characters.")
+
+
+def test_references_work_in_python_data():
+    assert config_from({"width": 3, "height": "${width}"}, Paper) == Paper(3, 3)

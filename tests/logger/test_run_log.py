@@ -1,0 +1,41 @@
+import logging
+
+import pytest
+
+from jax_trainer.logger.run_log import RunLog
+
+LOG = logging.getLogger("jax_trainer")
+
+
+def kept(path) -> list[str]:
+    return [line.split()[-1] for line in path.read_text().splitlines()]
+
+
+def test_runs_that_overlap_keep_their_own_messages_to_the_end(tmp_path):
+    level = LOG.level
+    first, second = RunLog(tmp_path / "first.log", "info"), RunLog(tmp_path / "second.log", "debug")
+    LOG.info("one")
+    first.close()
+    LOG.debug("two")
+    second.close()
+    LOG.error("three")
+    assert (kept(tmp_path / "first.log"), kept(tmp_path / "second.log")) == (["one"], ["one", "two"])
+    assert (LOG.level, LOG.handlers) == (level, [])
+
+
+def test_a_run_without_messages_leaves_no_file(tmp_path):
+    RunLog(tmp_path / "run.log", "info").close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_own_handler", [False, True])
+def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys, has_own_handler):
+    own = [logging.StreamHandler()] if has_own_handler else []
+    monkeypatch.setattr(logging.getLogger(), "handlers", own)
+    first, second = RunLog(tmp_path / "first.log", "info"), RunLog(tmp_path / "second.log", "info")
+    first.close()
+    LOG.warning("careful")
+    second.close()
+    LOG.warning("again")
+    assert capsys.readouterr().err.split() == ["careful", "again"]
+    assert LOG.handlers == []

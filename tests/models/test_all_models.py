@@ -1,0 +1,100 @@
+"""What every ready model promises."""
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compoconf import registered
+from flax import nnx
+
+from jax_trainer import models
+from jax_trainer.adapters import linen_program, nnx_program
+from jax_trainer.core import Program, compile_program
+from jax_trainer.core.precision import cast_floats
+from jax_trainer.datasets import Data
+from jax_trainer.engine import Plan, run
+from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, model_mode
+from jax_trainer.testing import Recorder, linen_loss, nnx_loss
+
+RNG = np.random.default_rng(0)
+IMAGES = {"x": RNG.normal(size=(16, 8, 8, 1)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
+TEXT = {"x": RNG.integers(0, 7, (8, 5)).astype(np.int32), "y": RNG.integers(0, 7, (8, 5)).astype(np.int32)}
+
+CASES: list[tuple[BaseModelConfig, dict[str, np.ndarray]]] = [
+    (models.MLPConfig(hidden=(16,), num_classes=4, dropout=0.1, batch_norm=True), IMAGES),
+    (models.SimpleClassifierConfig(num_classes=4), IMAGES),
+    (models.SimpleClassifierLinenConfig(num_classes=4), IMAGES),
+    (models.CNNConfig(channels=(4,), hidden=16, num_classes=4, dropout=0.1), IMAGES),
+    (models.GPTConfig(vocab_size=7, layers=1, heads=2, width=16, dropout=0.1), TEXT),
+]
+NNX_CASES = [case for case in CASES if model_mode(case[0]) == "nnx"]
+
+
+def name_of(case: Any) -> str:
+    return getattr(case, "class_name", "")
+
+
+def program_of(config: BaseModelConfig) -> Program:
+    tx = optax.adam(1e-2)
+    if model_mode(config) == "nnx":
+        build: Any = lambda rngs, example: build_model(config, example["x"], rngs)
+        return nnx_program(build, nnx_loss, tx)
+    model: Any = build_model(config, None, nnx.Rngs(0))
+    return linen_program(model, linen_loss, tx, to_input=lambda batch: batch["x"])
+
+
+def test_each_is_registered_under_its_own_name_and_tried_here():
+    names = {config.class_name for config, _ in CASES}
+    assert names == {name for name in models.__all__ if not name.endswith("Config")}
+    assert names - {"SimpleClassifierLinen"} <= set(registered(BaseModelNNX))
+    assert "SimpleClassifierLinen" in registered(BaseModelLinen)
+
+
+@pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
+def test_its_loss_falls_on_a_batch_that_it_sees_again_and_again(config: BaseModelConfig, batch: dict[str, Any]):
+    compiled, seen = compile_program(program_of(config)), Recorder()
+    state = compiled.init(jax.random.key(0), batch)  # compiled: to the model the example is a tracer
+    run(compiled, state, Data([batch]), Plan(max_steps=30), [seen])
+    assert seen.steps[30]["loss"] < 0.7 * seen.steps[1]["loss"]
+
+
+@pytest.mark.parametrize(("config", "batch"), NNX_CASES, ids=name_of)
+def test_it_finds_its_sizes_in_an_example_without_values(config: BaseModelConfig, batch: dict[str, Any], outline):
+    outlined = outline(config, batch["x"].shape, batch["x"].dtype)
+    traced: Any = nnx.eval_shape(lambda x: build_model(config, x, nnx.Rngs(0)), batch["x"])
+    assert outlined.config == traced.config == config
+    assert hash(nnx.graphdef(outlined)) == hash(nnx.graphdef(traced))
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(nnx.state(model))] for model in (outlined, traced)]
+    assert shapes[0] == shapes[1]
+
+
+def products(jaxpr: Any) -> list[Any]:
+    """The types of what is multiplied in a traced function."""
+    names = ("dot_general", "conv_general_dilated")
+    own = [{var.aval.dtype for var in eqn.invars} for eqn in jaxpr.eqns if eqn.primitive.name in names]
+    inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in eqn.params.values()]
+    return own + [types for part in inner if hasattr(part, "eqns") for types in products(part)]
+
+
+@pytest.mark.parametrize(("config", "batch"), NNX_CASES, ids=name_of)
+def test_with_bfloat16_weights_everything_is_multiplied_in_bfloat16(config: BaseModelConfig, batch: Any, filled):
+    graph, params, rest = nnx.split(filled(config, batch["x"].shape, batch["x"].dtype), nnx.Param, ...)
+
+    def call(params, x):
+        return nnx.merge(graph, params, rest, copy=True)(x)
+
+    params, x = cast_floats((params, batch["x"]), jnp.bfloat16)
+    found = products(jax.make_jaxpr(call)(params, x).jaxpr)
+    assert len(found) >= 2
+    assert all(types == {jnp.dtype(jnp.bfloat16)} for types in found)
+
+
+@pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
+def test_each_of_its_keys_is_explained(config: BaseModelConfig, batch: dict[str, Any]):
+    explained = set(re.findall(r"^\s+(\w+): \S", type(config).__doc__ or "", re.MULTILINE))
+    assert explained == {field.name for field in fields(config) if field.init}

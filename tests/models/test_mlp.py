@@ -1,0 +1,47 @@
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_trainer.models import MLPConfig
+from jax_trainer.settings import SettingsError
+
+
+@pytest.mark.parametrize("hidden", [(), (7,), (7, 5)])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_it_has_a_matrix_and_a_bias_between_any_two_sizes(hidden, batch_norm: bool, outline, parameters):
+    model = outline(MLPConfig(hidden=hidden, num_classes=3, batch_norm=batch_norm), (2, 4, 3))
+    sizes = [12, *hidden, 3]
+    assert parameters(model) == sum((a + 1) * b for a, b in pairwise(sizes)) + 2 * sum(hidden) * batch_norm
+    out = nnx.eval_shape(lambda model, x: model(x), model, jax.ShapeDtypeStruct((5, 4, 3), jnp.float32))
+    assert out.shape == (5, 3)
+
+
+def test_it_computes_what_numpy_computes(filled, call):
+    model = filled(MLPConfig(hidden=(6, 5), act_fn="tanh", num_classes=3), (1, 2, 2))
+    x = np.random.default_rng(0).normal(size=(2, 2, 2)).astype(np.float32)
+    expected = x.reshape(2, 4)
+    for layer in model.layers:
+        expected = np.tanh(expected @ np.asarray(layer.linear.kernel[...]) + np.asarray(layer.linear.bias[...]))
+    expected = expected @ np.asarray(model.out.kernel[...]) + np.asarray(model.out.bias[...])
+    np.testing.assert_allclose(call(model, x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden": (8, 0)}, "`hidden` must be a list, each a whole number of at least 1, got (8, 0)"),
+        ({"num_classes": 0}, "`num_classes` must be a whole number of at least 1, got 0"),
+        ({"act_fn": "rellu"}, "`act_fn` must be one of elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rellu'"),
+        ({"dropout": 1.0}, "`dropout` must be a number of at least 0 and below 1, got 1.0"),
+        ({"batch_norm": 1}, "`batch_norm` must be true or false, got 1"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_the_bound(keys: dict[str, Any], words: str):
+    with pytest.raises(SettingsError) as caught:
+        MLPConfig(**keys)
+    assert words in str(caught.value)
