@@ -21,7 +21,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
-from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface
+from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
 Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
 
@@ -197,17 +197,33 @@ def _bounded(option: Any, bounds: Sequence[Bound]) -> Any:
     return Annotated[(option, *bounds)] if bounds and option is not NoneType else option
 
 
-def config_classes(hint: Any) -> tuple[type, ...]:
-    """The configuration classes that `hint` allows: those registered for an interface, or a dataclass itself."""
-    classes: dict[type, None] = {}
+def config_of(cls: Any) -> type:
+    """The configuration class of a registered class: its `config_class`, or the annotation of its `config`."""
+    return cls.config_class if cls.config_class is not None else hints_of(cls)["config"]
+
+
+def candidates(hint: Any) -> list[tuple[str, type]]:
+    """What `hint` allows a section to be: the names of registered classes, or of a dataclass, with the configuration.
+
+    The names are the registry's. A configuration class knows only one name, that of the class which was registered
+    with it last, and a class that derives from another one may share its configuration.
+    """
+    found: list[tuple[str, type]] = []
     for option in options(hint):
         if isinstance(option, LazyConfigUnion):
-            classes |= dict.fromkeys(option.__constraints__)
+            interface = option.registry_class
+            names = registered(interface)
+            found += [(name, config_of(Registry.get_class(interface, name))) for name in names]
         elif isinstance(option, type) and is_dataclass(option):
-            classes[option] = None
+            found.append((getattr(option, "class_name", "") or option.__name__, option))
         elif isinstance(option, type) and issubclass(option, RegistrableConfigInterface):
             raise TypeError(f"Annotate with `{option.__name__}.cfgtype`, not with the interface itself.")
-    return tuple(classes)
+    return list(dict.fromkeys(found))
+
+
+def config_classes(hint: Any) -> tuple[type, ...]:
+    """The configuration classes that `hint` allows: those registered for an interface, or a dataclass itself."""
+    return tuple(dict.fromkeys(config for _, config in candidates(hint)))
 
 
 def fits(hint: Any, value: Any) -> bool:
@@ -275,7 +291,7 @@ def _expected_one(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {expected(args[0])}"
     if isinstance(hint, LazyConfigUnion):
-        names = listed(config.class_name for config in config_classes(hint))
+        names = listed(name for name, _ in candidates(hint))
         return f"a section with a `class_name` of {names or 'those registered, and there is none'}"
     return "anything" if hint is Any else f"a section of {getattr(hint, '__name__', hint)}"
 

@@ -16,7 +16,7 @@ from config_things import (
     sketch,
 )
 
-from jax_trainer.config import ConfigError, config_from
+from jax_trainer.config import ConfigError, as_data, config_from
 from jax_trainer.settings import AtLeast, Settings
 
 
@@ -96,14 +96,20 @@ WHOLE = "expected a whole number of at least 1, found"
         ("paper:", "paper: expected a section of Paper, found null."),
         ("paper: {widht: 5}", "paper.widht: Paper has no key `widht`. Did you mean `width`?"),
         ("paper: {depth: 5}", "paper.depth: Paper has no key `depth`. There are height, width."),
-        ("paper: {class_name: Papier}", "paper.class_name: expected one of Paper, found 'Papier'. Did you mean `Paper`?"),
+        (
+            "paper: {class_name: Papier}",
+            "paper.class_name: expected one of Paper, found 'Papier'. Did you mean `Paper`?",
+        ),
         ("tittle: x", "tittle: Sketch has no key `tittle`. Did you mean `title`?"),
         ("Title: x", "Title: Sketch has no key `Title`. Did you mean `title`?"),
         ("isdraft: true", "isdraft: Sketch has no key `isdraft`. Did you mean `is_draft`?"),
         ("class_name: os.system", "class_name: expected one of Sketch, found 'os.system'."),
         ("tool:", "tool: expected a section with a `class_name` of SketchPen, found null."),
         ("shape: 5", "SketchCircle, SketchLine, SketchSquare or null, found 5."),
-        ("shape: {class_name: SketchSquare}", "shape.side: the key `side` is missing: expected a number of at least 0."),
+        (
+            "shape: {class_name: SketchSquare}",
+            "shape.side: the key `side` is missing: expected a number of at least 0.",
+        ),
         ("shape: {class_name: SketchCirle}", "found 'SketchCirle'. Did you mean `SketchCircle`?"),
         ("shape: {class_name: SketchPen}", "found 'SketchPen'. A class of your own is registered by importing it"),
         ("shape: {class_name: null}", "expected one of SketchCircle, SketchLine, SketchSquare, found null."),
@@ -120,7 +126,9 @@ def test_a_value_that_does_not_fit_is_an_error_with_place_key_expectation_and_fi
 
 
 def test_all_problems_come_at_once_in_the_order_of_their_places(tmp_path: Path):
-    text = "pages: 1.5\nscal: 2\npaper:\n  width: x\n  hight: 3\nshapes:\n  a: {class_name: Nothing}\n  b: {radius: -1}\n"
+    text = (
+        "pages: 1.5\nscal: 2\npaper:\n  width: x\n  hight: 3\nshapes:\n  a: {class_name: Nothing}\n  b: {radius: -1}\n"
+    )
     found = [(str(problem.place).rpartition("/")[2], problem.key) for problem in complaints(tmp_path, text, "lien=1")]
     assert found == [
         ("sketch.yaml:1", "pages"),
@@ -130,8 +138,7 @@ def test_all_problems_come_at_once_in_the_order_of_their_places(tmp_path: Path):
         ("sketch.yaml:7", "shapes.a.class_name"),
         ("sketch.yaml:8", "shapes.b.radius"),
         ("command line", "lien"),
-    ] or found[0] == ("command line", "lien")
-    assert len(found) == 7
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +194,9 @@ def test_a_key_that_is_nearly_a_class_is_told_which(tmp_path: Path):
 @pytest.mark.parametrize("name", ["[SketchCircle]", "{a: b}", "5", "true", "''", "SketchCircleConfig"])
 def test_only_the_name_of_a_class_of_the_interface_is_a_class(tmp_path: Path, name: str):
     problem = complaint(tmp_path, f"shape:\n  class_name: {name}\n")
-    assert problem.startswith("sketch.yaml:2: shape.class_name: expected one of SketchCircle, SketchLine, SketchSquare, ")
+    assert problem.startswith(
+        "sketch.yaml:2: shape.class_name: expected one of SketchCircle, SketchLine, SketchSquare, "
+    )
 
 
 @register_interface
@@ -254,7 +263,9 @@ def test_of_two_classes_with_one_name_the_one_with_the_keys_is_meant():
 
 def test_the_keys_of_a_dict_may_have_a_type():
     assert config_from({"sizes": {"small": 1}}, Cover).sizes == {"small": 1}
-    with pytest.raises(ConfigError, match="sizes.lagre: expected a key that is one of small, large. Did you mean `large`"):
+    with pytest.raises(
+        ConfigError, match="sizes.lagre: expected a key that is one of small, large. Did you mean `large`"
+    ):
         config_from({"sizes": {"lagre": 1}}, Cover)
 
 
@@ -280,8 +291,8 @@ class Foreign:
     kind: str = "a"
 
     def __post_init__(self) -> None:
-        assert self.size != 13, "13 is unlucky"
-        assert self.size != 14
+        if self.size in (13, 14):
+            raise AssertionError("13 is unlucky") if self.size == 13 else AssertionError
         if self.kind == "b":
             raise ValueError("b is taken")
 
@@ -304,3 +315,40 @@ def test_any_dataclass_is_checked_and_its_own_checks_are_told(data: Any, said: s
 def test_a_line_config_without_keys_says_so(tmp_path: Path):
     assert sketch(tmp_path, "shape: {class_name: SketchLine}\n").shape == SketchLineConfig()
     assert complaint(tmp_path, "shape: {class_name: SketchLine, length: 3}\n").endswith("There are none.")
+
+
+@register_interface
+class SketchAnimal(RegistrableConfigInterface):
+    """Something that runs out of the picture."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+@dataclass
+class SketchDogConfig(Settings):
+    legs: int = 4
+
+
+@register
+class SketchDog(SketchAnimal):
+    config: SketchDogConfig
+
+
+@register
+class SketchPuppy(SketchDog):  # with the configuration of its parent, whose name compoconf gives to the latest class
+    pass
+
+
+@dataclass
+class Kennel(Settings):
+    first: SketchAnimal.cfgtype
+    second: SketchAnimal.cfgtype
+
+
+def test_classes_that_share_a_configuration_can_all_be_named():
+    data = {"first": {"class_name": "SketchDog", "legs": 3}, "second": {"class_name": "SketchPuppy"}}
+    kennel = config_from(data, Kennel)
+    assert type(kennel.first.instantiate(SketchAnimal)) is SketchDog
+    assert type(kennel.second.instantiate(SketchAnimal)) is SketchPuppy
+    assert as_data(kennel)["first"] == {"class_name": "SketchDog", "legs": 3}

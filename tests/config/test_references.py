@@ -39,7 +39,13 @@ def test_references_see_what_is_included_and_what_is_changed(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("written_as", "means"),
-    [("$${pages}", "${pages}"), ("a$$${b", "a$${b"), ("$5 {x} $", "$5 {x} $"), ("$${", "${"), ("}$${}${pages}", "}${}1")],
+    [
+        ("$${pages}", "${pages}"),
+        ("a$$${b", "a$${b"),
+        ("$5 {x} $", "$5 {x} $"),
+        ("$${", "${"),
+        ("}$${}${pages}", "}${}1"),
+    ],
 )
 def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means: str):
     assert sketch(tmp_path, f"pages: 1\ntitle: '{written_as}'\n").title == means

@@ -6,7 +6,7 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.optimizer import learning_rate
+from jax_trainer.optimizer import DEFAULT, learning_rates
 
 
 @dataclass
@@ -21,7 +21,10 @@ class LearningRateMonitorConfig(CallbackConfig):
 
 @register
 class LearningRateMonitor(Callback):
-    """Logs the learning rate as `optimizer/lr`, before the first epoch and at the beginning of each."""
+    """Logs the learning rate as `optimizer/lr`, before the first epoch and at the beginning of each.
+
+    Groups of parameters with a rate of their own are `optimizer/lr_<group>`.
+    """
 
     config: LearningRateMonitorConfig
 
@@ -35,5 +38,6 @@ class LearningRateMonitor(Callback):
         self._log()
 
     def _log(self) -> None:
-        value = float(jax.device_get(learning_rate(self.state.opt_state)))
-        self.run.logger.write(self.event.step, {"epoch": self.event.epoch, "optimizer/lr": value})
+        rates = jax.device_get(learning_rates(self.state.opt_state))
+        named = {"optimizer/lr" if name == DEFAULT else f"optimizer/lr_{name}": float(rates[name]) for name in rates}
+        self.run.logger.write(self.event.step, {"epoch": self.event.epoch, **named})

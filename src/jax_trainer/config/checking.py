@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.config.secrets import HIDDEN, is_secret
-from jax_trainer.settings import SettingsError, config_classes, expected, fits, hints_of, listed, options
+from jax_trainer.settings import SettingsError, candidates, expected, fits, hints_of, listed, options
 
 CLASS = "class_name"
+Candidate = tuple[str, type]  # the name of a class, and its configuration
 INVALID = object()  # stands for a value with problems, which are written down already
 
 
@@ -29,10 +30,10 @@ class Checker:
         """The value of `node` where `hint` is the annotation; `likely` names the class if nothing else does."""
         if node.value is BROKEN:
             return INVALID
-        classes = config_classes(hint)
-        if classes and (node.is_section or (likely and node.value is None)):
-            config = self._choose(classes, node, path, likely)
-            return INVALID if config is None else self._configuration(config, node, path)
+        allowed = candidates(hint)
+        if allowed and (node.is_section or (likely and node.value is None)):
+            chosen = self._choose(allowed, node, path, likely)
+            return INVALID if chosen is None else self._configuration(*chosen, node, path)
         for option in map(_bare, options(hint)):
             if isinstance(node.value, list) and _is(option, Sequence):
                 return self._list(option, node.value, node, path)
@@ -72,7 +73,7 @@ class Checker:
                 made[name] = self._complain(part, _under(path, name), f"expected a key that is {expected(key)}.{near}")
         return INVALID if any(value is INVALID for value in made.values()) else made
 
-    def _configuration(self, config: type, node: Node, path: str) -> Any:
+    def _configuration(self, owner: str, config: type, node: Node, path: str) -> Any:
         before = len(self._problems)
         known, hints = _fields(config), hints_of(config)
         made: dict[str, Any] = {}
@@ -81,55 +82,59 @@ class Checker:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
                 near = self._problems.suggestion(name, known) or f" There are {listed(known) or 'none'}."
-                self._complain(part, _under(path, name), f"{_name_of(config)} has no key `{name}`.{near}")
+                self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():
             if _is_required(field) and name not in made:
                 text = f"the key `{name}` is missing: expected {expected(hints[name])}."
                 self._complain(node, _under(path, name), text)
         is_fine = len(self._problems) == before and all(value is not INVALID for value in made.values())
-        return self._construct(config, made, node, path) if is_fine else INVALID
+        return self._construct(owner, config, made, node, path) if is_fine else INVALID
 
-    def _construct(self, config: type, made: dict[str, Any], node: Node, path: str) -> Any:
+    def _construct(self, owner: str, config: type, made: dict[str, Any], node: Node, path: str) -> Any:
         try:
-            return config(**made)
+            value = config(**made)
+            if getattr(value, CLASS, ""):
+                value.class_name = owner  # the configuration may belong to several classes
+            return value
         except SettingsError as error:
             for key, text in error.problems:
-                self._problems.add(node.place_of(key), _under(path, key), settings_problem(key, text))
+                whole = _under(path, key)
+                self._problems.add(node.place_of(key), whole, settings_problem(whole, text))
         except (ValueError, TypeError, AssertionError) as error:  # a class of the user's, with checks of its own
-            self._complain(node, path, f"{_name_of(config)} cannot be made of this: {str(error) or repr(error)}")
+            self._complain(node, path, f"{owner} cannot be made of this: {str(error) or repr(error)}")
         return INVALID
 
-    def _choose(self, classes: Sequence[type], node: Node, path: str, likely: str) -> type | None:
+    def _choose(self, allowed: Sequence[Candidate], node: Node, path: str, likely: str) -> Candidate | None:
         named = node.section.get(CLASS)
         if named is not None:
-            return self._choose_named(classes, named, node, path)
-        candidates = [config for config in classes if _name_of(config) == likely] or classes
-        fitting = [config for config in candidates if _could_be(config, node)]
-        if len(candidates) == 1 or len(fitting) == 1:
-            return [*fitting, *candidates][0]
+            return self._choose_named(allowed, named, node, path)
+        likely_ones = [candidate for candidate in allowed if candidate[0] == likely] or allowed
+        fitting = [candidate for candidate in likely_ones if _could_be(candidate[1], node)]
+        if len(likely_ones) == 1 or len(fitting) == 1:
+            return [*fitting, *likely_ones][0]
         why = "several classes have these keys:" if fitting else "no class has just these keys; there are"
-        names = listed(_name_of(config) for config in fitting or candidates)
-        near = self._problems.suggestion(likely, [_name_of(config) for config in classes])
+        names = listed(name for name, _ in fitting or likely_ones)
+        near = self._problems.suggestion(likely, [name for name, _ in allowed])
         self._complain(node, _under(path, CLASS), f"the key `{CLASS}` is missing, and {why} {names}.{near}")
         return None
 
-    def _choose_named(self, classes: Sequence[type], named: Node, node: Node, path: str) -> type | None:
-        candidates = [config for config in classes if _name_of(config) == named.value]
-        fitting = [config for config in candidates if _could_be(config, node)]
-        if len(candidates) == 1 or len(fitting) == 1:
-            return [*fitting, *candidates][0]
-        if candidates:
-            twins = listed(f"{config.__module__}.{config.__qualname__}" for config in candidates)
+    def _choose_named(self, allowed: Sequence[Candidate], named: Node, node: Node, path: str) -> Candidate | None:
+        namesakes = [candidate for candidate in allowed if candidate[0] == named.value]
+        fitting = [candidate for candidate in namesakes if _could_be(candidate[1], node)]
+        if len(namesakes) == 1 or len(fitting) == 1:
+            return [*fitting, *namesakes][0]
+        if namesakes:
+            twins = listed(f"{config.__module__}.{config.__qualname__}" for _, config in namesakes)
             self._complain(named, _under(path, CLASS), f"several classes have this name, those of {twins}. Rename one.")
         elif named.value is not BROKEN:
-            names = [_name_of(config) for config in classes]
+            names = [name for name, _ in allowed]
             near = self._problems.suggestion(named.value, names) if isinstance(named.value, str) else ""
             found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")
         return None
 
     def _shown(self, value: Any, path: str) -> str:
-        return shown(value, path, self._secrets)
+        return "…" if self._problems.is_full else shown(value, path, self._secrets)
 
     def _complain(self, node: Node, path: str, text: str) -> Any:
         self._problems.add(node.place, path, text)
@@ -146,10 +151,6 @@ def settings_problem(key: str, text: str) -> str:
 
 def _under(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
-
-
-def _name_of(config: type) -> str:
-    return getattr(config, CLASS, "") or config.__name__
 
 
 def _fields(config: type) -> dict[str, Field[Any]]:

@@ -10,7 +10,7 @@ from compoconf import Registry, registered
 
 from jax_trainer.config.dumping import as_data
 from jax_trainer.config.secrets import redact
-from jax_trainer.settings import expected, hints_of
+from jax_trainer.settings import config_of, expected, hints_of
 
 _ENTRY = re.compile(r"    (?P<names>\w+(?:, \w+)*)(?: \([^)]*\))?:(?: (?P<text>.*))?")
 
@@ -41,22 +41,19 @@ class Described:
 
 
 def registered_classes() -> Iterator[Described]:
-    """Every registered class, by interface and name."""
-    interfaces = sorted(registered(), key=lambda interface: interface.__name__)
+    """Every registered class once, by interface and name; of two interfaces, by the more general one."""
+    seen: set[type] = set()
+    interfaces = sorted(registered(), key=lambda interface: (len(interface.__mro__), interface.__name__))
     for interface in interfaces:
-        for name in registered(interface):
-            cls = Registry.get_class(interface, name)
-            yield describe(interface, cls)
+        classes = [Registry.get_class(interface, name) for name in registered(interface)]
+        yield from (describe(interface, cls) for cls in classes if cls not in seen)
+        seen.update(classes)
 
 
 def describe(interface: type, cls: type) -> Described:
     """What there is to know about a class that is registered for `interface`."""
     summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-    return Described(cls.__name__, interface.__name__, summary, keys_of(_config_of(cls)))
-
-
-def _config_of(cls: Any) -> type:
-    return cls.config_class if cls.config_class is not None else hints_of(cls)["config"]
+    return Described(cls.__name__, interface.__name__, summary, keys_of(config_of(cls)))
 
 
 def keys_of(config: type) -> tuple[Key, ...]:

@@ -1,6 +1,5 @@
 """Writes configurations so that reading them gives the same again, without the secrets in them."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -36,14 +35,7 @@ def dump_config(config: Any) -> str:
 
 def dump_data(data: Any) -> str:
     """Plain data as YAML."""
-    return yaml.dump(
-        data,
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=None,
-        width=sys.maxsize,  # a line that goes on might begin with `---`
-    )
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
 def _escaped(data: Any) -> Any:

@@ -73,14 +73,19 @@ class Problems:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def is_full(self) -> bool:
+        """Whether what is added now is only counted."""
+        return self._count >= MOST
+
     def __iter__(self) -> Iterator[ConfigProblem]:
         return iter(self._kept)
 
     def add(self, place: Place, key: str, text: str) -> None:
         """One more thing that is wrong."""
-        self._count += 1
-        if self._count <= MOST:
+        if not self.is_full:
             self._kept.append(ConfigProblem(place, key, text))
+        self._count += 1
 
     def error(self, secrets: Collection[str] = ()) -> ConfigError:
         """All of it."""
@@ -88,7 +93,7 @@ class Problems:
 
     def suggestion(self, word: str, known: Collection[str]) -> str:
         """A sentence with the known word that is meant; nothing when there was enough to compare already."""
-        if self._count >= MOST or self._letters_left < 0:
+        if self.is_full or self._letters_left < 0:
             return ""
         self._letters_left -= len(word) * sum(map(len, known))
         return suggestion(word, known) if self._letters_left >= 0 else ""
@@ -121,11 +126,11 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` was meant to be: at most two letters away, or a third of a long word."""
+    """The known word that `word` was meant to be: at most two letters away, or a quarter of a long word."""
     plain = _plain(word)
     if not 0 < len(plain) <= _LONGEST_WORD:
         return ""
-    most = min(max(2, len(word) // 3), len(plain) - 1)
+    most = min(max(2, len(word) // 4), len(plain) - 1)
     similar = [other for other in known if other != word and abs(len(_plain(other)) - len(plain)) <= most]
     ranked = sorted((edit_distance(plain, _plain(other)), other) for other in similar)
     return ranked[0][1] if ranked and ranked[0][0] <= most else ""

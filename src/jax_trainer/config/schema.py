@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from compoconf import LazyConfigUnion
 
 from jax_trainer.config.describing import keys_of
-from jax_trainer.settings import Above, AtLeast, AtMost, Below, IsRegex, config_classes, hints_of, options
+from jax_trainer.settings import Above, AtLeast, AtMost, Below, IsRegex, candidates, config_classes, hints_of, options
 
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
@@ -16,7 +16,7 @@ SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 def json_schema(root: type) -> dict[str, Any]:
     """A JSON schema of the configuration `root`, for editors that check and complete while one types."""
     writer = _SchemaWriter()
-    section = writer.section(root)
+    section = writer.section(root, ())
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     include = {"include": {"description": "Files whose values this one changes.", **files}}
     # what must be given may stand in an included file
@@ -37,11 +37,10 @@ class _SchemaWriter:
         self.definitions: dict[str, Any] = {}
         self._names: dict[type, str] = {}
 
-    def section(self, config: type) -> dict[str, Any]:
-        """The schema of a configuration's keys."""
+    def section(self, config: type, names: Sequence[str]) -> dict[str, Any]:
+        """The schema of a configuration's keys; `names` are those of the classes that it may stand for."""
         hints, keys = hints_of(config), keys_of(config)
-        name = getattr(config, "class_name", "")
-        properties: dict[str, Any] = {"class_name": {"const": name}} if name else {}
+        properties: dict[str, Any] = {"class_name": {"enum": list(names)}} if names else {}
         for key in keys:
             described = {"description": key.help} if key.help else {}
             default = {} if key.is_required else {"default": key.default}
@@ -76,12 +75,15 @@ class _SchemaWriter:
         if isinstance(origin, type) and issubclass(origin, Sequence):
             return {"type": "array", "items": self.schema(args[0])}
         if isinstance(hint, LazyConfigUnion):
-            return {"anyOf": [self._reference(config) for config in config_classes(hint)]}
-        return self._reference(hint) if is_dataclass(hint) and isinstance(hint, type) else {}
+            names = {
+                config: [name for name, kind in candidates(hint) if kind is config] for config in config_classes(hint)
+            }
+            return {"anyOf": [self._reference(config, names[config]) for config in names]}
+        return self._reference(hint, ()) if is_dataclass(hint) and isinstance(hint, type) else {}
 
-    def _reference(self, config: type) -> dict[str, Any]:
+    def _reference(self, config: type, names: Sequence[str]) -> dict[str, Any]:
         if config not in self._names:
             twins = sum(known.__name__ == config.__name__ for known in self._names)
             name = self._names[config] = f"{config.__name__}{twins or ''}"  # now, for it may contain itself
-            self.definitions[name] = self.section(config)
+            self.definitions[name] = self.section(config, names)
         return {"$ref": f"#/$defs/{self._names[config]}"}

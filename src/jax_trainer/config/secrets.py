@@ -17,6 +17,7 @@ _ORDINARY_NAME = re.compile(
     r"(?:^|_)(?:pad|padding|eos|bos|unk|unknown|mask|sep|cls|class|start|begin|end|stop|special|extra|register|blank|"
     r"newline|space|image|audio|video|prefix|suffix|first|last|next|new|per|by)_token\Z"
 )
+_FOLDERS = ("PWD", "OLDPWD")  # of a shell; any other name with `pwd` is about a password
 _CAMEL_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]{0,30}://)[^\s/]+@", re.IGNORECASE)
@@ -90,7 +91,8 @@ def _hide_if_secret(match: re.Match[str]) -> str:
 
 def environment_secrets() -> frozenset[str]:
     """The values of environment variables whose names say that they are secrets."""
-    return frozenset(form for name, value in os.environ.items() if is_secret(name) for form in _forms(value))
+    named = {name: value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS}
+    return frozenset(form for value in named.values() for form in _forms(value))
 
 
 def secret_values(data: Any, key: str = "") -> frozenset[str]:

@@ -13,7 +13,7 @@ from jax_trainer.config.nodes import BROKEN, Node, Scalar
 from jax_trainer.config.problems import ConfigError, Place, Problems
 
 MAX_BYTES = 100_000
-MAX_VALUES = 10_000
+MAX_VALUES = 5_000
 MAX_DEPTH = 40
 MAX_KEY = 200
 MAX_DIGITS = 100
@@ -22,6 +22,7 @@ _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _TAB_BEFORE = re.compile(r" *\t")
 
 
@@ -59,8 +60,11 @@ def parse(text: str, source: str, problems: Problems, *, numbered: bool = True) 
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         size = f"The text is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most."
         raise _given_up(problems, Place(source), size)
+    builder = _Builder(source, numbered, problems)
     try:
-        return _Builder(source, numbered, problems).build(yaml.parse(text, Loader=yaml.SafeLoader))
+        return builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if numbered and mark is not None else 0
@@ -69,6 +73,9 @@ def parse(text: str, source: str, problems: Problems, *, numbered: bool = True) 
         line = text.count("\n", 0, error.position) + 1 if numbered else 0
         text = f"This is no YAML: the character {error.character:#x} may only stand in double quotes, as an escape."
         raise _given_up(problems, Place(source, line), text) from None
+    except (ValueError, OverflowError):  # of PyYAML, which does not look at what it converts
+        text = "This is no YAML: an escape or a version has too large a number."
+        raise _given_up(problems, builder.place, text) from None
 
 
 def _in_words(error: yaml.MarkedYAMLError, text: str) -> str:
@@ -113,6 +120,7 @@ class _Builder:
 
     def __init__(self, source: str, numbered: bool, problems: Problems) -> None:
         self._source, self._numbered, self._problems = source, numbered, problems
+        self.place = Place(source, 1 if numbered else 0)  # how far it has come
         self._open: list[_Open] = []
         self._root: Node | None = None
         self._values = 0
@@ -120,10 +128,10 @@ class _Builder:
     def build(self, events: Iterator[yaml.Event]) -> Node:
         for event in events:
             self._take(event)
-        return self._root or Node(None, Place(self._source, 1 if self._numbered else 0))
+        return self._root or Node(None, self.place)
 
     def _take(self, event: yaml.Event) -> None:
-        place = Place(self._source, event.start_mark.line + 1 if self._numbered else 0)
+        place = self.place = Place(self._source, event.start_mark.line + 1 if self._numbered else 0)
         match event:
             case yaml.AliasEvent():
                 self._refuse(place, "Aliases (`*`) are not read here. Use a reference: `${path.to.value}`.")
@@ -145,7 +153,10 @@ class _Builder:
             self._refuse(place, "Anchors (`&`) are not read here. Use a reference: `${path.to.value}`.")
         if tag is not None:
             self._refuse(place, "Tags (`!`) are not read here: a configuration is plain data. Quote what is text.")
-        return tag is None
+        is_whole = not _HALF_CHARACTER.search(getattr(event, "value", ""))
+        if not is_whole:
+            self._refuse(place, "This text has an escape for half a character.")
+        return tag is None and is_whole
 
     def _begin(self, new: _Open) -> None:
         if self._open and self._open[-1].expects_key:

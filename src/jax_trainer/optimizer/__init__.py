@@ -17,7 +17,7 @@ from jax_trainer.optimizer.optimizer import (
     OptimizerInterface,
     SGDConfig,
 )
-from jax_trainer.optimizer.record import Recorded, learning_rate, learning_rates
+from jax_trainer.optimizer.record import DEFAULT, Recorded, learning_rate, learning_rates
 from jax_trainer.optimizer.scheduler import (
     BaseScheduleConfig,
     ConcatSchedule,
@@ -46,6 +46,7 @@ from jax_trainer.optimizer.transforms import (
 )
 
 __all__ = [
+    "DEFAULT",
     "NAMED",
     "SGD",
     "AdamW",

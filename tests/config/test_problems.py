@@ -1,0 +1,116 @@
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_trainer.config import ConfigError, ConfigProblem, Place
+from jax_trainer.config.problems import MOST, Problems, edit_distance, nearest, shown, suggestion
+from jax_trainer.settings import SettingsError
+
+HERE = Place("f.yaml", 3)
+
+
+def test_an_error_tells_all_problems_once_in_the_order_of_their_places():
+    problems = [
+        ConfigProblem(Place("f.yaml", 10), "a.b", "second."),
+        ConfigProblem(HERE, "", "first."),
+        ConfigProblem(Place("command line"), "c", "zeroth."),
+        ConfigProblem(HERE, "", "first."),
+    ]
+    error = ConfigError(problems)
+    assert str(error).splitlines() == ["command line: c: zeroth.", "f.yaml:3: first.", "f.yaml:10: a.b: second."]
+    assert error.problems[2].as_data() == {"file": "f.yaml", "line": 10, "key": "a.b", "problem": "second."}
+
+
+def test_problems_beyond_a_hundred_are_counted():
+    problems = Problems()
+    for line in range(250):
+        problems.add(Place("f.yaml", line + 1), "a", "wrong.")
+    error = problems.error()
+    assert len(problems) == 250
+    assert len(error.problems) == MOST == 100
+    assert str(error).splitlines()[-1] == "… and 150 more problems."
+
+
+def test_errors_can_be_copied_as_other_processes_do():
+    problems = Problems()
+    for line in range(101):
+        problems.add(Place("f.yaml", line), "a", "wrong.")
+    for error in (problems.error(), SettingsError([("a", "wrong.")])):
+        again = copy.deepcopy(error)
+        assert str(again) == str(error)
+        assert again.problems == error.problems
+
+
+def test_an_error_cannot_move_the_cursor_of_a_terminal():
+    error = ConfigError([ConfigProblem(HERE, "a\n\x1b[2Jb", "got \x1b[31m\u202e\ud800.\nAnd more.")])
+    assert str(error) == "f.yaml:3: a\\n\\x1b[2Jb: got \\x1b[31m\\u202e\\ud800.\nAnd more."
+    str(error).encode()
+
+
+def test_an_error_is_short():
+    error = ConfigError([ConfigProblem(HERE, "a" * 10_000, "b" * 10_000)])
+    assert len(str(error)) < 4_100
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "null"), (True, "true"), (1.5, "1.5"), ("1", "'1'"), ([1, "a"], "[1, 'a']"), ("x" * 100, f"'{'x' * 78}…")],
+)
+def test_a_value_is_shown_in_a_few_words(value, words):
+    assert shown(value) == words
+
+
+def test_a_secret_is_not_shown():
+    assert shown("hunter2", "printer.token") == shown(5, "a.password.0") == "<hidden>"
+    assert shown({"token": "hunter2"}) == "{'token': '<hidden>'}"
+    assert shown("x hunter2", secrets=["hunter2"]) == "'x <hidden>'"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("learning_rat", "learning_rate"),
+        ("laerning_rate", "learning_rate"),
+        ("learningRate", "learning_rate"),
+        ("learning-rate", "learning_rate"),
+        ("lerning_raet", "learning_rate"),
+        ("momentun", "momentum"),
+        ("b3", "b1"),
+        ("bl", "b1"),
+        ("weights", ""),
+        ("x", ""),
+        ("", ""),
+        ("_", ""),
+        ("momentum", ""),
+        ("m" * 1000, ""),
+    ],
+)
+def test_a_word_that_is_nearly_known_is_taken_for_it(word: str, meant: str):
+    known = ["learning_rate", "momentum", "b1", "b2"]
+    assert nearest(word, known) == meant
+    assert suggestion(word, known) == (f" Did you mean `{meant}`?" if meant else "")
+
+
+def test_suggestions_end_before_they_take_long():
+    problems = Problems()
+    known = [f"key{number}" for number in range(5_000)]
+    answers = [problems.suggestion(f"kez{number}", known) for number in range(200)]
+    assert answers[0] == " Did you mean `key0`?"
+    assert answers[-1] == ""
+
+
+def plain_distance(a: str, b: str) -> int:
+    """By the definition: letters put in, taken out, replaced, or swapped with their neighbour."""
+    if not a or not b:
+        return len(a) + len(b)
+    ways = [plain_distance(a[1:], b) + 1, plain_distance(a, b[1:]) + 1, plain_distance(a[1:], b[1:]) + (a[0] != b[0])]
+    if len(a) > 1 and len(b) > 1 and a[0] == b[1] and a[1] == b[0]:
+        ways.append(plain_distance(a[2:], b[2:]) + 1)
+    return min(ways)
+
+
+@given(st.text("abc", max_size=5), st.text("abc", max_size=5))
+def test_the_distance_of_words_is_that_of_the_definition(a: str, b: str):
+    assert edit_distance(a, b) == plain_distance(a, b)
