@@ -116,6 +116,20 @@ def test_the_state_in_a_validation_hook_is_the_one_that_was_judged():
         assert {f"val/{name}": value for name, value in again.items()} == metrics
 
 
+TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
+
+
+def test_several_validation_sets_are_one_validation_with_the_metrics_of_all():
+    witness, seen = Witness(WitnessConfig()), Recorder()
+    fit(witness, seen, evals=TWO)
+    middle = [*epoch_of(1), *epoch_of(2)]
+    assert witness.names() == ["training_start", *middle, "training_end", ("finalize", "completed")]
+    given = [call[1] for call in witness.calls if call[0] == "on_validation_epoch_end"]
+    judged = [{f"{name}/{key}": value for key, value in metrics.items()} for _, name, metrics in seen.evals]
+    assert given == [{**judged[0], **judged[1]}, {**judged[2], **judged[3]}]
+    assert given == [call[1] for call in witness.calls if call[0] == "on_filtered_validation_epoch_end"]
+
+
 def test_there_is_no_state_outside_a_hook():
     witness = Witness(WitnessConfig())
     fit(witness, plan=Plan(max_steps=1))
@@ -131,6 +145,17 @@ def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
         witness.handle(event)
     assert witness.names() == [("test_epoch_start", 3), ("test_epoch_end", 3)]
     assert set(witness.calls[-1][1]) == {"test/loss", "test/acc"}
+
+
+def test_several_test_sets_are_one_test():
+    witness, program = Witness(WitnessConfig()), program_of("linen")
+    at = Event(7, 3, HeldState.of(program.init(jax.random.key(0), EXAMPLE)))
+    sets = {"test_near": numbered_loader(32), "test_far": numbered_loader(64)}
+    for _ in range(2):
+        for event in eval_events(program, at, sets, Plan(max_steps=0)):
+            witness.handle(event)
+    assert witness.names() == 2 * [("test_epoch_start", 3), ("test_epoch_end", 3)]
+    assert set(witness.calls[-1][1]) == {f"{name}/{metric}" for name in sets for metric in ("loss", "acc")}
 
 
 def test_a_failure_is_told_with_its_error_and_then_raised():

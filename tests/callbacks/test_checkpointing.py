@@ -10,13 +10,13 @@ from jax_trainer.callbacks import Callback, ModelCheckpoint, ModelCheckpointConf
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Every, Plan
-from jax_trainer.testing import Recorder, assert_same_bits
+from jax_trainer.testing import Recorder, assert_same_bits, numbered_loader
 
 
-def saved(folder_run, config=None, plan=None, *, validates=True, seen=None):
+def saved(folder_run, config=None, plan=None, *, validates=True, seen=None, evals=None):
     store = Saves()
     run = replace(folder_run, checkpoints=store, validates=validates)
-    fit(ModelCheckpoint(config or ModelCheckpointConfig(), run), *([seen] if seen else []), plan=plan)
+    fit(ModelCheckpoint(config or ModelCheckpointConfig(), run), *([seen] if seen else []), plan=plan, evals=evals)
     return store.kept
 
 
@@ -31,6 +31,25 @@ def test_every_validation_is_saved_with_its_metrics_and_the_position_in_the_data
 def test_a_validation_within_an_epoch_is_saved_where_it_happened(folder_run):
     kept = saved(folder_run, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
     assert [(step, position) for step, position, _ in kept] == [(3, Position(1, 3)), (6, Position(2, 2))]
+
+
+TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
+
+
+@pytest.mark.parametrize("monitor", ["val_near/loss", "val_far/acc"])
+def test_of_several_validation_sets_each_may_be_monitored_and_the_state_is_saved_once(folder_run, monitor):
+    seen = Recorder()
+    kept = saved(folder_run, ModelCheckpointConfig(monitor=monitor), seen=seen, evals=TWO)
+    assert [step for step, _, _ in kept] == [STEPS, 2 * STEPS]
+    last = {f"{name}/{key}": value for _, name, metrics in seen.evals[2:] for key, value in metrics.items()}
+    assert kept[-1][2] == last
+    assert {"val_near/loss", "val_near/acc", "val_far/loss", "val_far/acc"} == set(last)
+
+
+def test_a_monitor_that_no_set_reports_is_an_error_that_lists_all_of_them(folder_run):
+    message = "No metric 'val/loss' to monitor. There are: val_far/acc, val_far/loss, val_near/acc, val_near/loss."
+    with pytest.raises(ValueError, match=message):
+        saved(folder_run, evals=TWO)
 
 
 def test_nothing_is_saved_before_the_first_step(folder_run):

@@ -120,6 +120,33 @@ def test_arrays_are_placed_as_the_given_state_says(tmp_path):
     assert_same_bits(alone, before)
 
 
+def test_only_some_fields_are_restored_and_the_others_stay_as_they_are(copied):
+    like = state(9, w=jnp.zeros((2, 3))).replace(opt_state={"mine": jnp.ones(4)}, rng=jnp.array([7, 7], jnp.uint32))
+    restored, saved = copied.restore("latest", like, only=("params",))
+    assert saved.step == 3
+    assert_same_bits(restored.params, state(3).params)
+    assert_same_bits(restored.replace(params=like.params), like)
+    with pytest.raises(CheckpointError, match=r"opt_state\.mine: expected float32\[4\], missing in the checkpoint"):
+        copied.restore("latest", like)
+
+
+def test_a_field_that_is_restored_alone_must_fit_as_well(copied):
+    with pytest.raises(CheckpointError, match=r"params\.w: expected float32\[3,2\], found float32\[2,3\]") as error:
+        copied.restore("latest", state(9, w=jnp.zeros((3, 2))).replace(step=jnp.float32(1)), only=("params", "extra"))
+    assert "step" not in str(error.value).replace("step_", "")
+    with pytest.raises(CheckpointError, match=r"params\.w: not expected, found"):
+        copied.restore("latest", state(9, v=jnp.zeros((2, 3))), only=("params",))
+
+
+def test_arrays_without_content_are_restored_alone_as_well(tmp_path):
+    store, before = CheckpointStore(tmp_path), state(3, w=jnp.zeros((0, 3)), v=jnp.ones(2))
+    store.save(before, AT, {})
+    like = state(9, w=jnp.zeros((0, 3)), v=jnp.zeros(2)).replace(extra={"none": jnp.zeros(0)})
+    restored, _ = store.restore("latest", like, only=("params",))
+    assert_same_bits(restored.params, before.params)
+    assert restored.extra["none"].shape == (0,)
+
+
 def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
     store = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
     assert (store.steps(), store.latest(), store.best()) == ([], None, None)

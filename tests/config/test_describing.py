@@ -1,4 +1,5 @@
 from dataclasses import MISSING, dataclass, field
+from typing import Any
 
 import pytest
 from config_things import Paper, Sketch, SketchCircle, SketchShape, SketchSquare
@@ -123,3 +124,13 @@ def test_a_class_whose_defaults_do_not_go_together_is_described_all_the_same():
 @pytest.mark.parametrize("text", [None, "", "Args:", "Args:\n", "Args:\n    nothing here", "Args: one\n    two: three"])
 def test_a_docstring_without_keys_helps_with_none(text: str | None):
     assert help_of(type("Silent", (), {"__doc__": text})) == {}
+
+
+@dataclass
+class OddDefaults(Settings):
+    kind: Any = float
+    act: Any = field(default_factory=lambda: [len, 1])
+
+
+def test_a_default_that_no_file_can_hold_is_shown_by_its_name():
+    assert [key.default for key in keys_of(OddDefaults)] == ["float", ["len", 1]]

@@ -10,7 +10,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import BatchChangedError, Layout, NonFiniteError, compile_program, copy_state, with_finite_guard
 from jax_trainer.datasets import Data, DataError, Position
-from jax_trainer.engine import Event, Every, Plan, evaluate, run, train_events
+from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, Every, Plan, evaluate, run, train_events
 from jax_trainer.testing import (
     FaultInjected,
     Recorder,
@@ -58,6 +58,26 @@ def test_events_come_in_the_documented_order(prepared):
     evals = ["EvalStart", "EvalStep", "EvalStep", "EvalEnd", "EvalStart", "EvalStep", "EvalEnd", "EvalRoundEnd"]
     assert seen.names == ["FitStart", *2 * (epoch + evals), "FitEnd"]
     assert seen.events[-1] == ("FitEnd", 4, 2)
+
+
+def test_a_round_of_evaluations_ends_with_the_metrics_of_every_set_and_the_state_they_belong_to(prepared):
+    program, fresh = prepared
+    sets = {"val": numbered_loader(64, shuffle=False), "test": numbered_loader(32, shuffle=False)}
+    plan, rounds, ends = Plan(max_steps=4, eval_every=Every(steps=2)), [], []
+    for event in train_events(program, fresh(), Data(numbered_loader(160), sets), plan):
+        if isinstance(event, EvalEnd):
+            ends.append((event.step, event.name, event.metrics))
+        if isinstance(event, EvalRoundEnd):
+            rounds += [(event.step, name, metrics) for name, metrics in event.metrics.items()]
+            assert evaluate(program, copy_state(event.state), sets) == event.metrics
+    assert rounds == ends
+    assert [(step, name) for step, name, _ in rounds] == [(2, "val"), (2, "test"), (4, "val"), (4, "test")]
+
+
+def test_without_evaluation_sets_no_round_ends(prepared):
+    program, fresh = prepared
+    _, seen = trained(program, fresh(), Data(numbered_loader(64)), Plan(max_epochs=1, eval_every=Every(epochs=1)))
+    assert not [name for name in seen.names if name.startswith("Eval")]
 
 
 def test_evaluation_at_steps_start_and_end_happens_once_each(prepared):

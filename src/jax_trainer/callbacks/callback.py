@@ -11,7 +11,17 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import StepRows, TrainState
 from jax_trainer.datasets import DatasetModule, Position
-from jax_trainer.engine import EpochEnd, EpochStart, EvalRoundEnd, EvalStart, Event, FitEnd, FitStart, StepEnd, StepMetrics
+from jax_trainer.engine import (
+    EpochEnd,
+    EpochStart,
+    EvalRoundEnd,
+    EvalStart,
+    Event,
+    FitEnd,
+    FitStart,
+    StepEnd,
+    StepMetrics,
+)
 from jax_trainer.logger import Logger
 from jax_trainer.settings import AtLeast, Settings
 

@@ -59,7 +59,9 @@ def stored_specs(folder: Path) -> dict[str, Spec]:
 def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays in `folder`, each of the kind and in the place that `like` has. Their specs must agree already."""
     arguments = {name: _arguments(leaf) for name, leaf in like.items() if math.prod(leaf.shape)}
-    request = _orbax().args.PyTreeRestore(item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True)
+    request = _orbax().args.PyTreeRestore(
+        item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
+    )
     try:
         full = _checkpointer().restore(folder, args=request)
     except Exception as error:
@@ -71,7 +73,9 @@ def _arguments(leaf: Any) -> Any:
     sharding = _sharding(leaf)
     if sharding is None:
         return _orbax().RestoreArgs(restore_type=np.ndarray)
-    return _orbax().ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    return _orbax().ArrayRestoreArgs(
+        restore_type=jax.Array, sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype
+    )
 
 
 def _sharding(leaf: Any) -> Any:

@@ -1,21 +1,28 @@
 """The command line: what can be asked, and how an end is told."""
 
 import argparse
+import io
 import json
 import logging
+import math
+import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 import jax_trainer.cli.commands as commands
-from jax_trainer.config import ConfigError, UserCodeError, redact, redact_text
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.config import ConfigError, UserCodeError, redact_text
+from jax_trainer.config.secrets import environment_secrets
 from jax_trainer.settings import SettingsError
 
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
 
 _DESCRIPTION = """\
 Train, test and resume experiments that are described by one YAML file.
@@ -37,10 +44,11 @@ class _Parser(argparse.ArgumentParser):
     """Keeps line breaks in what it shows, and wrong commands apart from failures."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
+        kind = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **{"formatter_class": kind, "allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG_INPUT, f"jax-trainer: {redact_text(message)}\nTry `{self.prog} --help`.\n")
+        raise commands.WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,80 +59,164 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[..., commands.Outcome], help: str) -> argparse.ArgumentParser:
         one = kinds.add_parser(name, help=help, description=(run.__doc__ or "").strip(), epilog=_EXIT_CODES)
-        one.set_defaults(run=run)
+        one.set_defaults(run=run, error=one.error, secrets=set())
         one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
                          help="import a module, or a .py file, that registers classes of your own")  # fmt: skip
         one.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
         one.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
         return one
 
-    changes = {"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "other values, such as trainer.seed=1"}
-    mixed = {**changes, "metavar": "KEY=VALUE | FILE.py",
-             "help": "other values, such as trainer.train_epochs=3, and files with classes of your own"}  # fmt: skip
-    for name, run, help in (
-        ("train", commands.train, "train what a file describes"),
-        ("check", commands.check, "look for mistakes and show what would be trained"),
-    ):
-        one = command(name, run, help)
-        one.add_argument("config", metavar="CONFIG", help="a YAML file")
-        one.add_argument("changes", **mixed)
+    train = command("train", commands.train, "train what a file describes")
+    check = command("check", commands.check, "look for mistakes and show what would be trained")
     test = command("test", commands.test, "judge the weights of a run on its test data")
-    test.add_argument("--which", default="best", help="best, latest, or the number of a step (default: best)")
     resume = command("resume", commands.resume, "go on with a run from its latest checkpoint")
+    describe = command("describe", commands.describe, "show what can be configured")
+    command("schema", commands.schema, "print a JSON schema of configurations, for editors")
+    for one in (train, check):
+        one.add_argument("config", metavar="CONFIG", help="a YAML file")
     for one in (test, resume):
         one.add_argument("folder", metavar="RUN", help="the folder of a run")
-        one.add_argument("changes", **mixed)
-    describe = command("describe", commands.describe, "show what can be configured")
+    given = "other values, such as trainer.train_epochs=3, and files with classes of your own"
+    for one in (train, check, test, resume):
+        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given)
+    whose = "whose weights: best, latest, or the number of a step (default: best)"
+    test.add_argument("--which", default="best", type=_which, help=whose)
     describe.add_argument("name", nargs="?", default="", metavar="NAME", help="a class, or a kind such as Callback")
-    command("schema", commands.schema, "print a JSON schema of configurations, for editors")
     return whole
+
+
+def _which(text: str) -> str | int:
+    if text in ("best", "latest"):
+        return text
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected best, latest or the number of a step, found {text[:40]!r}.")
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    asked, rest = parser().parse_known_args(given)
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
+    if unknown or (rest and not hasattr(asked, "changes")):
+        asked.error(f"there is no option {unknown[0]}." if unknown else "there are too many arguments.")
+    if rest:  # argparse takes only those that stand together
+        asked.changes += rest
+    return asked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line asks; returns the exit code."""
-    asked = parser().parse_args(arguments)
-    _listen(asked.quiet)
+    given = sys.argv[1:] if arguments is None else arguments
+    asked = argparse.Namespace(json="--json" in given, secrets=set())
     try:
-        outcome = asked.run(asked)
+        asked = _parsed(given)
+        with _one_line_each(asked):
+            outcome = asked.run(asked)
+    except commands.Interrupted as end:
+        code = _tell(asked, end.code, str(end), status="interrupted", run=end.run)
+        return _ended_at_once(code) if arguments is None else code
+    except KeyboardInterrupt:
+        code = _tell(asked, commands.CTRL_C, "Interrupted.", status="interrupted")
+        return _ended_at_once(code) if arguments is None else code
     except ConfigError as error:
-        return _tell(asked, WRONG_INPUT, str(error), problems=[problem.as_data() for problem in error.problems])
+        count = len(error.problems) + error.more
+        heading = f"{count} problems:\n" if count > 1 else ""
+        return _tell(asked, WRONG_INPUT, str(error), heading, problems=[one.as_data() for one in error.problems])
     except (commands.WrongInput, UserCodeError, SettingsError) as error:
         return _tell(asked, WRONG_INPUT, str(error))
-    except commands.Failure as error:
+    except (commands.Failure, CheckpointError) as error:
         return _tell(asked, FAILED, str(error))
-    except KeyboardInterrupt:
-        return _tell(asked, INTERRUPTED, "interrupted")
     except Exception as error:
-        sys.stderr.write(redact_text(traceback.format_exc()))
+        sys.stderr.write(_without_secrets(asked, traceback.format_exc()))
         return _tell(asked, FAILED, f"{type(error).__name__}: {error}")
     if asked.json:
-        _write(json.dumps(redact(outcome.data), allow_nan=False))
+        _write(outcome.data)
     elif not asked.quiet:
-        outcome.show(Console())
+        outcome.show(_Page())
     return DONE
 
 
-def _tell(asked: argparse.Namespace, code: int, text: str, **more: Any) -> int:
-    text = redact_text(text)
+def _ended_at_once(code: int) -> NoReturn:
+    """Ends the process: a compiler that was interrupted goes on in a thread, and would crash while Python tidies up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _tell(asked: argparse.Namespace, code: int, text: str, heading: str = "", **more: Any) -> int:
+    text = _tame(_without_secrets(asked, text))
     if asked.json:
-        _write(json.dumps({"status": "interrupted" if code == INTERRUPTED else "failed", "error": text, **more}))
-    lines = text.splitlines()
-    several = f"{len(lines)} problems:\n" if len(lines) > 1 and code == WRONG_INPUT else ""
-    sys.stderr.write(f"jax-trainer: {several}{text}\n")
+        _write({"status": "failed", "error": text, **more})
+    sys.stderr.write(f"jax-trainer: {heading}{text}\n")
     return code
 
 
-def _write(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _write(data: dict[str, Any]) -> None:
+    page = _Page()
+    try:
+        page.file.write(f"{json.dumps(_finite(data), allow_nan=False)}\n")
+        page.file.flush()
+    except BrokenPipeError:
+        page.on_broken_pipe()
 
 
-def _listen(quiet: bool) -> None:
-    """Messages and warnings of the library become one line each."""
+def _finite(data: Any) -> Any:
+    """JSON has no NaN: here it is text, as in `metrics.jsonl`."""
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+class _Page(Console):
+    """Standard output; whoever reads it may stop when they have seen enough, and may not know every letter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+
+    def on_broken_pipe(self) -> None:
+        """Writes the rest to nowhere, as Python would complain about it at the end."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _without_secrets(asked: argparse.Namespace, text: str) -> str:
+    return redact_text(text, environment_secrets() | asked.secrets)
+
+
+def _tame(text: str) -> str:
+    """Without what would move the cursor of a terminal: the name of a file may have it."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
+@contextmanager
+def _one_line_each(asked: argparse.Namespace) -> Iterator[None]:
+    """Messages and warnings are one line each, told once, without secrets; so are those in a run's own log."""
+    told: set[str] = set()
+
+    def put_on_a_line(record: logging.LogRecord) -> bool:
+        record.msg, record.args = _tame(" ".join(_without_secrets(asked, record.getMessage()).split())), ()
+        return True
+
+    def is_new(record: logging.LogRecord) -> bool:
+        is_told = record.msg in told
+        told.add(record.msg)
+        return not is_told
+
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("jax-trainer: %(message)s"))
-    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
+    handler.setLevel(logging.ERROR if asked.quiet else logging.WARNING)
+    handler.addFilter(is_new)
     log = logging.getLogger("jax_trainer")
-    log.handlers = [handler]
-    log.propagate = False
-    warnings.showwarning = lambda message, *_, **__: log.warning(redact_text(str(message)))
+    handlers, propagate = log.handlers, log.propagate
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)
+        log.handlers, log.propagate = [handler], False
+        log.addFilter(put_on_a_line)
+        try:
+            yield
+        finally:
+            log.removeFilter(put_on_a_line)
+            log.handlers, log.propagate = handlers, propagate

@@ -1,43 +1,40 @@
 """What the commands show to people."""
 
+import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
+from rich.table import Column, Table
 
-from jax_trainer.config import Described, Key
+from jax_trainer.config import Described
+from jax_trainer.settings import written
 from jax_trainer.trainer import DryRun
 
 
 def metrics(console: Console, by_set: Mapping[str, Mapping[str, float]]) -> None:
     """Numbers by name, a row each."""
-    table = Table("metric", "value")
+    table = Table(Column("metric", overflow="fold"), "value")
     for values in by_set.values():
         for name, value in sorted(values.items()):
             table.add_row(escape(name), f"{value:.6g}")
     console.print(table)
 
 
-def trained(console: Console, by_place: Mapping[str, Mapping[str, float]], folder: Path) -> None:
+def trained(console: Console, by_place: Mapping[str, Mapping[str, float]], run: str, following: str) -> None:
     """The last validation, the test, and where to go from here."""
     validated = [place for place in by_place if place != "test"]
-    last = {f"epoch {validated[-1]}": by_place[validated[-1]]} if validated else {}
-    metrics(console, {**last, **{place: values for place, values in by_place.items() if place == "test"}})
-    console.print(f"Run folder: {folder}", soft_wrap=True, highlight=False, markup=False)
-    console.print(
-        f"Next: `jax-trainer test {folder}`, or look at its metrics.jsonl and config.yaml.",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    metrics(console, {place: by_place[place] for place in (*validated[-1:], "test") if place in by_place})
+    _line(console, f"Run folder: {run}")
+    if following:
+        _line(console, f"Next: `{following}`, or look at its metrics.jsonl and config.yaml.")
 
 
 def dry_run(console: Console, report: DryRun) -> None:
     """The parameters, what the state takes, and how long the run is."""
-    table = Table("parameter", "shape", "type", "size", title="Parameters")
+    table = Table(Column("parameter", overflow="fold"), "shape", "type", "size", title="Parameters")
     for leaf in report.parameters:
         table.add_row(escape(leaf.path), " × ".join(map(str, leaf.shape)) or "–", leaf.dtype, _bytes(leaf.bytes))
     console.print(table)
@@ -50,21 +47,21 @@ def dry_run(console: Console, report: DryRun) -> None:
         "devices": report.devices,
     }
     for name, text in lines.items():
-        console.print(f"{name:>12}: {text}", soft_wrap=True, highlight=False, markup=False)
+        _line(console, f"{name:>12}: {text}")
 
 
 def described(console: Console, classes: Sequence[Described]) -> None:
-    """Every class with its keys."""
+    """Every class with its keys: a line with the default, what it is for, and what may stand there."""
     interface = ""
     for one in classes:
         if one.interface != interface:
             interface = one.interface
             console.rule(interface, align="left")
         console.print(f"[bold]{one.name}[/bold]  {escape(one.summary)}", highlight=False)
-        table = Table("key", "expects", "default", "what it is for", box=None, padding=(0, 2, 0, 2))
         for key in one.keys:
-            table.add_row(key.name, escape(key.expects), escape(_default(key)), escape(key.help))
-        console.print(table)
+            default = "  (required)" if key.is_required else f": {escape(_default(key.default))}"
+            _below(console, f"[bold]{key.name}[/bold]{default}", 2)
+            _below(console, f"{escape(key.help)} [dim]Expects {escape(key.expects)}.[/dim]", 6)
         console.print()
 
 
@@ -83,12 +80,16 @@ def described_data(one: Described) -> dict[str, Any]:
     return {"name": one.name, "interface": one.interface, "summary": one.summary, "keys": keys}
 
 
-def _default(key: Key) -> str:
-    if key.is_required:
-        return "required"
-    words = {True: "true", False: "false", None: "null", "": '""'}
-    is_word = isinstance(key.default, bool | None | str) and key.default in words
-    return words[key.default] if is_word else str(key.default)
+def _below(console: Console, text: str, indent: int) -> None:
+    console.print(Padding(text, (0, 0, 0, indent), expand=False), highlight=False)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _default(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | tuple) or value == "" else written(value)
 
 
 def _bytes(count: int) -> str:

@@ -73,7 +73,17 @@ def _default(config: type, field: Field[Any]) -> Any:
         value = getattr(config(), field.name)
     except Exception:  # some other key has to be given, or has no default that can be used
         value = field.default if field.default_factory is MISSING else field.default_factory()
-    return redact(as_data(value), field.name)
+    return redact(_plain(as_data(value)), field.name)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as a file could have it; what no file can hold, such as a function, by its name."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else getattr(value, "__name__", str(value))
 
 
 def help_of(config: type) -> dict[str, str]:

@@ -3,6 +3,8 @@
 They take a number or an array of numbers, and stay at their last value once `steps` updates are over.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,23 +22,32 @@ def linear(start: float, end: float, steps: int) -> optax.Schedule:
     >>> [float(linear(0.0, 1.0, 4)(count)) for count in (0, 1, 4, 5)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    return lambda count: _mixed(start, end, 1 - _share(count, steps))
+    return _between(start, end, steps, lambda share: _mixed(start, end, 1 - share))
 
 
 def cosine(start: float, end: float, steps: int, exponent: float = 1.0) -> optax.Schedule:
     """Half a cosine wave, raised to `exponent`."""
 
-    def schedule(count: ArrayLike) -> jax.Array:
+    def curve(share: jax.Array) -> jax.Array:
         # clipped: rounding may leave the wave a little, and a root of that is no number
-        wave = jnp.clip((1 + jnp.cos(jnp.pi * _share(count, steps))) / 2, 0, 1)
+        wave = jnp.clip((1 + jnp.cos(jnp.pi * share)) / 2, 0, 1)
         return _mixed(start, end, wave**exponent)
 
-    return schedule
+    return _between(start, end, steps, curve)
 
 
 def exponential(start: float, rate: float, steps: int) -> optax.Schedule:
     """Falls by the same factor at every update, and by `rate` over all of them."""
-    return lambda count: (start * rate ** _share(count, steps)).astype(jnp.float32)
+    return _between(start, start * rate, steps, lambda share: start * rate**share)
+
+
+def _between(start: float, end: float, steps: int, curve: Callable[[jax.Array], jax.Array]) -> optax.Schedule:
+    def schedule(count: ArrayLike) -> jax.Array:
+        share = _share(count, steps)
+        # chosen, not computed: on a GPU the cosine of pi is not exactly -1
+        return jnp.where(share <= 0, start, jnp.where(share >= 1, end, curve(share))).astype(jnp.float32)
+
+    return schedule
 
 
 def _share(count: ArrayLike, steps: int) -> jax.Array:
@@ -44,5 +55,4 @@ def _share(count: ArrayLike, steps: int) -> jax.Array:
 
 
 def _mixed(start: float, end: float, weight: jax.Array) -> jax.Array:
-    # not `end + weight * (start - end)`: that is not exactly `start` where the weight is 1
-    return (start * weight + end * (1 - weight)).astype(jnp.float32)
+    return start * weight + end * (1 - weight)

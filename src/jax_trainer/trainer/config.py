@@ -10,7 +10,7 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.settings import AtLeast, Below, Problem, Settings
+from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -56,7 +56,7 @@ class TrainerConfig(Settings):
     model_mode: ModelMode | None = None
     max_steps: Size | None = None
     max_steps_per_epoch: Size | None = None
-    max_time: Annotated[float, AtLeast(0)] | None = None
+    max_time: Annotated[float, Above(0)] | None = None
     val_every_n_steps: Count = 0
     steps_per_call: Size | Literal["epoch"] = 1
     resident: bool | Literal["auto"] = False

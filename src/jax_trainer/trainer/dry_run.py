@@ -47,7 +47,8 @@ def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | Non
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
     sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}
     batch = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)}
-    kinds = [device.device_kind for device in jax.devices()]
+    used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
+    kinds = [device.device_kind for device in used]
     devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     return DryRun(_leaves(state.params), sizes, batch, tuple(metrics.by_name), steps, devices)
 

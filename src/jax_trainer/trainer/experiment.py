@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
+from compoconf import Registry
 from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
@@ -54,9 +55,10 @@ class Experiment(StoredRun):
 def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[Experiment]:
     """The experiment in a YAML file, with overrides such as `trainer.train_epochs=3`."""
     loaded = load_config(file, Experiment, overrides)
+    has_seed = loaded.tree.at("seed") is not None
     for name in ("trainer", "dataset"):
         part = getattr(loaded.value, name)
-        if hasattr(part, "seed") and loaded.tree.at(f"{name}.seed") is None:
+        if has_seed and hasattr(part, "seed") and loaded.tree.at(f"{name}.seed") is None:
             part.seed = loaded.value.seed
     return loaded
 
@@ -66,27 +68,38 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
     return load_config(folder.config_file, StoredRun, overrides)
 
 
-def build(run: StoredRun, *, exmp_input: Batch | None = None, folder: RunFolder | None = None) -> Any:
+def trainer_class(run: StoredRun) -> type[Any]:
+    """The class that the `trainer` section names."""
+    return Registry.get_class(BaseTrainer, run.trainer.class_name)  # type: ignore[arg-type]  # compoconf means the class
+
+
+def build(
+    run: StoredRun,
+    *,
+    exmp_input: Batch | None = None,
+    dataset: DatasetModule | None = None,
+    folder: RunFolder | None = None,
+    kind: type[Any] | None = None,
+) -> Any:
     """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
 
-    The example batch is the first of the dataset, unless there is an `exmp_input`.
+    Args:
+        run: all configurations.
+        exmp_input: an example batch; left out, the first of the dataset.
+        dataset: instead of the one that `run` says.
+        folder: of the run, if it was begun before.
+        kind: the trainer's class, instead of the one that `run` names.
     """
-    dataset = None if run.dataset is None else run.dataset.instantiate(DatasetModule)
+    mesh, make = _mesh(run.num_gpus), kind or trainer_class(run)  # before the data is loaded
+    if dataset is None and run.dataset is not None:
+        dataset = run.dataset.instantiate(DatasetModule)
     if exmp_input is None:
         if dataset is None:
-            raise SettingsError([("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")])
+            raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
         exmp_input = next(iter(dataset.train_loader))
-    others = {"dataset": run.dataset, "seed": run.seed, "num_gpus": run.num_gpus}
-    return run.trainer.instantiate(
-        BaseTrainer,
-        run.model,
-        run.optimizer,
-        exmp_input,
-        mesh=_mesh(run.num_gpus),
-        dataset=dataset,
-        other_configs={name: value for name, value in others.items() if value is not None},
-        folder=folder,
-    )
+    others = {"seed": run.seed, "num_gpus": run.num_gpus}
+    configs = (run.trainer, run.model, run.optimizer)
+    return make(*configs, exmp_input, mesh=mesh, dataset=dataset, other_configs=others, folder=folder)
 
 
 def _mesh(num_gpus: int) -> Mesh | None:
@@ -94,14 +107,19 @@ def _mesh(num_gpus: int) -> Mesh | None:
     devices = jax.devices()
     if devices[0].platform == "cpu":
         if num_gpus > 1:
-            raise SettingsError(
-                [("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees no GPU here. Use 1, which trains on the CPU.")]
-            )
+            text = f"`num_gpus` is {num_gpus}, and JAX sees no GPU here. Use 1, which trains on the CPU."
+            raise _problem("num_gpus", text)
         if num_gpus:
             LOG.info("`num_gpus` is 1, and JAX sees no GPU: training on the CPU.")
         return None
     if num_gpus == 0:
-        raise SettingsError([("num_gpus", "`num_gpus` is 0, and JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")])
+        raise _problem("num_gpus", "`num_gpus` is 0, and JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")
     if num_gpus > len(devices):
-        raise SettingsError([("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees {len(devices)}.")])
-    return None if num_gpus == 1 else jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])
+        raise _problem("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees {len(devices)}.")
+    if num_gpus == 1:
+        return None
+    return jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])
+
+
+def _problem(key: str, text: str) -> SettingsError:
+    return SettingsError([(key, text)])

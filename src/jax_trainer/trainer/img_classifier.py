@@ -9,7 +9,7 @@ from compoconf import register
 
 from jax_trainer.core import PyTree
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.settings import AtLeast
+from jax_trainer.settings import AtLeast, SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 
@@ -28,7 +28,7 @@ class ImgClassifierTrainerConfig(TrainerConfig):
 class ImgClassifierTrainer(TrainerModule):
     """Trains a model that tells images apart; reports `acc`, its spread and its maximum over batches."""
 
-    config: ImgClassifierTrainerConfig
+    config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
         """The images."""
@@ -47,11 +47,11 @@ class ImgClassifierTrainer(TrainerModule):
         return loss, (mutable, metrics)
 
     def _judged(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        if logits.shape[-1] != self.config.num_classes:
-            raise ValueError(
-                f"The model gives {logits.shape[-1]} classes, and `trainer.num_classes` is {self.config.num_classes}. "
-                "Make them agree, e.g. by `num_classes: ${trainer.num_classes}` in the model's section."
-            )
+        given, expected = logits.shape[-1], self.config.num_classes
+        if given != expected:
+            text = f"The model gives {given} classes, and `trainer.num_classes` is {expected}. "
+            text += "Make them agree, e.g. by `num_classes: ${trainer.num_classes}` in the model's section."
+            raise SettingsError([("trainer.num_classes", text)])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.target).mean()
         acc = (logits.argmax(-1) == batch.target).mean()
         return loss, {

@@ -9,11 +9,12 @@ from jax_trainer.engine.events import Status
 
 
 class Results:
-    """Remembers the metrics of every validated epoch, those of the tests under "test", and how training ended."""
+    """Remembers the metrics of every validated epoch, those of the tests under "test", and where training ended."""
 
     def __init__(self) -> None:
         self.metrics: dict[int | str, dict[str, Any]] = {}
         self.status: Status = "failed"
+        self.epoch = 0
 
     def handle(self, event: Event) -> None:
         """Takes the metrics of an evaluation."""
@@ -21,12 +22,7 @@ class Results:
             case EvalEnd():
                 self._add("test" if event.name.startswith("test") else event.epoch, event.name, event.metrics)
             case FitEnd():
-                self.status = event.status
-
-    def add_tests(self, metrics: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the metrics of test sets by name."""
-        for name, values in metrics.items():
-            self._add("test", name, values)
+                self.status, self.epoch = event.status, event.epoch
 
     def _add(self, place: int | str, name: str, metrics: Mapping[str, Any]) -> None:
         self.metrics[place] = {**self.metrics.get(place, {}), **full_names(metrics, name)}

@@ -1,13 +1,15 @@
 """`TrainerModule`: write the loss, and everything else of training is there."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from copy import copy
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import optax
-from compoconf import register, register_interface
+from compoconf import register, register_interface, registered
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,11 +26,14 @@ from jax_trainer.core import (
     PyTree,
     TrainState,
     compile_program,
+    copy_state,
+    step_of,
+    stream,
     with_ema,
     with_finite_guard,
 )
 from jax_trainer.datasets import Data, DatasetModule, Position, with_transforms
-from jax_trainer.engine import Event, Observer, Plan, drive, eval_events, evaluate, train_events
+from jax_trainer.engine import Event, Plan, drive, eval_events, evaluate, train_events
 from jax_trainer.interfaces import ModelMode, build_model, model_mode
 from jax_trainer.logger import Logger, run_place
 from jax_trainer.logger.rows import drop_rows_after
@@ -36,7 +41,7 @@ from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.experiment import build, stored_run
+from jax_trainer.trainer.experiment import StoredRun, build, stored_run, trainer_class
 from jax_trainer.trainer.results import Results, named_sets
 
 WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
@@ -54,8 +59,9 @@ class TrainerModule(BaseTrainer):
         exmp_input: an example batch; only its shapes and types matter.
         mesh: devices that share each batch along their axis "data".
         dataset: its device transforms (such as normalising images) become part of every step.
-        other_configs: stored with the run besides the three configurations.
-        folder: go on in the folder of an existing run; None makes a new one when training begins.
+        other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. That of a
+            `dataset` whose class is registered is stored anyway.
+        folder: of an existing run, to load from and to resume; training that does not resume makes a new one.
     """
 
     config: TrainerConfig
@@ -74,7 +80,7 @@ class TrainerModule(BaseTrainer):
     ) -> None:
         self.config, self.model_config, self.optimizer_config = config, model_config, optimizer_config
         self.exmp_input, self.dataset, self.folder = exmp_input, dataset, folder
-        self.other_configs = dict(other_configs or {})
+        self.other_configs = _storable(other_configs or {})
         self.model_mode = self._agreed_mode()
         self._layout = None if mesh is None else Layout(mesh=mesh)
         self._optimizer: OptimizerInterface = optimizer_config.instantiate(OptimizerInterface)
@@ -97,16 +103,18 @@ class TrainerModule(BaseTrainer):
         """The loss of a linen model on a batch, its changed collections, and what else to report."""
         raise NotImplementedError(f"{type(self).__name__} has no `loss_function_linen`, which a linen model needs.")
 
-    def model_apply(self, model: Any, inputs: Any, train: bool = True, **kwargs: Any) -> Any:
-        """The output of an nnx model, which is in the mode of training or evaluation already."""
+    def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
+        """The output of an nnx model. A loss gets it in the right mode; `train` puts it into one."""
+        if train is not None:
+            model.train() if train else model.eval()
         return model(*inputs, **kwargs) if isinstance(inputs, tuple) else model(inputs, **kwargs)
 
     def model_linen_apply(
         self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
     ) -> tuple[Any, PyTree]:
-        """The output of a linen model, and its changed collections."""
+        """The output of a linen model, and its changed collections; what is random in it comes from `rng`."""
         inputs = input if isinstance(input, tuple) else (input,)
-        return state.apply(params, *inputs, train=train, **kwargs)
+        return state._replace(rng=stream(rng, "model")).apply(params, *inputs, train=train, **kwargs)
 
     # the state and the program
 
@@ -203,89 +211,127 @@ class TrainerModule(BaseTrainer):
             resume: go on from the latest checkpoint of `folder`.
             quiet: show no progress, whatever the configuration says.
         """
-        program = self.prepare(train_loader, num_epochs)
+        plan, program = self.config.plan(num_epochs), self.prepare(train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
-        data = self._data(train_loader, evals)
-        state, at = self._start(program), Position()
+        data, tests = self._data(train_loader, evals), named_sets("test", test_loader)
+        state, at = self._start(program, resume), Position()
         folder = self._run_folder(resume)
-        store = self._store(folder)
+        store = self._store(folder, validates=bool(evals))
         if resume:
             state, saved = store.restore("latest", like=state)
             at = saved.position
-            drop_rows_after(folder.metrics_file, saved.step)
+            drop_rows_after(folder.metrics_file, saved.step, saved.epoch)
         self._program, self._held = program, HeldState.of(state)
-        tests, results = named_sets("test", test_loader), Results()
-        logger = self.config.logger.instantiate(Logger, folder.path)
+        logger, results = self.config.logger.instantiate(Logger, folder.path), Results()
         try:
             run = Run(folder.path, logger, store, self.dataset, validates=bool(evals))
-            watching = [*self._watchers(run, quiet), results]
-            plan = self.config.plan(num_epochs).seen_by(watching)
+            records = [*logger_observers(logger), results]  # first: a callback may save what they wrote, or stop
+            watching = [*self._bar(quiet), *records, *self._callbacks(run)]
+            plan = plan.seen_by(watching)
             drive(self._events(data, plan, at, tests, store), watching, state, at)
-            if tests and "test" not in results.metrics:  # an observer ended the run early
-                results.add_tests(evaluate(program, self._best_state(store), tests))
+            if tests and "test" not in results.metrics:  # a callback has ended the run, and was told so
+                for event in self._test_events(tests, plan, store, results.epoch):
+                    for observer in records:
+                        observer.handle(event)
         finally:
             logger.close(results.status)
         return results.metrics
 
     def eval_model(self, data_loader: Any, mode: str = "val") -> dict[str, Any]:
         """The metrics of the current weights on one set; `mode` is what it is called."""
-        return full_names(evaluate(self._ready(), self.state, {mode: data_loader})[mode], mode)
+        return self._metrics_on({mode: data_loader})
 
     def test_model(self, test_loader: Any) -> dict[str, Any]:
         """The metrics of the current weights on the test set, or on several of them by name."""
-        results = Results()
-        results.add_tests(evaluate(self._ready(), self.state, named_sets("test", test_loader)))
-        return results.metrics["test"]
+        return self._metrics_on(named_sets("test", test_loader))
 
     def load_model(self, which: str | int = "best") -> None:
-        """Takes the weights of a checkpoint of this run: the "best", the "latest", or those of a step."""
+        """Takes the weights of a checkpoint of this run: the "best", the "latest", or those of a step.
+
+        Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
+        """
         if self.folder is None:
             raise ValueError("This trainer has no run folder yet to load from. Train first, or pass `folder`.")
-        restored, _ = self._store(self.folder).restore(which, like=self.state, only=WEIGHTS)
-        self._held = HeldState.of(restored)
+        store = self._store(self.folder)
+        chosen: Any = store.best() or "latest" if which == "best" else which
+        self._held = HeldState.of(self._with_weights(store, chosen))
 
     @classmethod
     def load_from_checkpoint(
-        cls, checkpoint: str | Path, exmp_input: Batch | None = None, *, which: str | int = "best"
+        cls,
+        checkpoint: str | Path,
+        exmp_input: Batch | None = None,
+        *,
+        dataset: DatasetModule | None = None,
+        which: str | int = "best",
+        overrides: Sequence[str] = (),
     ) -> Self:
         """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
 
         Args:
             checkpoint: the run's folder, wherever it is now.
-            exmp_input: an example batch, for a run whose dataset is not one of ours.
+            exmp_input: an example batch, for a run whose dataset is not stored with it.
+            dataset: for a run that had one which is not stored with it, or to judge on another.
             which: "best", "latest", or a step.
+            overrides: of the stored configuration, such as `num_gpus=1`.
         """
         folder = RunFolder.open(Path(checkpoint))
-        trainer = build(stored_run(folder).value, exmp_input=exmp_input, folder=folder)
-        if not isinstance(trainer, cls):
-            raise TypeError(f"{folder.path} is a run of {type(trainer).__name__}, not of {cls.__name__}.")
+        run = stored_run(folder, overrides).value
+        kind = cls._kind_for(trainer_class(run), folder)
+        trainer = build(run, exmp_input=exmp_input, dataset=dataset, folder=folder, kind=kind)
         trainer.load_model(which)
         return trainer
 
-    def _ready(self) -> CompiledProgram:
-        _ = self.state  # an nnx model is built while the state is made
-        return self.program
+    @classmethod
+    def _kind_for(cls, stored: type[Any], folder: RunFolder) -> type[Any]:
+        """What to build of a run of class `stored`."""
+        if stored is cls._stored_as():
+            return cls
+        if not issubclass(stored, cls):
+            raise TypeError(f"{folder.path} is a run of {stored.__name__}, not of {cls.__name__}.")
+        return stored
 
-    def _start(self, program: CompiledProgram) -> TrainState:
+    @classmethod
+    def _stored_as(cls) -> type[Any]:
+        """The class by which its runs are stored: itself, or its parent where it was never registered."""
+        return next(base for base in cls.__mro__ if base.__name__ in registered(BaseTrainer))
+
+    def _metrics_on(self, sets: Mapping[str, Any]) -> dict[str, Any]:
+        if not sets:
+            raise ValueError("There is no data to judge the weights on.")
+        state, metrics = self.state, {}  # the state first: an nnx model is built while it is made
+        for name, values in evaluate(self.program, state, sets).items():
+            metrics |= full_names(values, name)
+        return metrics
+
+    def _start(self, program: CompiledProgram, resume: bool) -> TrainState:
         fresh = program.init(jax.random.key(self.config.seed), self.exmp_input)
-        if self._held is None:
+        if self._held is None or resume:
             return fresh
-        return fresh.replace(params=self.state.params, model_state=self.state.model_state)  # loaded, or trained before
+        now = self.state  # loaded, trained before, or looked at: its weights stay, and counters begin again
+        averaged = {name: value for name, value in now.extra.items() if name == "ema"}
+        begun = fresh.replace(params=now.params, model_state=now.model_state, extra={**fresh.extra, **averaged})
+        return copy_state(begun)  # whoever holds `now` keeps it: a step reuses the memory of its state
 
     def _events(
         self, data: Data, plan: Plan, at: Position, tests: Mapping[str, Any], store: CheckpointStore
     ) -> Iterator[Event]:
-        event = Event(0, at.epoch, HeldState.of(self.state))
-        for event in train_events(self.program, self.state, data, plan, at):
-            self._held = event.held
-            yield event
-        if tests:
-            judged = Event(event.step, event.epoch, HeldState.of(self._best_state(store)))
-            yield from eval_events(self.program, judged, tests, Plan(max_steps=0, eval_batches=plan.fast_dev_run or None))
+        epoch = at.epoch
+        with closing(train_events(self.program, self.state, data, plan, at)) as events:  # type: ignore[type-var]
+            for event in events:
+                self._held, epoch = event.held, event.epoch
+                yield event
+        yield from self._test_events(tests, plan, store, epoch)
 
-    def _best_state(self, store: CheckpointStore) -> TrainState:
-        best = store.best()
-        return self.state if best is None else store.restore(best, like=self.state)[0]
+    def _test_events(self, tests: Mapping[str, Any], plan: Plan, store: CheckpointStore, epoch: int) -> Iterator[Event]:
+        if tests:
+            best = store.best()
+            state = self.state if best is None else self._with_weights(store, best)
+            limits = Plan(max_steps=0, eval_batches=plan.fast_dev_run or None)
+            yield from eval_events(self.program, Event(step_of(self.state), epoch, HeldState.of(state)), tests, limits)
+
+    def _with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
+        return store.restore(which, like=self.state, only=WEIGHTS)[0]
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()
@@ -304,18 +350,37 @@ class TrainerModule(BaseTrainer):
     @property
     def configs(self) -> dict[str, Any]:
         """All configurations, as they are stored with the run."""
-        own = {"trainer": self.config, "model": self.model_config, "optimizer": self.optimizer_config}
+        trainer, dataset = _of_class(self.config, self._stored_as()), self.dataset
+        own = {"trainer": trainer, "model": self.model_config, "optimizer": self.optimizer_config}
+        if dataset is not None and type(dataset).__name__ in registered(DatasetModule):
+            own["dataset"] = _of_class(dataset.config, type(dataset))
         return {**own, **self.other_configs}
 
-    def _store(self, folder: RunFolder) -> CheckpointStore:
+    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
         saver = self.config.saver
-        options = {} if saver is None else saver.store_options(validates=self.config.validates)
+        options = {} if saver is None else saver.store_options(validates=validates)
         return CheckpointStore(folder.checkpoints, **options)
 
-    def _watchers(self, run: Run, quiet: bool) -> list[Observer]:
-        bar = [ProgressBar()] if self.config.enable_progress_bar and not quiet else []
-        callbacks = [config.instantiate(Callback, run) for config in self.config.callbacks.values()]
-        return [*bar, *callbacks, *logger_observers(run.logger)]
+    def _bar(self, quiet: bool) -> list[ProgressBar]:
+        return [ProgressBar()] if self.config.enable_progress_bar and not quiet else []
+
+    def _callbacks(self, run: Run) -> list[Any]:
+        return [config.instantiate(Callback, run) for config in self.config.callbacks.values()]
+
+
+def _of_class(config: Any, kind: type[Any]) -> Any:
+    """`config` with the name of this class: several may share a configuration, which by itself knows one of them."""
+    named = copy(config)
+    named.class_name = kind.__name__
+    return named
+
+
+def _storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
+    """`other_configs`, if a run that is stored with them can be loaded again."""
+    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
+    if unknown := sorted(other_configs.keys() - known):
+        raise ValueError(f"`other_configs` may have {', '.join(sorted(known))}, and has {', '.join(unknown)}.")
+    return dict(other_configs)
 
 
 def _length(loader: Any) -> int | None:

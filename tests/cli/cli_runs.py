@@ -1,0 +1,119 @@
+"""What the tests of the command line share: a tiny experiment, and two ways to ask."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.cli import main
+from jax_trainer.core import TrainState
+from jax_trainer.trainer import build, stored_run
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "jax_trainer"]
+PATIENCE = 120.0  # seconds until a process counts as hanging
+
+TINY = """\
+trainer:
+  class_name: ImgClassifierTrainer
+  train_epochs: 2
+  max_steps_per_epoch: 4
+  num_classes: 10
+  callbacks:
+    ModelCheckpoint: {monitor: val/acc, mode: max}
+model:
+  class_name: MLP
+  num_classes: ${trainer.num_classes}
+  hidden: [16]
+  dropout: 0.1
+optimizer:
+  class_name: AdamW
+  learning_rate:
+    class_name: WarmupCosineDecaySchedule
+    peak_value: 1e-3
+    warmup_steps: 2
+dataset:
+  class_name: DigitsDataset
+  global_batch_size: 32
+"""
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The one JSON object that `--json` prints, in one line and without NaN."""
+        assert self.out.count("\n") == 1
+        return json.loads(self.out, parse_constant=lambda word: pytest_fails(f"{word} is not JSON"))
+
+
+def pytest_fails(text: str) -> Any:
+    raise AssertionError(text)
+
+
+def ask(*arguments: str | Path, folder: Path) -> Said:
+    """Asks in this process, in `folder`."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def ask_process(*arguments: str | Path, folder: Path, **environment: str) -> Said:
+    """Asks as a person does, without a terminal."""
+    command = [*PROGRAM, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=process_environment(**environment), capture_output=True, timeout=PATIENCE, text=True
+    )
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def process_environment(**more: str) -> dict[str, str]:
+    """Compiled programs are shared with this process."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return {**os.environ, **cache, "PYTHONPATH": str(ROOT / "src"), **more}
+
+
+def watched(jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What commands said and did in a process of their own, in `folder`, under an audit hook: see `watched.py`."""
+    given, report = folder.parent / f"{folder.name}-jobs.json", folder.parent / f"{folder.name}-report.json"
+    given.write_text(json.dumps(jobs))
+    script = [sys.executable, str(Path(__file__).with_name("watched.py")), str(given), str(report)]
+    subprocess.run(script, cwd=folder, env=process_environment(), check=True, timeout=PATIENCE)
+    return json.loads(report.read_text())
+
+
+def tiny_file(folder: Path, text: str = TINY) -> Path:
+    """The tiny experiment as a file in `folder`."""
+    file = folder / "tiny.yaml"
+    file.write_text(text)
+    return file
+
+
+def last_state(run: Path) -> tuple[TrainState, int]:
+    """All that the last checkpoint of a run holds, and its step."""
+    folder = RunFolder.open(run)
+    trainer = build(stored_run(folder).value, folder=folder)
+    program = trainer.prepare(trainer.dataset.train_loader)
+    like = program.init(jax.random.key(0), trainer.exmp_input)
+    state, saved = CheckpointStore(folder.checkpoints).restore("latest", like=like)
+    return state, saved.step

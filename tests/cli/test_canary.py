@@ -1,0 +1,155 @@
+"""A secret that is given to a run, by whatever way, is nowhere afterwards."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import TINY, Said, ask, ask_process, tiny_file
+
+CANARY = "CANARY-9f3a"
+ENVIRONMENT = {
+    "WANDB_API_KEY": f"{CANARY}-env-1c07",
+    "HF_TOKEN": f"{CANARY}-env-77aa",
+    "DB_PASSWORD": f'{CANARY}"quoted\\',
+    "HARMLESS": f"{CANARY}-unnamed-0b1d",
+}
+SECRETS = f"""\
+  aux:
+    api_key: {CANARY}-file-5e2f
+    url: https://me:{CANARY}-url-93d0@example.org/data?token={CANARY}-query-11c4
+    nested: {{credentials: [{CANARY}-list-aa01, 123456789012]}}
+"""
+ARGUMENTS = [f"dataset.aux.token={CANARY}-argv-e1d2", "dataset.aux.again=see ${dataset.aux.api_key}"]
+TOOL = "trainer.logger.tool_config={class_name: TensorboardToolLogger}"
+
+LEAKY = '''
+from dataclasses import dataclass
+
+from compoconf import register
+from jax_trainer.callbacks import Callback, CallbackConfig
+from jax_trainer.logger.writers import ToolLoggerInterface
+from jax_trainer.settings import Settings
+
+
+@dataclass
+class LeakyToolConfig(Settings):
+    """Says too much."""
+
+
+@register
+class LeakyTool(ToolLoggerInterface):
+    """Fails with what it was told."""
+
+    config: LeakyToolConfig
+
+    def write(self, step, values):
+        raise ConnectionError("https://me:CANARY-9f3a-tool-d00d@example.org refused CANARY-9f3a-file-5e2f")
+
+
+@dataclass
+class LeakyCallbackConfig(CallbackConfig):
+    """Says too much."""
+
+
+@register
+class LeakyCallback(Callback):
+    """Fails with what it was told."""
+
+    config: LeakyCallbackConfig
+
+    def on_training_end(self):
+        raise RuntimeError(f"cannot send {self.run.dataset.config} with password=CANARY-9f3a-text-beef")
+'''
+
+
+def secret_file(folder: Path) -> Path:
+    return tiny_file(folder, TINY + SECRETS)
+
+
+def found_in(folder: Path, *said: Said) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if CANARY in path.name or (path.is_file() and CANARY.encode() in path.read_bytes()):
+            yield str(path)
+    for one in said:
+        yield from (line for line in (one.out + one.err).splitlines() if CANARY in line)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
+    """A whole run as a process that knows many secrets."""
+    folder = tmp_path_factory.mktemp("canary")
+    monitor = "trainer.callbacks.LearningRateMonitor={}"
+    said = ask_process("train", secret_file(folder), TOOL, monitor, *ARGUMENTS, folder=folder, **ENVIRONMENT)
+    assert said.code == 0
+    return folder, said
+
+
+def test_a_run_leaves_no_secret_anywhere(told: tuple[Path, Said]):
+    folder, said = told
+    [run] = (folder / "runs" / "MLP").iterdir()
+    assert {"config.yaml", "metrics.jsonl", "run.log"} < {path.name for path in run.iterdir()}
+    assert any(path.name.startswith("events") for path in run.iterdir())
+    assert list(found_in(folder / "runs", said)) == []
+    stored = (run / "config.yaml").read_text()
+    assert "api_key: <hidden>" in stored and "https://<hidden>@example.org/data?token=<hidden>" in stored
+    assert "123456789012" not in stored
+
+
+def test_the_folder_of_the_run_is_no_secret(told: tuple[Path, Said]):
+    folder, said = told
+    [run] = (folder / "runs" / "MLP").iterdir()
+    assert f"Run folder: {run}\n" in said.out
+
+
+def test_a_run_with_hidden_secrets_goes_on_when_they_are_given_again(told: tuple[Path, Said], tmp_path: Path):
+    [run] = (told[0] / "runs" / "MLP").iterdir()
+    said = ask("test", run, folder=tmp_path)
+    assert said.code == 2
+    assert "dataset.aux" in said.err and "Give it again" in said.err and str(run / "config.yaml") in said.err
+    again = ask("test", run, f"dataset.aux={{api_key: {CANARY}-again-0001}}", "--json", folder=tmp_path)
+    assert again.code == 0
+    assert list(found_in(tmp_path, again)) == []
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "dataset.aux.api_key=[1",
+        f"dataset.api_key={CANARY}-wrong-0002",
+        f"trainer.train_epochs=password={CANARY}-wrong-0003",
+        f"trainer.train_epochs=https://me:{CANARY}-wrong-0004@host",
+        f"model.class_name={CANARY}-env-1c07",
+        "model.class_name=${dataset.aux.api_key}",
+        "trainer.logger.log_file_verbosity=${dataset.aux.url}",
+    ],
+)
+def test_a_mistake_beside_a_secret_does_not_tell_it(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    said = ask("train", secret_file(tmp_path), mistake, "--json", folder=tmp_path)
+    assert said.code == 2 and said.data["problems"]
+    assert list(found_in(tmp_path / "runs", said)) == []
+
+
+def test_what_fails_in_a_run_does_not_tell_secrets(tmp_path: Path):
+    (tmp_path / "leaky_parts.py").write_text(LEAKY)
+    changes = [
+        "trainer.callbacks.LeakyCallback={}",
+        "trainer.logger.tool_config={class_name: LeakyTool}",
+        "trainer.fast_dev_run=2",
+        *ARGUMENTS,
+    ]
+    said = ask("train", secret_file(tmp_path), "leaky_parts.py", *changes, folder=tmp_path)
+    assert said.code == 1
+    assert "ConnectionError" in said.err and "cannot send" in said.err
+    [log] = (tmp_path / "runs").rglob("run.log")
+    assert "https://<hidden>@example.org refused <hidden>" in log.read_text()
+    assert list(found_in(tmp_path / "runs", said)) == []
+
+
+def test_the_folder_one_works_in_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setenv("OLDPWD", os.path.expanduser("~"))
+    said = ask("test", "nowhere", folder=tmp_path)
+    assert str(tmp_path / "nowhere") in said.err

@@ -1,0 +1,191 @@
+"""train, test, resume and check."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_runs import TINY, ask, last_state, tiny_file
+
+from jax_trainer.engine import Plan
+from jax_trainer.testing import assert_same_bits
+from jax_trainer.trainer import TrainerModule
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
+    assert trained.parent.name == "MLP" and trained.parent.parent.name == "runs"
+    assert {path.name for path in trained.iterdir()} == {"config.yaml", "metrics.jsonl", "run.log", "checkpoints"}
+    stored = yaml.safe_load((trained / "config.yaml").read_text())
+    assert stored["model"]["num_classes"] == 10  # the reference is resolved
+    assert stored["trainer"]["precision"] == "f32"  # defaults are written out
+    assert [row["step"] for row in rows(trained)] == [4, 4, 8, 8, 8]
+
+
+def test_testing_judges_the_same_weights_as_the_end_of_training(trained: Path, tmp_path: Path):
+    said = ask("test", trained, "--json", folder=tmp_path)
+    tested = {name: value for name, value in rows(trained)[-1].items() if name.startswith("test/")}
+    del tested["test/time"]
+    assert (said.code, said.err) == (0, "")
+    assert said.data == {"status": "completed", "run": str(trained), "which": "best", "metrics": {"test": tested}}
+
+
+def test_testing_changes_nothing_in_the_folder(run: Path, tmp_path: Path):
+    before = files(run)
+    said = ask("test", run, "--which", "8", folder=tmp_path)
+    assert said.code == 0 and "test/acc" in said.out
+    assert files(run) == before
+
+
+def test_the_weights_of_a_step_that_is_not_there_are_not_tested(trained: Path, tmp_path: Path):
+    said = ask("test", trained, "--which", "7", folder=tmp_path)
+    assert (said.code, said.out) == (2, "")
+    assert said.err == f"jax-trainer: {trained} has no checkpoint of step 7. There are 8.\n"
+
+
+@pytest.mark.parametrize("command", ["test", "resume"])
+def test_a_run_without_a_checkpoint_is_told_how_to_begin_again(command: str, run: Path, tmp_path: Path):
+    shutil.rmtree(run / "checkpoints")
+    moved = run.rename(tmp_path / "my run")
+    said = ask(command, moved, folder=tmp_path)
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert f"`jax-trainer train '{moved}/config.yaml'`" in said.err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_a_sentence(run: Path, tmp_path: Path, complaints_end_here: None):
+    (run / "checkpoints/step_00000008/state/manifest.ocdbt").write_bytes(b"not what was written")
+    for command in ("test", "resume"):
+        said = ask(command, run, folder=tmp_path)
+        assert (said.code, said.out) == (1, "")
+        assert "Traceback" not in said.err and "damaged" in said.err
+
+
+def test_resuming_a_finished_run_trains_nothing_and_tests_again(run: Path, tmp_path: Path):
+    before, step = last_state(run)
+    numbers = rows(run)
+    said = ask("resume", run, "--json", folder=tmp_path)
+    assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["test"])
+    after, step_after = last_state(run)
+    assert step == step_after == 8
+    assert_same_bits(before, after)
+    without_time = [{name: value for name, value in row.items() if name != "test/time"} for row in rows(run)]
+    assert without_time == [{name: value for name, value in row.items() if name != "test/time"} for row in numbers]
+
+
+def test_resuming_with_more_epochs_goes_on(run: Path, tmp_path: Path):
+    said = ask("resume", run, "trainer.train_epochs=3", "--json", folder=tmp_path)
+    assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["3", "test"])
+    assert [row["step"] for row in rows(run)] == [4, 4, 8, 8, 12, 12, 12]
+    assert last_state(run)[1] == 12
+
+
+def test_a_run_goes_on_wherever_its_folder_was_moved_to(run: Path, tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved = run.rename(elsewhere / "my run's folder")
+    for command in ("test", "resume"):
+        said = ask(command, moved.name, "--json", folder=elsewhere)
+        assert (said.code, said.data["run"]) == (0, str(moved))
+    assert [path.name for path in elsewhere.iterdir()] == [moved.name]
+
+
+def test_a_run_without_validation_is_trained_tested_and_resumed(tmp_path: Path):
+    file, change = tiny_file(tmp_path), "trainer.check_val_every_n_epoch=0"
+    said = ask("train", file, change, "--json", "trainer.max_steps=3", folder=tmp_path)
+    assert said.code == 0 and list(said.data["metrics"]) == ["test"]
+    assert "no validation" in said.err
+    tested = ask("test", said.data["run"], "--json", folder=tmp_path)
+    assert (tested.code, tested.data["metrics"]) == (0, said.data["metrics"])
+
+
+def test_nothing_is_advised_that_cannot_be_done(tmp_path: Path):
+    said = ask("train", tiny_file(tmp_path), "trainer.callbacks={}", "trainer.fast_dev_run=1", folder=tmp_path)
+    assert said.code == 0
+    assert "Run folder: " in said.out and "Next: " not in said.out
+
+
+def test_a_version_that_is_taken_is_told_with_how_to_go_on(tmp_path: Path):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "something").touch()
+    tool = "{class_name: TensorboardToolLogger, version: one, save_dir: runs}"
+    said = ask("train", tiny_file(tmp_path), f"trainer.logger.tool_config={tool}", folder=tmp_path)
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "exists already" in said.err and "jax-trainer resume" in said.err
+
+
+def test_a_place_for_runs_that_cannot_be_made_is_told(tmp_path: Path):
+    file = tiny_file(tmp_path)
+    said = ask("train", file, f"trainer.logger.log_dir={file}", folder=tmp_path)
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "The run's folder cannot be made" in said.err and str(file) in said.err
+
+
+def test_checking_shows_what_would_be_trained(tmp_path: Path):
+    said = ask("check", tiny_file(tmp_path), folder=tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert "out.kernel" in said.out and "16 × 10" in said.out and "float32" in said.out
+    assert "1,210 in 4 arrays" in said.out and "params 4.84 kB" in said.out and "steps: 8" in said.out
+    assert "uint8[32, 8, 8, 1]" in said.out
+
+
+def test_checking_gives_scripts_the_same(tmp_path: Path):
+    data = ask("check", tiny_file(tmp_path), "--json", folder=tmp_path).data
+    in_first, in_last = 8 * 8 * 16 + 16, 16 * 10 + 10
+    assert data["parameter_count"] == sum(leaf["bytes"] for leaf in data["parameters"]) // 4 == in_first + in_last
+    sizes = data["state_bytes"]
+    assert sizes["params"] == 4 * (in_first + in_last)
+    assert 2 * sizes["params"] <= sizes["opt_state"] < 2 * sizes["params"] + 100  # two moments, and counters
+    assert (data["steps"], data["status"]) == (8, "completed")
+
+
+def test_checking_trains_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TrainerModule, "train_model", lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr(Plan, "__init__", lambda *_, **__: pytest.fail("it plans to train"))
+    file = tiny_file(tmp_path)
+    before = files(tmp_path)
+    assert ask("check", file, "--quiet", folder=tmp_path).code == 0
+    assert files(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "value"),
+    [
+        ("trainer.max_steps=3", "steps", 3),
+        ("trainer.max_steps=0x10", "steps", 8),
+        ("trainer={class_name: ImgClassifierTrainer, num_classes: 10, max_steps: 1_0}", "steps", 10),
+        ("model.hidden=[8, 8]", "parameter_count", 64 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10),
+        ("dataset.global_batch_size=16", "batch", {"input": "uint8[16, 8, 8, 1]", "target": "int32[16]"}),
+        ("optimizer={class_name: SGD, momentum: null}", "steps", 8),
+        ("optimizer.learning_rate=1e-2", "steps", 8),
+    ],
+)
+def test_an_override_is_read_like_the_file(change: str, key: str, value: object, tmp_path: Path):
+    said = ask("check", tiny_file(tmp_path), "--json", change, folder=tmp_path)
+    assert (said.code, said.data.get(key)) == (0, value)
+
+
+def test_references_see_overrides(tmp_path: Path):
+    said = ask("check", tiny_file(tmp_path), "--json", "trainer.num_classes=12", folder=tmp_path)
+    shapes = {leaf["path"]: leaf["shape"] for leaf in said.data["parameters"]}
+    assert shapes["out.kernel"] == [16, 12]
+
+
+def test_of_two_overrides_of_one_key_the_last_one_counts(tmp_path: Path):
+    changes = ["trainer.max_steps=3", "trainer.max_steps=5"]
+    assert ask("check", tiny_file(tmp_path), "--json", *changes, folder=tmp_path).data["steps"] == 5
+
+
+def test_what_the_data_makes_impossible_is_told_with_its_place(tmp_path: Path):
+    file = tiny_file(tmp_path, TINY.replace("num_classes: ${trainer.num_classes}", "num_classes: 7"))
+    said = ask("check", file, folder=tmp_path)
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "tiny.yaml:5: trainer.num_classes: The model gives 7 classes" in said.err

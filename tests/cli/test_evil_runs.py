@@ -1,0 +1,165 @@
+"""The folder of a run may come from somebody else: nothing in it runs, and nothing outside of it is read or written."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstore
+from cli_runs import ask, watched
+
+STEP = "checkpoints/step_00000008"
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("canary",)
+
+
+def put(run: Path, name: str, content: bytes) -> None:
+    (run / name).write_bytes(content)
+
+
+def in_config(old: str, new: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        text = (run / "config.yaml").read_text()
+        assert old in text
+        (run / "config.yaml").write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def in_record(**changed: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = run / STEP / "checkpoint.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return change
+
+
+def huge(run: Path) -> None:
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{run / STEP / 'state'}/"}).result()
+    name = "params.out.bias/.zarray"
+    store[name] = json.dumps(json.loads(store[name]) | {"shape": [10**12]}).encode()
+
+
+def linked(name: str) -> Callable[[Path], None]:
+    """Puts a link to something of the user's in place of a file or folder of the run."""
+
+    def change(run: Path) -> None:
+        theirs = run.parent / "theirs"
+        if (run / name).is_dir():
+            shutil.move(run / name, theirs / run.name)
+        else:
+            (theirs / run.name).write_text("what somebody else wrote\n")
+            (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(theirs / run.name)
+
+    return change
+
+
+def piped(name: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+
+    return change
+
+
+def linked_data(run: Path) -> None:
+    [file] = (run / STEP / "state" / "d").iterdir()
+    file.unlink()
+    file.symlink_to("/etc/passwd")
+
+
+# what was done to a run, the exit code, and what is said
+REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "a class name of code": (in_config("class_name: MLP", "class_name: os.system"), 2, "found 'os.system'"),
+    "a class name of ours as code": (
+        in_config("ImgClassifierTrainer", "jax_trainer.trainer.TrainerModule"),
+        2,
+        "found 'jax",
+    ),
+    "a tag": (in_config("seed: 42", "seed: !!python/object/apply:os.mkdir [canary]"), 2, "Tags"),
+    "an unknown key": (in_config("seed: 42", "checkpoint_conversion_fn: os.system"), 2, "no key"),
+    "a configuration that is a link": (linked("config.yaml"), 2, "link"),
+    "a configuration that is a pipe": (piped("config.yaml"), 2, "config.yaml"),
+    "numbers that are a link": (linked("metrics.jsonl"), 2, "metrics.jsonl is a link"),
+    "numbers on their way that are a link": (linked("metrics.partial"), 2, "metrics.partial is a link"),
+    "numbers that are a pipe": (piped("metrics.jsonl"), 2, "metrics.jsonl is a link or a device"),
+    "messages that are a link": (linked("run.log"), 2, "run.log is a link"),
+    "checkpoints that are a link": (linked("checkpoints"), 2, "checkpoints is a link"),
+    "a checkpoint that is a link": (linked(STEP), 2, "has no checkpoint"),
+    "data that is a link": (linked_data, 1, "is a link"),
+    "a class path in the record": (in_record(_class_path="os.system"), 2, "has no checkpoint"),
+    "a state with a class path": (in_record(metrics={"val/acc": {"__reduce__": "os.system"}}), 2, "has no checkpoint"),
+    "another format": (in_record(format=2), 1, "format 2"),
+    "a shape of 10^12": (huge, 1, "float32[1000000000000]"),
+    "an array without content of 10^12": (in_record(empty={"params.x": ["float32", [10**12, 0]]}), 1, "params.x"),
+}
+# what may be there, and is not looked at
+FINE: dict[str, Callable[[Path], None]] = {
+    "a pickle beside the configuration": lambda run: put(run, "config.pkl", pickle.dumps(Evil())),
+    "a pickle in the checkpoint": lambda run: put(run, f"{STEP}/state.pkl", pickle.dumps(Evil())),
+    "a pickle among the arrays": lambda run: put(run, f"{STEP}/state/data.pkl", pickle.dumps(Evil())),
+    "a module": lambda run: put(run, "sitecustomize.py", b"import os; os.mkdir('canary')"),
+}
+
+
+@pytest.fixture(scope="module")
+def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process said and did that tested and resumed all of them."""
+    folder = tmp_path_factory.mktemp("evil-runs")
+    (folder / "theirs").mkdir()
+    for name in ("good", *REFUSED, *FINE):
+        shutil.copytree(trained, folder / name)
+    for name, change in {**{name: row[0] for name, row in REFUSED.items()}, **FINE}.items():
+        change(folder / name)
+    theirs = contents(folder / "theirs")
+    first = [["test", "good"], ["resume", "good", "--quiet"], ["test", "missing"]]
+    commands = [[command, name] for name in (*REFUSED, *FINE) for command in ("test", "resume")]
+    jobs = {"first": first, "watched": commands, "writable": str(folder), "forbidden": "import exec"}
+    made = watched(jobs, folder)
+    assert [one["code"] for one in made["first"]] == [0, 0, 2]
+    named = {f"{command} {name}": one for (command, name), one in zip(commands, made["watched"], strict=True)}
+    is_left_alone = contents(folder / "theirs") == theirs and not (folder / "canary").exists()
+    return {**made, "by_name": named, "is_left_alone": is_left_alone}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("command", ["test", "resume"])
+def test_a_run_that_was_tampered_with_is_refused_in_words(command: str, name: str, report: dict[str, Any]):
+    _, code, told = REFUSED[name]
+    one = report["by_name"][f"{command} {name}"]
+    assert (one["code"], one["out"]) == (code, "")
+    assert told in one["err"]
+    assert 'cli/main.py", line' not in one["err"]
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_else_is_there_is_not_looked_at(name: str, report: dict[str, Any]):
+    assert [report["by_name"][f"{command} {name}"]["code"] for command in ("test", "resume")] == [0, 0]
+
+
+def test_nothing_is_run_and_nothing_outside_is_touched(report: dict[str, Any]):
+    assert {name: one["events"] for name, one in report["by_name"].items() if one["events"]} == {}
+    assert report["is_left_alone"]
+
+
+def test_nothing_large_is_allocated(report: dict[str, Any]):
+    assert report["grown_kb"] < 100_000
+
+
+def test_the_folder_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path):
+    (tmp_path / "latest").symlink_to(run)
+    assert ask("test", "latest", "--quiet", folder=tmp_path).code == 0

@@ -1,0 +1,158 @@
+"""The command as people use it: with a terminal and without, and ended by signals."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, last_state, process_environment, tiny_file
+from own_parts import CALLBACK
+
+from jax_trainer.testing import assert_same_bits
+
+EPOCHS = 6
+
+
+def in_terminal(command: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code of a command, and all that its terminal got."""
+    ours, its = pty.openpty()
+    environment = process_environment(TERM="xterm-256color", COLUMNS="100")
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    parts = []
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        while True:
+            try:
+                part = terminal.read(65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            parts.append(part)
+    return process.wait(PATIENCE), b"".join(parts).decode()
+
+
+def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path):
+    code, shown = in_terminal([*PROGRAM, "train", str(tiny_file(tmp_path))], tmp_path)
+    assert code == 0
+    assert "\r\x1b[2K" in shown and "━" in shown and "/4  " in shown  # a line that is drawn again, with steps
+    assert "\x1b[1mmetric" in shown  # bold
+    assert "epoch   2  val  loss" in shown and "Run folder: " in shown
+
+
+def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
+    said = ask_process("train", tiny_file(tmp_path), folder=tmp_path)
+    assert said.code == 0
+    assert "\x1b" not in said.out + said.err and "\r" not in said.out + said.err
+    assert [line.split()[:3] for line in said.err.splitlines()] == [
+        ["epoch", "1", "train"],
+        ["epoch", "1", "val"],
+        ["epoch", "2", "train"],
+        ["epoch", "2", "val"],
+        ["epoch", "2", "test"],
+    ]
+    assert "test/acc" in said.out and "Run folder: " in said.out
+
+
+def test_a_reader_may_leave_early_and_need_not_know_every_letter(tmp_path: Path):
+    command = f"{' '.join(PROGRAM)} check {tiny_file(tmp_path)} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    environment = process_environment(PYTHONIOENCODING="ascii")
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE, text=True
+    )
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "Parameters")
+
+
+# signals
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    longer = TINY.replace("train_epochs: 2", f"train_epochs: {EPOCHS}")
+    tiny_file(folder, longer.replace("callbacks:", "callbacks:\n    OwnPause:"))
+    (folder / "own_pause.py").write_text(CALLBACK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    said = ask("train", "tiny.yaml", "own_pause.py", "--json", "trainer.logger.log_dir=whole", folder=folder)
+    assert said.code == 0
+    return Path(said.data["run"])
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "/time" not in name} for row in rows]
+
+
+def interrupted(number: signal.Signals, folder: Path, where: str, *options: str) -> tuple[Path, Said]:
+    """Sends a signal to a training process that has finished two epochs and waits in the next."""
+    changes = [f"trainer.logger.log_dir={where}", "trainer.callbacks.OwnPause.seconds=0.4"]
+    command = [*PROGRAM, "train", "tiny.yaml", "own_pause.py", *changes, *options]
+    process = subprocess.Popen(
+        command, cwd=folder, env=process_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        run = wait_for_epochs(2, folder / where, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    return run, Said(process.returncode, out, err)
+
+
+def wait_for_epochs(count: int, folder: Path, process: subprocess.Popen[str]) -> Path:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        files = list(folder.glob("*/metrics.jsonl"))
+        if files and files[0].read_text().count("val/acc_std") >= count:
+            return files[0].parent
+        time.sleep(0.02)
+    raise AssertionError(f"It does not train: {process.communicate(timeout=5)}")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "options"),
+    [(signal.SIGINT, 130, []), (signal.SIGTERM, 143, ["--json"])],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
+    number: signal.Signals, code: int, options: list[str], folder: Path, uninterrupted: Path
+):
+    run, said = interrupted(number, folder, f"by {number.name}", *options)
+    assert said.code == code
+    assert "Traceback" not in said.err
+    step = int(max((run / "checkpoints").iterdir()).name.removeprefix("step_"))
+    assert 8 <= step < 4 * EPOCHS
+    way_on = f"Interrupted. Go on from step {step} by `jax-trainer resume '{run}' --import own_pause.py`."
+    assert said.err.splitlines()[-1] == f"jax-trainer: {way_on}"
+    if options:
+        assert said.data == {"status": "interrupted", "error": way_on, "run": str(run)}
+    else:
+        assert said.out == "" and "epoch   1  val  loss" in said.err
+
+    resumed = ask("resume", run, "own_pause.py", "trainer.callbacks.OwnPause.seconds=0", "--json", folder=folder)
+    assert (resumed.code, resumed.err) == (0, "")
+    (state, last), (expected, expected_last) = last_state(run), last_state(uninterrupted)
+    assert last == expected_last
+    assert_same_bits(state, expected)
+    assert numbers(run) == numbers(uninterrupted)
+
+
+def test_a_run_that_ends_before_anything_is_saved_says_so(folder: Path, uninterrupted: Path):
+    changes = ["trainer.logger.log_dir=early", "trainer.callbacks.OwnPause.signal_at_epoch=1"]
+    said = ask("train", "tiny.yaml", "own_pause.py", *changes, folder=folder)
+    assert (said.code, said.out) == (130, "")
+    assert said.err.splitlines()[-1] == "jax-trainer: Interrupted. Nothing was saved."
+    [run] = (folder / "early").iterdir()
+    again = ask("resume", run, "own_pause.py", folder=folder)
+    assert again.code == 2 and "Begin again by `jax-trainer train " in again.err
+    shutil.rmtree(folder / "early")

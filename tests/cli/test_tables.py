@@ -1,0 +1,133 @@
+"""describe and schema: what can be configured, for people and for editors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_yamls import WRONG_KEYS, WRONG_VALUES, Bad
+from cli_runs import ROOT, TINY, ask
+from compoconf import Registry, registered
+from jsonschema import Draft202012Validator
+
+from jax_trainer.config.problems import Problems
+from jax_trainer.config.yaml_text import parse
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+# what only reading finds: what values mean together, patterns, and numbers that JSON does not have
+NOT_IN_A_SCHEMA = {
+    "values that do not go together",
+    "no regular expression",
+    "a learning rate that is NaN",
+    "an infinite learning rate",
+    "a learning rate that no number can hold",
+}
+
+
+def is_ours(interface: Any, name: str) -> bool:
+    return Registry.get_class(interface, name).__module__.startswith("jax_trainer.")
+
+
+def shipped() -> set[str]:
+    return {name for interface in registered() for name in registered(interface) if is_ours(interface, name)}
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ask("describe", "--json", folder=tmp_path_factory.mktemp("describe")).data["classes"]
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ask("schema", "--json", folder=tmp_path_factory.mktemp("schema")).data
+
+
+def read(text: str) -> Any:
+    problems = Problems()
+    data = parse(text, "file", problems).data()
+    assert not problems
+    return data
+
+
+def test_every_shipped_class_is_described_once(described: list[dict[str, Any]]):
+    names = [one["name"] for one in described]
+    assert shipped() <= set(names)
+    assert [name for name in shipped() if names.count(name) != 1] == []
+
+
+def test_every_key_of_a_shipped_class_says_what_it_is_for_and_what_it_expects(described: list[dict[str, Any]]):
+    ours = [one for one in described if one["name"] in {*shipped(), "Experiment", "GroupConfig"}]
+    keys = [(one["name"], key) for one in ours for key in one["keys"]]
+    assert len(keys) > 300
+    assert [f"{name}.{key['name']}" for name, key in keys if not key["help"].strip()] == []
+    assert [f"{name}.{key['name']}" for name, key in keys if not key["expects"]] == []
+    assert [one["name"] for one in ours if not one["summary"].endswith((".", ":"))] == []
+
+
+def test_defaults_are_those_of_the_file(described: list[dict[str, Any]]):
+    keys = {f"{one['name']}.{key['name']}": key for one in described for key in one["keys"]}
+    assert (keys["AdamW.b1"]["default"], keys["AdamW.b1"]["required"]) == (0.9, False)
+    required = keys["GroupConfig.parameter_regex"]
+    assert (required["default"], required["required"]) == (None, True)
+    assert keys["ImgClassifierTrainer.callbacks"]["default"] == {}
+
+
+def test_one_class_is_shown_by_its_name(tmp_path: Path):
+    said = ask("describe", "AdamW", folder=tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert "AdamW  Adam with decoupled weight decay" in said.out
+    assert "  b2: 0.999\n      how long their squares are." in said.out
+    assert "Expects a number of at least 0 and below 1." in said.out
+    assert "Adamax " not in said.out
+
+
+def test_all_of_a_kind_are_shown_by_its_name(tmp_path: Path):
+    data = ask("describe", "Callback", "--json", folder=tmp_path).data
+    assert {"ModelCheckpoint", "LearningRateMonitor"} <= {one["name"] for one in data["classes"]}
+    assert {one["interface"] for one in data["classes"]} == {"Callback"}
+
+
+def test_the_file_itself_is_described(tmp_path: Path):
+    said = ask("describe", "Experiment", folder=tmp_path)
+    assert [key for key in ("trainer  (required)", "num_gpus: 1", "seed: 42") if key not in said.out] == []
+
+
+def test_a_narrow_terminal_cuts_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    said = ask("describe", "AdamW", folder=tmp_path)
+    assert "WarmupCosineDecaySchedule" in said.out and "log_learning_rate" in said.out and "…" not in said.out
+    assert max(map(len, said.out.splitlines())) <= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("Adm", "Did you mean `Adam`?"), ("callback", "Did you mean `Callback`?"), ("xyzzy", "There are Acprop, ")],
+)
+def test_a_name_that_is_not_there_is_told_with_what_is_meant(name: str, told: str, tmp_path: Path):
+    said = ask("describe", name, folder=tmp_path)
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert f"no class or interface '{name}'" in said.err and told in said.err
+
+
+def test_the_schema_is_one(schema: dict[str, Any]):
+    Draft202012Validator.check_schema(schema)
+
+
+def test_people_get_the_same_schema(schema: dict[str, Any], tmp_path: Path):
+    assert json.loads(ask("schema", folder=tmp_path).out) == schema
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_schema_accepts_what_ships(file: Path, schema: dict[str, Any]):
+    assert [error.message for error in Draft202012Validator(schema).iter_errors(read(file.read_text()))] == []
+
+
+@pytest.mark.parametrize("bad", [*WRONG_KEYS, *WRONG_VALUES], ids=lambda bad: bad.name)
+def test_the_schema_refuses_what_reading_refuses(bad: Bad, schema: dict[str, Any]):
+    is_seen = bad.name not in NOT_IN_A_SCHEMA
+    assert Draft202012Validator(schema).is_valid(read(str(bad.content))) is not is_seen
+
+
+def test_the_schema_accepts_the_tiny_experiment(schema: dict[str, Any]):
+    assert Draft202012Validator(schema).is_valid(read(TINY))

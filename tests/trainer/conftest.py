@@ -1,0 +1,26 @@
+"""Whole runs that tests of the trainer look at and compare with; nobody changes them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from trainer_runs import Watcher, callbacks, train, trainer_for
+
+from jax_trainer.trainer import TrainerModule
+
+
+@dataclass
+class Done:
+    """A run that is over."""
+
+    flavour: str
+    trainer: TrainerModule
+    results: dict[Any, Any]
+    watcher: Watcher
+
+
+@pytest.fixture(scope="session", params=["linen", "nnx"])
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Four epochs on digits, validated, tested and saved, per flavour."""
+    trainer = trainer_for(request.param, tmp_path_factory.mktemp("done"), callbacks=callbacks())
+    return Done(request.param, trainer, train(trainer), Watcher.last)

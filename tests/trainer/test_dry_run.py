@@ -1,0 +1,53 @@
+import json
+
+import pytest
+from trainer_runs import EPOCHS, STEPS, digits, plain_for, trainer_for
+
+from jax_trainer.testing import numbered_loader
+
+# 64 pixels to 8 units, with a bias each; their norm; 10 classes
+PARAMETERS = {"linear": 64 * 8 + 8, "norm": 8 + 8, "out": 8 * 10 + 10}
+
+
+def test_what_would_be_trained_is_counted(flavour, tmp_path):
+    report = trainer_for(flavour, tmp_path / "new", ema=0.9, detect_nans=True).dry_run()
+    whole = sum(PARAMETERS.values())
+    assert report.parameter_count == whole == 626
+    assert report.state_bytes == {
+        "params": 4 * whole,
+        "model_state": 4 * (8 + 8),  # a mean and a variance per unit
+        "opt_state": 4 * (2 * whole + 4),  # two moments; counts of updates, of Adam and of the schedule; the rate
+        "extra": 4 * (whole + 1),  # the average, and how many steps were skipped
+    }
+    shapes = {leaf.path.partition(".")[2]: leaf.shape for leaf in report.parameters if leaf.path.startswith("out")}
+    assert shapes == {"bias": (10,), "kernel": (8, 10)}
+    assert report.batch == {"input": "uint8[64, 8, 8, 1]", "target": "int32[64]"}
+    assert report.steps == EPOCHS * STEPS
+    assert report.devices == "1 × cpu"
+    assert {"loss", "acc", "optimizer/grad_global_norm"} <= set(report.reported)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"train_epochs": 3}, 3 * STEPS),
+        ({"train_epochs": 3, "max_steps": 5}, 5),
+        ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6),
+        ({"train_epochs": 3, "overfit_batches": 1}, 3),
+    ],
+)
+def test_the_steps_of_the_plan_are_counted(tmp_path, changes, steps):
+    assert plain_for("linen", tmp_path, **changes).dry_run(numbered_loader(32 * STEPS)).steps == steps
+
+
+def test_nobody_knows_how_long_a_stream_is(tmp_path):
+    report = plain_for("linen", tmp_path).dry_run(iter([]))
+    assert report.steps is None
+
+
+def test_scripts_get_plain_data(tmp_path):
+    report = trainer_for("linen", tmp_path).dry_run(digits().train_loader)
+    data = json.loads(json.dumps(report.data()))
+    assert (data["parameter_count"], data["steps"], data["state_bytes"]["params"]) == (626, 16, 2504)
+    assert data["parameters"][0] == {"path": "hidden.bias", "shape": [8], "dtype": "float32", "bytes": 32}

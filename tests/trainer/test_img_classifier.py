@@ -1,0 +1,35 @@
+import pytest
+from trainer_runs import MODELS, digits, rows, settings
+
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.settings import SettingsError
+from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig
+
+
+def test_accuracy_has_a_spread_when_judged_and_a_maximum_when_trained(done):
+    written = {name for row in rows(done.trainer) for name in row}
+    assert {"train/acc_step", "train/acc_epoch", "train/acc_max_epoch", "val/acc_std", "test/acc_std"} <= written
+    assert not {"train/acc_std_epoch", "train/acc_max_step", "val/acc_max"} & written
+
+
+def test_the_spread_is_that_between_batches(done):
+    trainer, val = done.trainer, digits().val
+    accs = [trainer.eval_model([val[at : at + 64]])["val/acc"] for at in range(0, 180, 64)]
+    mean = (64 * accs[0] + 64 * accs[1] + 52 * accs[2]) / 180
+    assert trainer.eval_model(digits().val_loader)["val/acc"] == pytest.approx(mean)
+    equal = trainer.eval_model([val[:64], val[64:128]])
+    assert equal["val/acc_std"] == pytest.approx(abs(accs[0] - accs[1]) / 2, rel=1e-5)
+
+
+def test_a_model_with_other_classes_is_an_error_that_says_how_many(flavour, tmp_path):
+    data, config = digits(), ImgClassifierTrainerConfig(num_classes=12, **settings(tmp_path))
+    trainer = ImgClassifierTrainer(config, MODELS[flavour](), AdamWConfig(), data.train[:64], dataset=data)
+    message = "The model gives 10 classes, and `trainer.num_classes` is 12"
+    with pytest.raises(SettingsError, match=message) as error:
+        trainer.dry_run()
+    assert error.value.problems[0][0] == "trainer.num_classes"
+
+
+def test_there_are_at_least_two_classes():
+    with pytest.raises(SettingsError, match="`num_classes` must be a whole number of at least 2, got 1"):
+        ImgClassifierTrainerConfig(num_classes=1)

@@ -1,0 +1,216 @@
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from trainer_runs import (
+    NUMBERS,
+    STEPS,
+    Plain,
+    Watcher,
+    WatcherConfig,
+    first_examples,
+    plain_for,
+    rows,
+    train_plain,
+    values,
+)
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.core import NonFiniteError
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.engine import evaluate
+from jax_trainer.optimizer import SGDConfig
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+from jax_trainer.trainer import TrainerConfig
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """One epoch with nothing set."""
+    trainer = plain_for("nnx", tmp_path_factory.mktemp("usual"))
+    return trainer, train_plain(trainer)
+
+
+def trained(folder, **changes: Any) -> Plain:
+    trainer = plain_for("nnx", folder, callbacks={"watcher": WatcherConfig()}, **changes)
+    train_plain(trainer)
+    return trainer
+
+
+def judged_steps() -> list[int]:
+    return list(Watcher.last.judged)
+
+
+def test_debug_lets_the_loss_see_values(tmp_path):
+    seen: list[tuple[list[int], float]] = []
+
+    class Curious(Plain):
+        """Looks at numbers while it runs."""
+
+        def _judge(self, logits: Any, batch: Any) -> Any:
+            loss, metrics = super()._judge(logits, batch)
+            seen.append((np.asarray(batch["id"]).tolist(), float(jax.lax.stop_gradient(loss))))
+            return loss, metrics
+
+    options: Any = {"optimizer": SGDConfig(learning_rate=0.1), "log_grad_norm": False, "check_val_every_n_epoch": 0}
+    trainer = plain_for("nnx", tmp_path, kind=Curious, debug=True, max_steps=1, **options)
+    train_plain(trainer)
+    first = next(numbered_loader(32 * STEPS).epoch(1))
+    assert seen[-1][0] == first["id"].tolist()
+    assert seen[-1][1] == pytest.approx(next(values(trainer, "train/loss_epoch")), rel=1e-6)
+
+
+class Seeing(Plain):
+    """Keeps what the loss was given."""
+
+    logits: list[Any]
+
+    def _judge(self, logits: Any, batch: Any) -> Any:
+        self.logits = [*getattr(self, "logits", []), logits]
+        return super()._judge(logits, batch)
+
+
+def test_accumulate_computes_gradients_in_parts(tmp_path):
+    trainer = plain_for("nnx", tmp_path, kind=Seeing, accumulate=2)
+    trainer.dry_run(numbered_loader(32 * STEPS))
+    assert {logits.shape for logits in trainer.logits} == {(16, 4)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed", "stored"),
+    [("f32", "float32", "float32"), ("bf16", "bfloat16", "float32"), ("bf16_full", "bfloat16", "bfloat16")],
+)
+def test_precision_is_that_of_computing_and_of_weights(tmp_path, precision, computed, stored):
+    trainer = plain_for("nnx", tmp_path, kind=Seeing, precision=precision)
+    report = trainer.dry_run(numbered_loader(32 * STEPS))
+    assert {str(logits.dtype) for logits in trainer.logits} == {computed}
+    assert {leaf.dtype for leaf in report.parameters} == {stored}
+
+
+def test_an_average_of_the_weights_is_kept_judged_and_trained_on(tmp_path):
+    trainer = plain_for("nnx", tmp_path, ema=0.5, max_steps=1, val_every_n_steps=1)
+    first = trainer.state
+    results = train_plain(trainer)
+    once = trainer.state
+    keep = np.float32(2 / 11)  # of a decay that begins small
+    assert_close(once.extra["ema"], mixed(keep, first.params, once.params))
+    swapped = once.replace(params=once.extra["ema"], extra={**once.extra, "ema": once.params})
+    of_weights = evaluate(trainer.program, swapped, {"val": first_examples(64)})["val"]
+    assert of_weights["loss"] != results[1]["val/loss"]
+    assert evaluate(trainer.program, once, {"val": first_examples(64)})["val"]["loss"] == results[1]["val/loss"]
+    train_plain(trainer)
+    assert_close(trainer.state.extra["ema"], mixed(keep, once.extra["ema"], trainer.state.params))
+
+
+def mixed(keep: Any, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, b: keep * np.asarray(a) + (1 - keep) * np.asarray(b), old, new)
+
+
+@pytest.mark.parametrize("steps_per_call", [3, "epoch"])
+def test_steps_per_call_are_dispatched_together(usual, tmp_path, steps_per_call):
+    trainer = trained(tmp_path, steps_per_call=steps_per_call)
+    assert Watcher.last.chunks == ([3, 1] if steps_per_call == 3 else [4])
+    assert_close(trainer.state.params, usual[0].state.params)
+
+
+def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
+    class Unused(ArrayLoader):
+        """Must not be asked for batches."""
+
+        def epoch(self, number: int, start: int = 0) -> Any:
+            raise AssertionError("a batch was made on the host")
+
+    trainer = plain_for("nnx", tmp_path, resident=True)
+    trainer.train_model(Unused(NUMBERS, 32, shuffle=True))
+    assert_close(trainer.state.params, usual[0].state.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "judged"),
+    [
+        ({"train_epochs": 3, "max_steps": 6}, 6, [4, 6]),
+        ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6, [2, 4, 6]),
+        ({"train_epochs": 4, "check_val_every_n_epoch": 2, "val_every_n_steps": 3}, 16, [3, 6, 8, 9, 12, 15, 16]),
+        ({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, []),
+        ({"train_epochs": 5, "overfit_batches": 1}, 5, [1, 2, 3, 4, 5]),
+        ({"train_epochs": 5, "check_val_every_n_epoch": 0, "fast_dev_run": 2}, 2, [2]),
+    ],
+    ids=lambda given: ",".join(given) if isinstance(given, dict) else "",
+)
+def test_the_plan_is_as_long_as_it_says_and_validates_when_it_says(tmp_path, changes, steps, judged):
+    trainer = trained(tmp_path, **changes)
+    assert int(trainer.state.step) == steps
+    assert judged_steps() == judged
+
+
+def test_overfitting_sees_the_same_batches_again_and_again(tmp_path):
+    again = trained(tmp_path / "again", overfit_batches=1, train_epochs=3, check_val_every_n_epoch=0)
+    [first] = list(numbered_loader(32 * STEPS).epoch(1))[:1]
+    by_hand = plain_for("nnx", tmp_path / "by_hand", train_epochs=3)
+    by_hand.train_model([first])
+    assert_same_bits(again.state, by_hand.state)
+
+
+def test_a_fast_run_limits_the_test_as_well(tmp_path):
+    trainer = plain_for("nnx", tmp_path, fast_dev_run=1)
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(96))
+    assert results["test"] == trainer.test_model(first_examples(32))
+
+
+def test_max_time_ends_a_run(tmp_path):
+    began = time.monotonic()
+    trainer = trained(tmp_path, train_epochs=10**6, max_time=0.3, check_val_every_n_epoch=0)
+    assert time.monotonic() - began < 20
+    assert 0 < int(trainer.state.step) < 10**6 * STEPS
+
+
+def broken_at(batch: int) -> ArrayLoader:
+    """Numbered data in order, of which one batch has something that is no number."""
+    x = NUMBERS["x"].copy()
+    x[32 * batch] = np.nan
+    return ArrayLoader({**NUMBERS, "x": x}, 32)
+
+
+def test_detect_nans_ends_the_run_with_the_weights_before(tmp_path):
+    good = plain_for("nnx", tmp_path / "good", detect_nans=True, max_steps=2)
+    good.train_model(broken_at(2))
+    trainer = plain_for("nnx", tmp_path / "bad", detect_nans=True, callbacks={"saver": ModelCheckpointConfig()})
+    with pytest.raises(NonFiniteError, match="Step 3: the loss or a gradient was not finite"):
+        trainer.train_model(broken_at(2))
+    assert_same_bits(trainer.state.params, good.state.params)
+    assert_same_bits(trainer.state.opt_state, good.state.opt_state)
+    assert not list(trainer.folder.checkpoints.iterdir())
+    assert "Run failed" in (trainer.folder.path / "run.log").read_text()
+    careless = plain_for("nnx", tmp_path / "careless")
+    careless.train_model(broken_at(2))
+    assert np.isnan(jax.tree.leaves(careless.state.params)[0]).all()
+
+
+def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
+    assert len(list(values(usual[0], "optimizer/grad_global_norm_epoch"))) == 1
+    trainer = trained(tmp_path, log_grad_norm=False)
+    assert not [name for row in rows(trainer) for name in row if "norm" in name]
+    assert_close(trainer.state.params, usual[0].state.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"train_epochs": 0}, "`train_epochs` must be a whole number of at least 1, got 0"),
+        ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
+        ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
+        ({"precision": "f16"}, "`precision` must be one of f32, bf16, bf16_full, got 'f16'"),
+        ({"steps_per_call": 0}, "`steps_per_call` must be a whole number of at least 1 or one of epoch, got 0"),
+        (
+            {"callbacks": {"a": ModelCheckpointConfig(), "b": ModelCheckpointConfig()}},
+            "One ModelCheckpoint can save, and there are 2: a, b.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, problem):
+    with pytest.raises(SettingsError) as error:
+        TrainerConfig(**changes)
+    assert problem in str(error.value)

@@ -1,0 +1,114 @@
+import shutil
+from typing import Any
+
+import pytest
+from trainer_runs import EPOCHS, EXAMPLE, STEPS, Plain, digits, first_examples, plain_for, rows, train_plain
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.config import ConfigError
+from jax_trainer.datasets import DatasetConfig, DatasetModule
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import assert_same_bits, numbered_data
+from jax_trainer.trainer import (
+    ImgClassifierTrainer,
+    LanguageModelTrainer,
+    TrainerModule,
+    build,
+    stored_run,
+)
+
+
+def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(done.trainer.folder.path, moved)
+    loaded: Any = TrainerModule.load_from_checkpoint(moved)
+    assert type(loaded).__name__ == "ImgClassifierTrainer"
+    assert loaded.folder.path == moved
+    assert loaded.test_model(loaded.dataset.test_loader) == done.results["test"]
+    assert_same_bits(loaded.state.params, done.watcher.judged[STEPS].params)
+    loaded.load_model("latest")
+    assert_same_bits(loaded.state.params, done.trainer.state.params)
+    assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3 in"):
+        loaded.load_model(3)
+
+
+def test_the_stored_configuration_rebuilds_the_run(done, tmp_path):
+    run: Any = stored_run(done.trainer.folder, [f"trainer.logger.log_dir={tmp_path}"]).value
+    again = build(run)
+    assert (run.trainer.seed, run.dataset.limit_train_size, run.optimizer.learning_rate.warmup_steps) == (42, 256, 2)
+    data = again.dataset
+    results = again.train_model(data.train_loader, data.val_loader, data.test_loader)
+    assert results == done.results
+    assert_same_bits(again.state, done.trainer.state)
+    assert rows(again) == rows(done.trainer)
+    assert again.configs.keys() == {"trainer", "model", "optimizer", "dataset", "seed", "num_gpus"}
+
+
+def test_a_run_of_another_class_is_an_error(done):
+    with pytest.raises(TypeError, match="is a run of ImgClassifierTrainer, not of LanguageModelTrainer"):
+        LanguageModelTrainer.load_from_checkpoint(done.trainer.folder.path)
+
+
+class Narrow(ImgClassifierTrainer):
+    """A subclass that nobody registered."""
+
+
+def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
+    assert type(Narrow.load_from_checkpoint(done.trainer.folder.path)) is Narrow
+
+
+def test_a_folder_that_is_no_run_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+        TrainerModule.load_from_checkpoint(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run whose data is not part of its configuration."""
+    trainer = plain_for("nnx", tmp_path_factory.mktemp("plain"), callbacks={"saver": ModelCheckpointConfig()})
+    return trainer, train_plain(trainer)
+
+
+def test_a_run_without_a_dataset_needs_an_example(plain):
+    trainer, results = plain
+    with pytest.raises(SettingsError, match="This run has no dataset of its own: pass `exmp_input`") as error:
+        Plain.load_from_checkpoint(trainer.folder.path)
+    assert error.value.problems[0][0] == "dataset"
+    loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
+    assert type(loaded) is Plain
+    assert loaded.eval_model(first_examples(64)) == results[1]
+
+
+def test_the_stored_configuration_can_be_overridden(plain):
+    path = plain[0].folder.path
+    with pytest.raises(SettingsError, match="`num_gpus` is 2, and JAX sees no GPU"):
+        Plain.load_from_checkpoint(path, EXAMPLE, overrides=["num_gpus=2"])
+    with pytest.raises(ConfigError, match="command line: trainer.train_epoch: "):
+        Plain.load_from_checkpoint(path, EXAMPLE, overrides=["trainer.train_epoch=2"])
+
+
+def test_a_dataset_of_ones_own_is_given_again(tmp_path):
+    data = DatasetModule(DatasetConfig(global_batch_size=32), numbered_data(32 * STEPS), numbered_data(64))
+    trainer = plain_for("nnx", tmp_path, callbacks={"saver": ModelCheckpointConfig()})
+    trainer.dataset = data
+    results = trainer.train_model(data.train_loader, data.val_loader)
+    assert "dataset" not in trainer.configs
+    loaded: Any = Plain.load_from_checkpoint(trainer.folder.path, dataset=data)
+    assert loaded.dataset is data
+    assert loaded.eval_model(data.val_loader) == results[1]
+
+
+def test_without_a_folder_there_is_nothing_to_load(tmp_path):
+    with pytest.raises(ValueError, match="This trainer has no run folder yet to load from"):
+        plain_for("nnx", tmp_path).load_model()
+
+
+def test_what_was_loaded_is_trained_on(plain, tmp_path):
+    trainer, results = plain
+    loaded: Any = Plain.load_from_checkpoint(
+        trainer.folder.path, EXAMPLE, overrides=[f"trainer.logger.log_dir={tmp_path}"]
+    )
+    assert train_plain(loaded)[1]["val/loss"] < results[1]["val/loss"]
+    assert loaded.folder.path.is_relative_to(tmp_path)

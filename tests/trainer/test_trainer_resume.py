@@ -1,0 +1,84 @@
+import pytest
+from trainer_runs import EPOCHS, STEPS, callbacks, plain_for, rows, train, train_plain, trainer_for, values
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+
+
+def crashed(done, folder, *steps: int, **changes):
+    """A run like `done` that broke down after so many steps, was resumed, and broke down again, …; not resumed yet."""
+    run_folder = None
+    for number, steps_taken in enumerate(steps):
+        trainer = trainer_for(done.flavour, folder, callbacks=callbacks(), run_folder=run_folder, **changes)
+        with fault(f"step:raise:{steps_taken}"), pytest.raises(FaultInjected):
+            train(trainer, resume=number > 0)
+        assert trainer.folder is not None
+        run_folder = RunFolder.open(trainer.folder.path)  # as another process would find it
+    return trainer_for(done.flavour, folder, callbacks=callbacks(), run_folder=run_folder, **changes)
+
+
+def test_a_run_that_broke_down_three_times_goes_on_to_the_same_bits_and_rows(done, tmp_path):
+    trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, STEPS + 3)
+    results = train(trainer, resume=True)
+    assert_same_bits(trainer.state, done.trainer.state)
+    assert rows(trainer) == rows(done.trainer)
+    assert list(values(trainer, "optimizer/lr")) == list(values(done.trainer, "optimizer/lr"))
+    assert results == {place: done.results[place] for place in results}
+    assert "test" in results and EPOCHS in results
+    assert len(list(tmp_path.iterdir())) == 1  # in the same folder
+
+
+@pytest.mark.parametrize("done", ["nnx"], indirect=True)
+def test_it_goes_on_in_the_middle_of_an_epoch(done, tmp_path):
+    trainer = crashed(done, tmp_path, 11, val_every_n_steps=3, check_val_every_n_epoch=0)
+    assert (trainer.folder.checkpoints / "step_00000009").is_dir()  # 1 step into the third epoch
+    train(trainer, resume=True)
+    assert (trainer.folder.checkpoints / "step_00000015").is_dir()
+    assert_same_bits(trainer.state, done.trainer.state)
+
+
+@pytest.mark.parametrize("done", ["nnx"], indirect=True)
+def test_a_run_that_was_interrupted_goes_on_with_the_same_trainer(done, tmp_path):
+    trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks(interrupt_at=2 * STEPS + 1))
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer)
+    assert int(trainer.state.step) == 2 * STEPS + 1
+    assert "Run interrupted" in (trainer.folder.path / "run.log").read_text()
+    trainer.config.callbacks["watcher"].interrupt_at = 0
+    with fault("step:raise:2"), pytest.raises(FaultInjected):  # after which its state is gone
+        train(trainer, resume=True)
+    train(trainer, resume=True)
+    assert_same_bits(trainer.state, done.trainer.state)
+
+
+@pytest.mark.parametrize("done", ["nnx"], indirect=True)
+def test_a_run_that_is_done_is_only_tested_again(done, tmp_path):
+    trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks())
+    first = train(trainer)
+    again = trainer_for(done.flavour, tmp_path, callbacks=callbacks(), run_folder=trainer.folder)
+    assert train(again, resume=True) == {"test": first["test"]}
+    assert_same_bits(again.state, done.trainer.state)
+    assert rows(again) == rows(done.trainer)
+
+
+def test_a_longer_plan_goes_on_where_the_shorter_one_ended(tmp_path):
+    saver = {"saver": ModelCheckpointConfig()}
+    straight = plain_for("nnx", tmp_path, train_epochs=3, callbacks=saver)
+    train_plain(straight)
+    short = plain_for("nnx", tmp_path, train_epochs=1, callbacks=saver)
+    train_plain(short)
+    assert list(train_plain(short, num_epochs=3, resume=True)) == [2, 3]
+    assert_same_bits(short.state, straight.state)
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="There is nothing to resume: pass `folder`"):
+        train_plain(plain_for("nnx", tmp_path), resume=True)
+    unsaved = plain_for("nnx", tmp_path)
+    train_plain(unsaved)
+    before = unsaved.folder.metrics_file.read_bytes()
+    with pytest.raises(CheckpointError, match="no checkpoint to restore in .*Nothing has been saved there"):
+        train_plain(unsaved, resume=True)
+    assert unsaved.folder.metrics_file.read_bytes() == before

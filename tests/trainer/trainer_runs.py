@@ -1,0 +1,162 @@
+"""For tests of the trainer: short runs of both flavours, a callback that ends them, and what they wrote."""
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import optax
+from compoconf import register
+
+from jax_trainer.callbacks import Callback, CallbackConfig, LearningRateMonitorConfig, ModelCheckpointConfig
+from jax_trainer.core import TrainState, copy_state
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
+from jax_trainer.engine import StepEnd, StopTraining
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.models import SimpleClassifierConfig, SimpleClassifierLinenConfig
+from jax_trainer.optimizer import AdamWConfig, WarmupCosineDecayScheduleConfig
+from jax_trainer.testing import numbered_data, numbered_loader
+from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig, TrainerConfig, TrainerModule
+
+STEPS, EPOCHS = 4, 4  # steps per epoch, and epochs of a run on digits
+MODELS = {"nnx": SimpleClassifierConfig, "linen": SimpleClassifierLinenConfig}
+
+
+@dataclass
+class WatcherConfig(CallbackConfig):
+    """When to end the run.
+
+    Args:
+        stop_after: the epoch that is the last, with its validation if it has one; 0: none.
+        interrupt_at: the step at which somebody presses Ctrl-C; 0: nobody does.
+    """
+
+    stop_after: int = 0
+    interrupt_at: int = 0
+
+
+@register
+class Watcher(Callback):
+    """Keeps the steps per dispatch, and a copy of every state that was judged; may end the run."""
+
+    config: WatcherConfig
+    last: ClassVar[Any]
+
+    def __init__(self, config: WatcherConfig, run: Any) -> None:
+        super().__init__(config, run)
+        Watcher.last = self
+        self.judged: dict[int, TrainState] = {}
+        self.chunks: list[int] = []
+        self.tested: list[dict[str, Any]] = []
+
+    def on_step_end(self, event: StepEnd) -> None:
+        self.chunks.append(event.steps)
+        if event.step == self.config.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        if epoch == self.config.stop_after and not self.run.validates:
+            raise StopTraining
+
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        self.judged[self.event.step] = copy_state(self.state)
+        if epoch == self.config.stop_after:
+            raise StopTraining
+
+    def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
+        self.tested.append(test_metrics)
+
+
+@cache
+def digits() -> DigitsDataset:
+    return DigitsDataset(DigitsConfig(global_batch_size=64, limit_train_size=64 * STEPS))
+
+
+def callbacks(**watcher: Any) -> dict[str, Any]:
+    """The worst state counts as the best, which so is not the last."""
+    saver = ModelCheckpointConfig(monitor="val/loss", mode="max")
+    return {"saver": saver, "rate": LearningRateMonitorConfig(), "watcher": WatcherConfig(**watcher)}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    logger = LoggerConfig(log_dir=str(folder), log_steps_every=2)
+    return {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": logger, **changes}
+
+
+def trainer_for(flavour: str, folder: Path, *, run_folder: Any = None, **changes: Any) -> Any:
+    """A trainer on digits whose learning rate changes with every step."""
+    data, config = digits(), ImgClassifierTrainerConfig(**settings(folder, **changes))
+    rate = WarmupCosineDecayScheduleConfig(peak_value=0.01, warmup_steps=2)
+    model, example = MODELS[flavour](c_hid=8), next(iter(data.train_loader))
+    optimizer = AdamWConfig(learning_rate=rate)
+    return ImgClassifierTrainer(config, model, optimizer, example, dataset=data, folder=run_folder)
+
+
+def train(trainer: TrainerModule, **options: Any) -> dict[Any, Any]:
+    data = digits()
+    return trainer.train_model(data.train_loader, data.val_loader, data.test_loader, **options)
+
+
+class Plain(TrainerModule):
+    """A trainer of the test's own, which nobody registered, on dicts of numbers."""
+
+    def batch_to_input(self, batch: Any) -> Any:
+        return batch["x"]
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+        return self._judge(self.model_apply(model, batch["x"], train=train), batch)
+
+    def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+        logits, mutable = self.model_linen_apply(params, state, batch["x"], rng, train=train)
+        loss, metrics = self._judge(logits, batch)
+        return loss, (mutable, metrics)
+
+    def _judge(self, logits: jax.Array, batch: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return losses.mean(), {"acc": (logits.argmax(-1) == batch["y"]).mean()}
+
+
+def plain_for(
+    flavour: str,
+    folder: Path,
+    *,
+    kind: type[Any] = Plain,
+    norm: bool = False,
+    optimizer: Any = None,
+    mesh: Any = None,
+    **changes: Any,
+) -> Any:
+    """A trainer on numbered data, 4 batches of 32, at a constant learning rate: any length is the same program."""
+    config = TrainerConfig(**settings(folder, **{"train_epochs": 1, **changes}))
+    model = MODELS[flavour](c_hid=8, num_classes=4, batch_norm=norm)
+    return kind(config, model, optimizer or AdamWConfig(learning_rate=0.01), EXAMPLE, mesh=mesh)
+
+
+NUMBERS = numbered_data(32 * STEPS)
+EXAMPLE = {name: array[:32] for name, array in NUMBERS.items()}
+
+
+def first_examples(count: int) -> ArrayLoader:
+    """A set to judge on."""
+    return ArrayLoader({name: array[:count] for name, array in NUMBERS.items()}, 32)
+
+
+def train_plain(trainer: TrainerModule, **options: Any) -> dict[Any, Any]:
+    return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
+
+
+def rows(trainer: TrainerModule) -> list[dict[str, Any]]:
+    """What the run wrote, without how long it took."""
+    assert trainer.folder is not None
+    parsed = [json.loads(line) for line in trainer.folder.metrics_file.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "/time" not in name} for row in parsed]
+
+
+def values(trainer: TrainerModule, name: str) -> Iterator[float]:
+    """What the run wrote under `name`."""
+    return (row[name] for row in rows(trainer) if name in row)
