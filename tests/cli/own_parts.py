@@ -77,3 +77,40 @@ class OwnPause(Callback):
     def on_validation_epoch_end(self, eval_metrics: dict, epoch: int) -> None:
         time.sleep(self.config.seconds)
 '''
+
+HASTY_MODEL = '''\
+"""A model that takes long to compile, during which Ctrl-C comes."""
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+
+import jax
+from compoconf import register
+from flax import nnx
+from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+
+
+@dataclass
+class OwnHastyConfig(BaseModelConfig):
+    """Nothing to choose."""
+
+
+@register
+class OwnHasty(BaseModelNNX):
+    """Many layers."""
+
+    config: OwnHastyConfig
+
+    def __init__(self, config: OwnHastyConfig, *, exmp_input: jax.Array, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(60)])
+        if threading.active_count() == 1:  # traced for the first time; it will be compiling then
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        hidden = images.reshape(len(images), 64)
+        for layer in self.layers:
+            hidden = nnx.relu(layer(hidden))
+        return hidden[:, :10]
+'''

@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -111,11 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = _parsed(given)
         with _one_line_each(asked):
             outcome = asked.run(asked)
-    except commands.Interrupted as end:
-        code = _tell(asked, end.code, str(end), status="interrupted", run=end.run)
-        return _ended_at_once(code) if arguments is None else code
-    except KeyboardInterrupt:
-        code = _tell(asked, commands.CTRL_C, "Interrupted.", status="interrupted")
+    except (commands.Interrupted, KeyboardInterrupt) as end:
+        code, run = getattr(end, "code", commands.CTRL_C), getattr(end, "run", "")
+        _tell(asked, code, str(end) or "Interrupted.", status="interrupted", run=run)
         return _ended_at_once(code) if arguments is None else code
     except ConfigError as error:
         count = len(error.problems) + error.more
@@ -137,8 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ended_at_once(code: int) -> NoReturn:
     """Ends the process: a compiler that was interrupted goes on in a thread, and would crash while Python tidies up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(Exception):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

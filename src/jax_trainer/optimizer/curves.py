@@ -43,15 +43,12 @@ def exponential(start: float, rate: float, steps: int) -> optax.Schedule:
 
 def _between(start: float, end: float, steps: int, curve: Callable[[jax.Array], jax.Array]) -> optax.Schedule:
     def schedule(count: ArrayLike) -> jax.Array:
-        share = _share(count, steps)
-        # chosen, not computed: on a GPU the cosine of pi is not exactly -1
-        return jnp.where(share <= 0, start, jnp.where(share >= 1, end, curve(share))).astype(jnp.float32)
+        count = jnp.asarray(count)
+        inside = curve(jnp.clip(count.astype(jnp.float32) / steps, 0, 1))
+        # both ends are chosen, not computed: on a GPU neither n / n nor the cosine of pi is always exact
+        return jnp.where(count <= 0, start, jnp.where(count >= steps, end, inside)).astype(jnp.float32)
 
     return schedule
-
-
-def _share(count: ArrayLike, steps: int) -> jax.Array:
-    return jnp.clip(jnp.asarray(count, jnp.float32) / steps, 0, 1)
 
 
 def _mixed(start: float, end: float, weight: jax.Array) -> jax.Array:
