@@ -7,6 +7,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
 import tempfile
+from pathlib import Path
 
 import jax
 import pytest
@@ -16,6 +17,12 @@ _CACHE = tempfile.TemporaryDirectory(prefix="jax-trainer-tests-")
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """What tests share holds no tests: looking for doctests in it would import, and register, it a second time."""
+    is_shared = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
+    return True if is_shared and Path(__file__).parent in collection_path.parents else None
 
 
 @pytest.fixture(params=["linen", "nnx"])

@@ -158,7 +158,7 @@ def test_a_value_fits_its_annotation_strictly(hint: Any, good: list[Any], bad: l
         (list, "a list, each anything"),
         (dict, "a section whose values are each anything"),
         (dict[str, float], "a section whose values are each a number"),
-        (CatConfig, "a section of CatConfig"),
+        (CatConfig, "a section of SettingsCat"),
         (SettingsPet.cfgtype, "a section with a `class_name` of SettingsCat, SettingsDog"),
         (SettingsNothing.cfgtype, "a section with a `class_name` of those registered, and there is none"),
         (SettingsPet.cfgtype | float, "a section with a `class_name` of SettingsCat, SettingsDog or a number"),

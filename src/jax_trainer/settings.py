@@ -293,7 +293,8 @@ def _expected_one(hint: Any) -> str:
     if isinstance(hint, LazyConfigUnion):
         names = listed(name for name, _ in candidates(hint))
         return f"a section with a `class_name` of {names or 'those registered, and there is none'}"
-    return "anything" if hint is Any else f"a section of {getattr(hint, '__name__', hint)}"
+    name = getattr(hint, "class_name", "") or getattr(hint, "__name__", str(hint))
+    return "anything" if hint is Any else f"a section of {name.removesuffix('Config')}"
 
 
 def written(value: Any) -> str:

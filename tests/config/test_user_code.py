@@ -1,10 +1,11 @@
+import copy
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compoconf import registered
+from compoconf import Registry, registered
 from config_things import Sketch
 
 from jax_trainer.config import ConfigError, UserCodeError, config_from, describe, import_user_code
@@ -51,9 +52,11 @@ class {name}Root(Settings):
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing that was imported stays, and imports come from an empty folder."""
+    """Nothing that was imported or registered stays, and imports come from an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(Registry, "_registries", copy.deepcopy(Registry._registries))
+    monkeypatch.setattr(Registry, "_registry_classes", copy.copy(Registry._registry_classes))
     yield
     for name, module in list(sys.modules.items()):
         if str(tmp_path) in str(getattr(module, "__file__", "")):

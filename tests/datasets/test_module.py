@@ -6,6 +6,7 @@ import pytest
 from compoconf import dump_config, parse_config
 
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
+from jax_trainer.settings import SettingsError
 
 ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
 
@@ -115,8 +116,14 @@ def test_keys_that_ask_for_nothing_are_quiet(keys):
 
 
 def test_a_part_that_makes_no_batches_is_named():
-    with pytest.raises(ValueError, match="50 examples make no full batch of 64") as caught:
+    with pytest.raises(SettingsError, match="50 examples make no full batch of 64, .* the 'train' part") as caught:
         module(global_batch_size=64)
+    assert caught.value.problems[0][0] == "global_batch_size"
+
+
+def test_a_part_that_is_empty_is_named():
+    with pytest.raises(ValueError, match="The set is empty") as caught:
+        DatasetModule(DatasetConfig(), train=(np.zeros((0, 3)),))
     assert caught.value.__notes__ == ["This is the 'train' part of DatasetModule."]
 
 

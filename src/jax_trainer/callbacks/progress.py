@@ -26,7 +26,7 @@ START_OF_LINE = "\r\x1b[2K"
 
 
 class ProgressBar:
-    """Shows steps, speed, and the latest metrics, and a line for every epoch and evaluation.
+    """Shows steps, speed, and the latest metrics, and a line for every epoch and evaluation; `title` is the first line.
 
     Without a terminal there are only the lines. Drawing is done here, not in a thread that would compete with
     training, at most every `refresh_seconds`, lines included, and it is one write: laying out a `rich` progress bar
@@ -35,13 +35,13 @@ class ProgressBar:
 
     shows_notices = True
 
-    def __init__(self, *, refresh_seconds: float = 0.25, console: Console | None = None) -> None:
+    def __init__(self, *, title: str = "", refresh_seconds: float = 0.25, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._refresh_seconds = refresh_seconds
         self._what, self._total, self._done = "", None, 0
         self._began = self._drawn = 0.0
         self._latest = ""
-        self._lines: list[str] = []
+        self._lines: list[str] = [title] if title else []
 
     def handle(self, event: Event) -> None:
         """Follows the run."""

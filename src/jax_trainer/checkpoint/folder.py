@@ -50,6 +50,7 @@ class RunFolder:
         """The folder of a run that was begun before."""
         folder = Path(path).absolute()
         if (folder / CONFIG).is_file():
+            _refuse_links(folder)
             return cls(folder)
         problem = f"has no {CONFIG}" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
         near = _runs_near(folder)
@@ -79,6 +80,13 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
+
+
+def _refuse_links(folder: Path) -> None:
+    """A folder may come from somebody else, and what is written to a link ends up somewhere else."""
+    for path in folder.iterdir():
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is a link or a device. In the folder of a run there are only files and folders.")
 
 
 def _make(folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.names import safe_join, shown
+from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import tables
 from jax_trainer.config import (
@@ -75,7 +75,7 @@ def train(asked: argparse.Namespace) -> Outcome:
 def resume(asked: argparse.Namespace) -> Outcome:
     """Goes on with a run from its latest checkpoint, to the end that its configuration says."""
     folder, loaded = _opened(asked)
-    return _trained(asked, loaded, folder)
+    return _trained(asked, loaded, folder)  # with other values, if there are any, from now on
 
 
 def test(asked: argparse.Namespace) -> Outcome:
@@ -96,7 +96,6 @@ def check(asked: argparse.Namespace) -> Outcome:
     """Reads a configuration, builds everything and traces one step; trains nothing and writes nothing."""
     loaded = load_experiment(asked.config, _changes(asked))
     with _told_with_places(asked, loaded):
-        _check_names(loaded.value.trainer.logger)
         report = _built(loaded).dry_run()
     return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
 
@@ -147,9 +146,6 @@ def _opened(asked: argparse.Namespace) -> tuple[RunFolder, Loaded[StoredRun]]:
         folder = RunFolder.open(Path(asked.folder))
     except (OSError, ValueError) as error:
         raise WrongInput(str(error)) from None
-    for path in folder.path.iterdir():  # what is written to a link would end up somewhere else
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise WrongInput(f"{path} is a link or a device. In the folder of a run there are only files and folders.")
     loaded = stored_run(folder, changes)
     if loaded.value.dataset is None:
         raise WrongInput(
@@ -191,7 +187,6 @@ def _built(loaded: Loaded[Any], folder: RunFolder | None = None) -> Any:
 
 def _trained(asked: argparse.Namespace, loaded: Loaded[Any], folder: RunFolder | None = None) -> Outcome:
     with _told_with_places(asked, loaded):
-        _check_names(loaded.value.trainer.logger)
         trainer = _built(loaded, folder)
         data, quiet = trainer.dataset, asked.quiet or asked.json
         with _told_with_a_way_on(asked, trainer):
@@ -203,23 +198,6 @@ def _trained(asked: argparse.Namespace, loaded: Loaded[Any], folder: RunFolder |
     following = _command(asked, "test", trainer.folder) if any(trainer.folder.checkpoints.iterdir()) else ""
     outcome = {"status": "completed", "run": run, "metrics": metrics}
     return Outcome(outcome, lambda console: tables.trained(console, metrics, run, following))
-
-
-def _check_names(logger: Any) -> None:
-    """What a file calls a run becomes a folder, which must stay among the runs."""
-    tool, found = logger.tool_config, []
-    name, version = (getattr(tool, key, "") for key in ("name", "version"))
-    parts = [("name", part) for part in name.split("/") if name] + [("version", version)] * bool(version)
-    for key, part in parts:
-        try:
-            safe_join(Path("runs"), part)
-        except ValueError as error:
-            found.append((f"trainer.logger.tool_config.{key}", str(error)))
-    for key, place in (("log_dir", logger.log_dir), ("tool_config.save_dir", getattr(tool, "save_dir", ""))):
-        if "\0" in place:
-            found.append((f"trainer.logger.{key}", "A path cannot have the character NUL in it."))
-    if found:
-        raise SettingsError(found)
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from jax_trainer.trainer import DryRun
 
 def metrics(console: Console, by_set: Mapping[str, Mapping[str, float]]) -> None:
     """Numbers by name, a row each."""
-    table = Table(Column("metric", overflow="fold"), "value")
-    for values in by_set.values():
+    table = Table(Column("metric", overflow="fold"), "value", "of")
+    for place, values in by_set.items():
+        whose = f"epoch {place}" if place.isdigit() else "the best weights"
         for name, value in sorted(values.items()):
-            table.add_row(escape(name), f"{value:.6g}")
+            table.add_row(escape(name), f"{value:.6g}", whose)
     console.print(table)
 
 
@@ -42,7 +43,8 @@ def dry_run(console: Console, report: DryRun) -> None:
         "parameters": f"{report.parameter_count:,} in {len(report.parameters)} arrays",
         "state": ", ".join(f"{name} {_bytes(size)}" for name, size in report.state_bytes.items()),
         "batch": ", ".join(f"{name} {shape}" for name, shape in report.batch.items()),
-        "reports": ", ".join(report.reported),
+        "training": f"reports {', '.join(report.reported)}",
+        "evaluation": f"reports {', '.join(report.judged)}",
         "steps": "as many as the data gives" if report.steps is None else f"{report.steps:,}",
         "devices": report.devices,
     }

@@ -17,20 +17,20 @@ MAX_FILES = 20
 _OVERRIDE = re.compile(r"(?P<path>[^=\s]+?)=(?P<value>.*)", re.DOTALL)
 
 
-def read_tree(file: Path, overrides: Sequence[str], problems: Problems) -> Node:
+def read_tree(file: Path, overrides: Sequence[str], problems: Problems, *, may_include: bool = True) -> Node:
     """The values of a file with what it includes, with overrides, with references replaced.
 
     What is wrong is added to `problems`, and raised where nothing can be read any more.
     """
-    tree = _Files(problems).read(file, Place(str(file)))
+    tree = _Files(problems, may_include).read(file, Place(str(file)))
     return resolved(overridden(tree, overrides, problems), problems)
 
 
 class _Files:
     """Reads a file and what it includes: not too many files, and not too much in all of them."""
 
-    def __init__(self, problems: Problems) -> None:
-        self._problems = problems
+    def __init__(self, problems: Problems, may_include: bool) -> None:
+        self._problems, self._may_include = problems, may_include
         self._files, self._bytes_left = 0, MAX_BYTES
 
     def read(self, file: Path, asked_at: Place, above: tuple[Path, ...] = ()) -> Node:
@@ -48,6 +48,8 @@ class _Files:
             raise self._given_up(tree.place, "", f"expected keys and values, found {found}.")
         own = Node({name: node for name, node in tree.section.items() if name != INCLUDE}, tree.place)
         bases = tree.section.get(INCLUDE, Node([], tree.place))
+        if INCLUDE in tree.section and not self._may_include:
+            raise self._given_up(bases.place, INCLUDE, "a stored configuration includes no other file.")
         result = Node({}, own.place)
         for base in bases.value if isinstance(bases.value, list) else [bases]:
             result = merged(result, self.read(file.parent / self._name(base), base.place, (*above, whole)))

@@ -31,13 +31,16 @@ class Loaded(Generic[Config]):
         return ConfigError(found, secrets=secret_values(self.tree.data()))
 
 
-def load_config(file: str | Path, root: type[Config], overrides: Sequence[str] = ()) -> Loaded[Config]:
+def load_config(
+    file: str | Path, root: type[Config], overrides: Sequence[str] = (), *, may_include: bool = True
+) -> Loaded[Config]:
     """The configuration of kind `root` in a YAML file, with overrides such as `trainer.train_epochs=3`.
 
-    All that is wrong comes in one `ConfigError`.
+    All that is wrong comes in one `ConfigError`. A file that somebody else may have written need not be allowed to
+    include others.
     """
     problems = Problems()
-    return _checked(read_tree(Path(file), overrides, problems), root, problems)
+    return _checked(read_tree(Path(file), overrides, problems, may_include=may_include), root, problems)
 
 
 def config_from(data: Mapping[str, Any], root: type[Config], overrides: Sequence[str] = ()) -> Config:

@@ -72,10 +72,14 @@ class CompiledProgram:
         shardings = None if layout is None else layout.state_shardings(jax.eval_shape(init, key, example))
         return jax.jit(init, out_shardings=shardings)(key, example)
 
-    def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics]:
-        """The shapes of a fresh state and of what one step reports on it; traced, and nothing is computed."""
+    def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
+        """The shapes of a fresh state, and of what training and judging it report; nothing is computed.
+
+        Steps that are traced here are not traced again when they run on a batch of the same shapes.
+        """
         state = jax.eval_shape(self._program.init, key, example)
-        return state, jax.eval_shape(self._program.train_step, state, example)[1].metrics
+        trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
+        return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
 
     def place(self, batch: Batch, *, stacked: bool, ahead: bool = False) -> Batch:
         """`batch` where the step wants it: as it is, or spread over the layout's devices.

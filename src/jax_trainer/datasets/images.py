@@ -11,7 +11,7 @@ import numpy as np
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.transforms import DeviceTransforms, ImageTransform, normalize
-from jax_trainer.settings import Problem
+from jax_trainer.settings import Problem, SettingsError
 
 Resolution = tuple[Size, Size]
 Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n] int32
@@ -96,10 +96,8 @@ class ImageDataset(DatasetModule):
 def _split(part: Part, config: ImageConfig, title: str) -> tuple[Part, Part]:
     images, labels = part
     if config.val_size and config.val_size >= len(labels):
-        raise ValueError(
-            f"`val_size` is {config.val_size}, and the training files of {title} hold {len(labels)} examples. "
-            f"Use at most {max(len(labels) - 1, 0)}."
-        )
+        text = f"`val_size` is {config.val_size}, and the training files of {title} hold {len(labels)} examples."
+        raise SettingsError([("val_size", f"{text} Use at most {max(len(labels) - 1, 0)}.")])
     order = np.random.default_rng(config.split_seed).permutation(len(labels))
     val, train = order[: config.val_size], order[config.val_size :][: config.limit_train_size]
     return (images[train], labels[train]), (images[val], labels[val])

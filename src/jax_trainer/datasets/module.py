@@ -13,7 +13,7 @@ from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.feed import Data, Resident
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.datasets.transforms import DeviceTransforms
-from jax_trainer.settings import AtLeast, Settings
+from jax_trainer.settings import AtLeast, Settings, SettingsError
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -85,16 +85,15 @@ class DatasetConfig(Settings):
         if "local_batch_size" in self.given and not both:
             return self.local_batch_size * processes
         if both and self.global_batch_size != self.local_batch_size * processes:
-            raise ValueError(
+            text = (
                 f"`global_batch_size` is {self.global_batch_size}, but `local_batch_size` {self.local_batch_size} × "
-                f"{processes} process{'es' * (processes > 1)} is {self.local_batch_size * processes}. "
-                "Leave one of them out, or make them agree."
+                f"{processes} process{'es' * (processes > 1)} is {self.local_batch_size * processes}."
             )
+            raise SettingsError([("global_batch_size", f"{text} Leave one of them out, or make them agree.")])
         if self.global_batch_size % processes:
-            raise ValueError(
-                f"`global_batch_size` {self.global_batch_size} cannot be shared evenly by {processes} processes. "
-                f"Use {nearby_multiples(self.global_batch_size, processes)}."
-            )
+            text = f"`global_batch_size` {self.global_batch_size} cannot be shared evenly by {processes} processes."
+            near = nearby_multiples(self.global_batch_size, processes)
+            raise SettingsError([("global_batch_size", f"{text} Use {near}.")])
         return self.global_batch_size
 
     def say_unused(self, *names: str, why: str) -> None:
@@ -162,6 +161,10 @@ class DatasetModule(RegistrableConfigInterface):
         if part is None or hasattr(part, "epoch"):
             return part
         size = self.config.batch_size()
+        examples = len(jax.tree.leaves(part)[0])
+        if drop_last and 0 < examples < size:
+            text = f"{examples} examples make no full batch of {size}, and that is all of the {name!r} part."
+            raise SettingsError([("global_batch_size", f"{text} Use a smaller batch, or more examples.")])
         try:
             return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
         except ValueError as error:

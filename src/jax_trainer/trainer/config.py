@@ -1,16 +1,18 @@
 """How a model is trained, as a configuration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.callbacks import Callback, ModelCheckpointConfig
+from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
+from jax_trainer.checkpoint.names import safe_join
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings
+from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -68,9 +70,10 @@ class TrainerConfig(Settings):
 
     def problems(self) -> Iterator[Problem]:
         """What does not go together."""
-        savers = [name for name, callback in self.callbacks.items() if isinstance(callback, ModelCheckpointConfig)]
+        savers = self._savers()
         if len(savers) > 1:
             yield "callbacks", f"One ModelCheckpoint can save, and there are {len(savers)}: {', '.join(savers)}."
+        yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
         """How long to train and when to validate."""
@@ -94,7 +97,33 @@ class TrainerConfig(Settings):
     @property
     def saver(self) -> ModelCheckpointConfig | None:
         """The configuration of the callback that saves."""
-        return next((c for c in self.callbacks.values() if isinstance(c, ModelCheckpointConfig)), None)
+        return next(iter(self._savers().values()), None)
+
+    def _savers(self) -> dict[str, ModelCheckpointConfig]:
+        return {name: one for name, one in self.callbacks.items() if isinstance(one, ModelCheckpointConfig)}
+
+    def check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
+        """Refuses to monitor what evaluations of these sets, which report `judged`, will not have."""
+        known = {name for one in evals for name in full_names(dict.fromkeys(judged), one)}
+        for key, saver in self._savers().items():
+            if known and saver.every_n_epochs and saver.monitor not in known:
+                text = f"no metric {saver.monitor!r} will be there. There are {', '.join(sorted(known))}."
+                raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
+
+
+def _bad_names(logger: Any) -> Iterator[Problem]:
+    """What a file calls a run becomes a folder, which must stay among the runs."""
+    tool = logger.tool_config
+    name, version = (getattr(tool, key, "") for key in ("name", "version"))
+    parts = [("name", part) for part in name.split("/") if name] + [("version", version)] * bool(version)
+    for key, part in parts:
+        try:
+            safe_join(Path("runs"), part)
+        except ValueError as error:
+            yield f"logger.tool_config.{key}", str(error)
+    for key, place in (("log_dir", logger.log_dir), ("tool_config.save_dir", getattr(tool, "save_dir", ""))):
+        if "\0" in place:
+            yield f"logger.{key}", "A path cannot have the character NUL in it."
 
 
 @register_interface

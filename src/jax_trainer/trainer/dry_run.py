@@ -22,12 +22,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The parameters of a model, the bytes of its state, what a batch is, what a step reports, how many there are."""
+    """The parameters of a model, the bytes of its state, what a batch is, what steps report, how many there are."""
 
     parameters: tuple[Leaf, ...]
     state_bytes: Mapping[str, int]
     batch: Mapping[str, str]
-    reported: tuple[str, ...]
+    reported: tuple[str, ...]  # in training
+    judged: tuple[str, ...]  # in evaluation
     steps: int | None
     devices: str
 
@@ -43,14 +44,14 @@ class DryRun:
 
 def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
     """Traces the first state and one step."""
-    state, metrics = program.shapes(jax.random.key(seed), example)
+    state, trained, judged = program.shapes(jax.random.key(seed), example)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
     sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}
     batch = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)}
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
     devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    return DryRun(_leaves(state.params), sizes, batch, tuple(metrics.by_name), steps, devices)
+    return DryRun(_leaves(state.params), sizes, batch, tuple(trained.by_name), tuple(judged.by_name), steps, devices)
 
 
 def _leaves(tree: PyTree) -> tuple[Leaf, ...]:

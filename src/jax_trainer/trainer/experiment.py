@@ -64,8 +64,11 @@ def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[E
 
 
 def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[StoredRun]:
-    """The configuration of a run as its folder has it. What it names must be registered: nothing is imported."""
-    return load_config(folder.config_file, StoredRun, overrides)
+    """The configuration of a run as its folder has it. What it names must be registered: nothing is imported.
+
+    It may come from somebody else, and was written without includes: none is read.
+    """
+    return load_config(folder.config_file, StoredRun, overrides, may_include=False)
 
 
 def trainer_class(run: StoredRun) -> type[Any]:
@@ -92,7 +95,7 @@ def build(
     """
     mesh, make = _mesh(run.num_gpus), kind or trainer_class(run)  # before the data is loaded
     if dataset is None and run.dataset is not None:
-        dataset = run.dataset.instantiate(DatasetModule)
+        dataset = _dataset(run.dataset)
     if exmp_input is None:
         if dataset is None:
             raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
@@ -100,6 +103,13 @@ def build(
     others = {"seed": run.seed, "num_gpus": run.num_gpus}
     configs = (run.trainer, run.model, run.optimizer)
     return make(*configs, exmp_input, mesh=mesh, dataset=dataset, other_configs=others, folder=folder)
+
+
+def _dataset(config: Any) -> DatasetModule:
+    try:
+        return config.instantiate(DatasetModule)
+    except SettingsError as error:
+        raise error.under("dataset") from None
 
 
 def _mesh(num_gpus: int) -> Mesh | None:

@@ -150,7 +150,10 @@ class TrainerModule(BaseTrainer):
         if train_loader is None and self.dataset is not None:
             train_loader = self.dataset.train_loader
         steps = self._total_steps(None, self._steps_per_epoch(train_loader))
-        return traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
+        report = traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
+        has_validation = self.dataset is not None and self.dataset.val_loader is not None
+        self.config.check_monitored(named_sets("val", [] if has_validation else None), report.judged)
+        return report
 
     def _steps_per_epoch(self, train_loader: Any) -> int | None:
         limits = (_length(train_loader), self.config.max_steps_per_epoch, self.config.overfit_batches or None)
@@ -208,12 +211,17 @@ class TrainerModule(BaseTrainer):
         Args:
             val_loader, test_loader: one loader, or several by name.
             num_epochs: instead of `train_epochs`.
-            resume: go on from the latest checkpoint of `folder`.
+            resume: go on from the latest checkpoint of `folder`, whose stored configuration becomes the present one.
             quiet: show no progress, whatever the configuration says.
         """
         plan, program = self.config.plan(num_epochs), self.prepare(train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         data, tests = self._data(train_loader, evals), named_sets("test", test_loader)
+        if (
+            not self.config.debug
+        ):  # finds mistakes in the loss before anything is written; debugged code sees no tracers
+            _, _, judged = program.shapes(jax.random.key(self.config.seed), self.exmp_input)
+            self.config.check_monitored(evals, judged.by_name)
         state, at = self._start(program, resume), Position()
         folder = self._run_folder(resume)
         store = self._store(folder, validates=bool(evals))
@@ -226,7 +234,7 @@ class TrainerModule(BaseTrainer):
         try:
             run = Run(folder.path, logger, store, self.dataset, validates=bool(evals))
             records = [*logger_observers(logger), results]  # first: a callback may save what they wrote, or stop
-            watching = [*self._bar(quiet), *records, *self._callbacks(run)]
+            watching = [*self._bar(folder, quiet), *records, *self._callbacks(run)]
             plan = plan.seen_by(watching)
             drive(self._events(data, plan, at, tests, store), watching, state, at)
             if tests and "test" not in results.metrics:  # a callback has ended the run, and was told so
@@ -344,7 +352,7 @@ class TrainerModule(BaseTrainer):
             raise ValueError("There is nothing to resume: pass `folder`, the folder of the run.")
         if not resume or self.folder is None:
             self.folder = RunFolder.create(*run_place(self.config.logger, self.model_config.class_name))
-            self.folder.write_text(self.folder.config_file.name, dump_config(self.configs))
+        self.folder.write_text(self.folder.config_file.name, dump_config(self.configs))
         return self.folder
 
     @property
@@ -361,8 +369,9 @@ class TrainerModule(BaseTrainer):
         options = {} if saver is None else saver.store_options(validates=validates)
         return CheckpointStore(folder.checkpoints, **options)
 
-    def _bar(self, quiet: bool) -> list[ProgressBar]:
-        return [ProgressBar()] if self.config.enable_progress_bar and not quiet else []
+    def _bar(self, folder: RunFolder, quiet: bool) -> list[ProgressBar]:
+        is_shown = self.config.enable_progress_bar and not quiet
+        return [ProgressBar(title=f"Run folder: {folder.path}")] if is_shown else []
 
     def _callbacks(self, run: Run) -> list[Any]:
         return [config.instantiate(Callback, run) for config in self.config.callbacks.values()]
