@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests bench bench-peers bench-loaders data clean
+.PHONY: demo test lint types tests bench bench-peers bench-loaders data configs clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -21,7 +21,7 @@ types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py
@@ -34,6 +34,9 @@ bench-loaders: $(VENV)/installed-test
 
 data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py
+
+configs: $(VENV)/installed
+	$(BIN)/python scripts/run_configs.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -100,7 +100,7 @@ class House(Settings):
         (bool, [True, False], [0, 1, "true", None]),
         (str, ["", "a"], [1, None, b"a"]),
         (None, [None], [0, "", False]),
-        (Any, [None, 1, "a", object()], []),
+        (Any, [None, 1, "a", len], []),
         (int | None, [1, None], [True, "1"]),
         (Optional[int], [1, None], ["1"]),  # noqa: UP045 - people write it
         (Union[int, str], [1, "a"], [1.5]),  # noqa: UP007
@@ -120,7 +120,7 @@ class House(Settings):
         (tuple[()], [(), []], [(1,)]),
         (list, [[1, "a"], ()], ["a", {}]),
         (tuple, [(1, "a"), []], ["a"]),
-        (dict, [{}, {"a": object()}], [[], {1: 2}]),
+        (dict, [{}, {"a": len}], [[], {1: 2}]),
         (dict[str, int], [{}, {"a": 1}], [{"a": "b"}, {1: 1}, [("a", 1)]]),
         (Mapping[Literal["a"], float], [{"a": 1}], [{"b": 1}]),
         (dict[str, list[int]], [{"a": [1]}], [{"a": [True]}]),
