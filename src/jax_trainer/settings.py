@@ -13,13 +13,14 @@ jax_trainer.settings.SettingsError: `width` must be a whole number of at least 1
 `dropout` must be a number of at least 0 and below 1, got 1.5.
 """
 
+import operator
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
@@ -40,67 +41,45 @@ class Bound(Protocol):
 
 
 @dataclass(frozen=True)
-class AtLeast:
+class _Limit:
+    """A number on one side of `limit`."""
+
+    limit: float
+    compare: ClassVar[Callable[[Any, Any], bool]]
+    phrase: ClassVar[str]
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is on the right side."""
+        return type(self).compare(value, self.limit)
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        return f"{self.phrase} {self.limit}"
+
+
+class AtLeast(_Limit):
     """A number from `limit` on."""
 
-    limit: float
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is large enough."""
-        return value >= self.limit
-
-    @property
-    def words(self) -> str:
-        """What it asks for."""
-        return f"of at least {self.limit}"
+    compare, phrase = operator.ge, "of at least"
 
 
-@dataclass(frozen=True)
-class Above:
+class Above(_Limit):
     """A number larger than `limit`."""
 
-    limit: float
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is large enough."""
-        return value > self.limit
-
-    @property
-    def words(self) -> str:
-        """What it asks for."""
-        return f"above {self.limit}"
+    compare, phrase = operator.gt, "above"
 
 
-@dataclass(frozen=True)
-class AtMost:
+class AtMost(_Limit):
     """A number up to `limit`."""
 
-    limit: float
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is small enough."""
-        return value <= self.limit
-
-    @property
-    def words(self) -> str:
-        """What it asks for."""
-        return f"of at most {self.limit}"
+    compare, phrase = operator.le, "of at most"
 
 
-@dataclass(frozen=True)
-class Below:
+class Below(_Limit):
     """A number smaller than `limit`."""
 
-    limit: float
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is small enough."""
-        return value < self.limit
-
-    @property
-    def words(self) -> str:
-        """What it asks for."""
-        return f"below {self.limit}"
+    compare, phrase = operator.lt, "below"
 
 
 @dataclass(frozen=True)

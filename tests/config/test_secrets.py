@@ -126,9 +126,10 @@ def test_a_message_is_kept_but_for_the_secret(message: str, safe: str):
 @pytest.mark.parametrize(
     "text", ["a" * 100_000, "a.a-" * 25_000, "x://" * 25_000, "token" * 20_000, "a=" * 50_000, " =" * 50_000]
 )
+@pytest.mark.timeout(5)
 def test_a_long_text_is_searched_in_no_time(text: str):
-    redact_text(text)
-    redact({text: text})
+    assert redact_text(text) == text
+    assert redact({text: text}) == {text: text}
 
 
 LEAKS = [

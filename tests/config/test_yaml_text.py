@@ -8,6 +8,7 @@ from config_things import complaint, complaints, sketch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import ConfigError, Place, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, MAX_VALUES, parse, scalar_of
 
@@ -199,7 +200,7 @@ def test_the_number_of_values_has_a_bound():
 @given(st.text(alphabet=st.sampled_from("ab1 :-[]{}&*!?#|>'\"%@`\n\t,.$~<=\\\x00é"), max_size=40))
 def test_any_text_is_read_or_refused(text: str):
     with suppress(ConfigError):
-        parse(text, "text", Problems())
+        assert isinstance(parse(text, "text", Problems()), Node)
 
 
 @given(st.text(max_size=30))

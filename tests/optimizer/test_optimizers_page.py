@@ -1,13 +1,15 @@
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import compoconf
+import jax
 import jax.numpy as jnp
 import pytest
-import yaml
 
+from jax_trainer.config import load_config
 from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.settings import Settings
+from jax_trainer.testing import assert_finite
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 FILES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -15,10 +17,16 @@ LAYER = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
 PARAMS = {"encoder": {"embedding": jnp.ones(3), "layer": LAYER}, "head": LAYER}
 
 
-@pytest.mark.parametrize("text", FILES, ids=lambda text: yaml.safe_load(text)["optimizer"]["class_name"])
-def test_the_files_of_the_page_can_be_read_and_built(text):
-    section = yaml.safe_load(text)["optimizer"]
-    config: Any = compoconf.parse_config(OptimizerInterface.cfgtype, section)
-    tx = config.instantiate(OptimizerInterface).build(5000)
-    state = tx.init(PARAMS)
-    tx.update(PARAMS, state, PARAMS)
+@dataclass
+class Page(Settings):
+    optimizer: OptimizerInterface.cfgtype
+
+
+@pytest.mark.parametrize("number", range(len(FILES)))
+def test_the_files_of_the_page_can_be_read_and_built(number: int, tmp_path: Path):
+    file = tmp_path / "page.yaml"
+    file.write_text(FILES[number])
+    tx = load_config(file, Page).value.optimizer.instantiate(OptimizerInterface).build(5000)
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+    assert_finite(updates)

@@ -173,6 +173,14 @@ class SGD(OptimizerInterface):
         )
 
 
+class _WithDecay(OptimizerInterface):
+    """An optimizer that has a `weight_decay` of its own."""
+
+    def decays(self) -> Mapping[str, WeightDecay]:
+        """Its `weight_decay`."""
+        return {"weight_decay": as_weight_decay(self.config.weight_decay)}
+
+
 @dataclass
 class AdamWConfig(BaseOptimizerConfig):
     """How `AdamW` steps.
@@ -197,14 +205,10 @@ class AdamWConfig(BaseOptimizerConfig):
 
 
 @register
-class AdamW(OptimizerInterface):
+class AdamW(_WithDecay):
     """Adam with decoupled weight decay: learning rate × `weight_decay` × parameter is subtracted."""
 
     config: AdamWConfig
-
-    def decays(self) -> Mapping[str, WeightDecay]:
-        """Its `weight_decay`."""
-        return {"weight_decay": as_weight_decay(self.config.weight_decay)}
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
         """optax's `adamw`."""
@@ -238,17 +242,13 @@ class LambConfig(BaseOptimizerConfig):
 
 
 @register
-class Lamb(OptimizerInterface):
+class Lamb(_WithDecay):
     """Adam whose step is scaled, parameter by parameter, to the parameter's norm; for large batches.
 
     Every parameter is scaled, also those that do not decay.
     """
 
     config: LambConfig
-
-    def decays(self) -> Mapping[str, WeightDecay]:
-        """Its `weight_decay`."""
-        return {"weight_decay": as_weight_decay(self.config.weight_decay)}
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
         """optax's `lamb`."""
