@@ -57,7 +57,7 @@ def test_every_shipped_class_is_described_once(described: list[dict[str, Any]]):
 
 
 def test_every_key_of_a_shipped_class_says_what_it_is_for_and_what_it_expects(described: list[dict[str, Any]]):
-    ours = [one for one in described if one["name"] in {*shipped(), "Experiment", "GroupConfig"}]
+    ours = [one for one in described if one["name"] in {*shipped(), "Experiment", "Group"}]
     keys = [(one["name"], key) for one in ours for key in one["keys"]]
     assert len(keys) > 300
     assert [f"{name}.{key['name']}" for name, key in keys if not key["help"].strip()] == []
@@ -68,7 +68,7 @@ def test_every_key_of_a_shipped_class_says_what_it_is_for_and_what_it_expects(de
 def test_defaults_are_those_of_the_file(described: list[dict[str, Any]]):
     keys = {f"{one['name']}.{key['name']}": key for one in described for key in one["keys"]}
     assert (keys["AdamW.b1"]["default"], keys["AdamW.b1"]["required"]) == (0.9, False)
-    required = keys["GroupConfig.parameter_regex"]
+    required = keys["Group.parameter_regex"]
     assert (required["default"], required["required"]) == (None, True)
     assert keys["ImgClassifierTrainer.callbacks"]["default"] == {}
 

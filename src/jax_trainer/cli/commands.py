@@ -116,7 +116,12 @@ def describe(asked: argparse.Namespace) -> Outcome:
 def _sections() -> Iterator[Described]:
     """What has keys and is no registered class."""
     for section in (Experiment, GroupConfig):
-        yield Described(section.__name__, "Section", (section.__doc__ or "").partition("\n")[0], keys_of(section))
+        yield Described(
+            section.__name__.removesuffix("Config"),
+            "Section",
+            (section.__doc__ or "").partition("\n")[0],
+            keys_of(section),
+        )
 
 
 def schema(asked: argparse.Namespace) -> Outcome:
