@@ -50,14 +50,7 @@ class SimpleClassifier(BaseModelNNX):
 
 @dataclass
 class SimpleClassifierLinenConfig(SimpleClassifierConfig):
-    """The same keys, for linen.
-
-    Args:
-        c_hid: the width of the hidden layer.
-        num_classes: how many classes there are.
-        act_fn: the activation of the hidden layer.
-        batch_norm: normalise the hidden layer over the batch, before its activation.
-    """
+    """The same keys, for linen."""
 
 
 @register
