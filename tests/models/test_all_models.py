@@ -1,7 +1,5 @@
 """What every ready model promises."""
 
-import re
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from flax import nnx
 
 from jax_trainer import models
 from jax_trainer.adapters import linen_program, nnx_program
+from jax_trainer.config import keys_of
 from jax_trainer.core import Program, compile_program
 from jax_trainer.core.precision import cast_floats
 from jax_trainer.datasets import Data
@@ -96,5 +95,4 @@ def test_with_bfloat16_weights_everything_is_multiplied_in_bfloat16(config: Base
 
 @pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
 def test_each_of_its_keys_is_explained(config: BaseModelConfig, batch: dict[str, Any]):
-    explained = set(re.findall(r"^\s+(\w+): \S", type(config).__doc__ or "", re.MULTILINE))
-    assert explained == {field.name for field in fields(config) if field.init}
+    assert all(key.help for key in keys_of(type(config)))
