@@ -173,6 +173,25 @@ class SGD(OptimizerInterface):
         )
 
 
+@dataclass
+class _MomentsConfig(BaseOptimizerConfig):
+    """What optimizers have in common that remember gradients and their squares, and let weights decay.
+
+    Args:
+        b1: how long gradients are remembered.
+        b2: how long their squares are.
+        eps: keeps from dividing by nothing; outside the root.
+        eps_root: the same inside the root.
+        weight_decay: the strength for kernels and weights; or a section that also says which parameters.
+    """
+
+    b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
+    b2: Annotated[float, AtLeast(0), Below(1)] = 0.999
+    eps: Annotated[float, AtLeast(0)] = 1e-8
+    eps_root: Annotated[float, AtLeast(0)] = 0.0
+    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
+
+
 class _WithDecay(OptimizerInterface):
     """An optimizer that has a `weight_decay` of its own."""
 
@@ -182,24 +201,14 @@ class _WithDecay(OptimizerInterface):
 
 
 @dataclass
-class AdamWConfig(BaseOptimizerConfig):
+class AdamWConfig(_MomentsConfig):
     """How `AdamW` steps.
 
     Args:
-        b1: how long gradients are remembered.
-        b2: how long their squares are.
-        eps: keeps from dividing by nothing; outside the root.
-        eps_root: the same inside the root.
-        weight_decay: the strength for kernels and weights; or a section that also says which parameters.
         nesterov: look ahead by the momentum.
         mu_dtype: the type in which the momentum is kept; null: that of the parameters.
     """
 
-    b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
-    b2: Annotated[float, AtLeast(0), Below(1)] = 0.999
-    eps: Annotated[float, AtLeast(0)] = 1e-8
-    eps_root: Annotated[float, AtLeast(0)] = 0.0
-    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
     nesterov: bool = False
     mu_dtype: Annotated[str, IsFloatType()] | None = None
 
@@ -223,22 +232,10 @@ class AdamW(_WithDecay):
 
 
 @dataclass
-class LambConfig(BaseOptimizerConfig):
-    """How `Lamb` steps.
+class LambConfig(_MomentsConfig):
+    """How `Lamb` steps."""
 
-    Args:
-        b1: how long gradients are remembered.
-        b2: how long their squares are.
-        eps: keeps from dividing by nothing; outside the root.
-        eps_root: the same inside the root.
-        weight_decay: the strength for kernels and weights; or a section that also says which parameters.
-    """
-
-    b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
-    b2: Annotated[float, AtLeast(0), Below(1)] = 0.999
     eps: Annotated[float, AtLeast(0)] = 1e-6
-    eps_root: Annotated[float, AtLeast(0)] = 0.0
-    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
 
 
 @register
