@@ -13,7 +13,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
-from jax_trainer.engine import Event, FitEnd, Plan, StepEnd, StopTraining, run
+from jax_trainer.engine import Event, FitEnd, FitStart, Plan, StepEnd, StopTraining, run
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
@@ -71,6 +71,57 @@ def test_an_observer_can_stop_the_run_after_the_current_step():
     ends, seen = Ends(), Recorder()
     state = fit(seen, At(7, raising(StopTraining())), ends)
     assert (int(state.step), seen.names.count("StepEnd"), ends.status) == (7, 7, ["stopped"])
+
+
+class Stops:
+    """Stops the run at the first event of one kind."""
+
+    def __init__(self, kind, reason: StopTraining) -> None:
+        self.kind, self.reason = kind, reason
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, self.kind):
+            raise self.reason
+
+
+@pytest.mark.parametrize(("kind", "name", "step"), [(FitStart, "FitStart", 0), (StepEnd, "StepEnd", 1)])
+def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, name, step):
+    later, ends = Recorder(), Ends()
+    state = fit(Stops(kind, StopTraining("enough")), later, ends)
+    assert later.names[-2:] == [name, "FitEnd"]
+    assert (int(state.step), ends.status) == (step, ["stopped"])
+
+
+@pytest.mark.parametrize("kind", [FitStart, StepEnd])
+def test_what_follows_a_stop_is_raised_when_everybody_knows_of_the_end(kind):
+    ends = Ends()
+    with pytest.raises(LookupError, match="pruned"):
+        fit(Stops(kind, StopTraining(then=LookupError("pruned"))), ends)
+    assert ends.status == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "raised"),
+    [
+        ([StopTraining(then=LookupError("first")), StopTraining(then=LookupError("second"))], "first"),
+        ([StopTraining(), StopTraining(then=LookupError("second"))], "second"),
+        ([StopTraining(then=LookupError("first")), StopTraining()], "first"),
+    ],
+)
+def test_of_several_who_stop_the_first_counts_or_the_first_that_something_follows(reasons, raised):
+    with pytest.raises(LookupError, match=raised):
+        fit(*(Stops(StepEnd, reason) for reason in reasons))
+
+
+def test_a_failure_after_a_stop_is_a_failure():
+    ends = Ends()
+    with pytest.raises(OSError, match="disk gone"):
+        fit(At(3, raising(StopTraining(then=LookupError("pruned")))), At(3, raising(OSError("disk gone"))), ends)
+    assert ends.status == ["failed"]
+
+
+def test_a_stop_says_why():
+    assert (str(StopTraining("loss is flat")), StopTraining().then) == ("loss is flat", None)
 
 
 def test_observers_are_told_in_list_order():

@@ -9,9 +9,11 @@ import jax
 import optax
 from flax import linen as nn
 
+from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
 from jax_trainer.core import (
     Batch,
     FlaxState,
+    PredictFn,
     Program,
     PyTree,
     StepOptions,
@@ -21,6 +23,8 @@ from jax_trainer.core import (
     streams,
 )
 
+SOWN = "intermediates"  # the collection that Flax keeps for what a model sows
+
 
 class LinenView(NamedTuple):
     """What a linen loss function finds in its `state` argument."""
@@ -29,18 +33,27 @@ class LinenView(NamedTuple):
     params: PyTree
     mutable_variables: PyTree
     rng: jax.Array
+    collected: tuple[str, ...] = ()  # collections that are no state, but are wanted after training calls
 
     def apply(
-        self, params: PyTree, *inputs: Any, train: bool, rngs: tuple[str, ...] = ("dropout",), **kwargs: Any
+        self,
+        params: PyTree,
+        *inputs: Any,
+        train: bool,
+        rngs: tuple[str, ...] | Mapping[str, jax.Array] = ("dropout",),
+        **kwargs: Any,
     ) -> tuple[Any, PyTree]:
         """Runs the model: its output, and its mutable collections after it (unchanged when not training).
 
-        `rngs` names the random streams it may ask for. A model whose call takes `train` is told.
+        What the model has sown comes with them where somebody wants it; it is reported if the loss returns them.
+        `rngs` names the random streams it may ask for, or has their keys. A model whose call takes `train` is told.
         """
         told = {"train": train} if _takes_train(self.apply_fn) else {}
         variables = {"params": params, **self.mutable_variables}
-        call = partial(self.apply_fn, variables, *inputs, rngs=streams(self.rng, *rngs), **told, **kwargs)
-        return call(mutable=list(self.mutable_variables)) if train else (call(), self.mutable_variables)
+        keys = rngs if isinstance(rngs, Mapping) else streams(self.rng, *rngs)
+        call = partial(self.apply_fn, variables, *inputs, rngs=keys, **told, **kwargs)
+        mutable = [*self.mutable_variables, *self.collected]
+        return call(mutable=mutable) if train else (call(), self.mutable_variables)
 
 
 def _takes_train(apply_fn: Callable[..., Any]) -> bool:
@@ -64,9 +77,10 @@ def linen_program(
     loss: LinenLoss,
     tx: optax.GradientTransformation,
     *,
-    to_input: Callable[[Batch], Any] = lambda batch: batch,
+    to_input: ToInput = whole_batch,
     init_kwargs: Mapping[str, Any] | None = None,
     init_rngs: tuple[str, ...] = ("params", "dropout"),
+    init_variables: Callable[[jax.Array, Batch], Mapping[str, PyTree]] | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
     """A program that trains `model`, initialised from an example batch.
@@ -75,38 +89,67 @@ def linen_program(
         loss: `loss(params, state, batch, rng, train) -> loss, (mutable, metrics)`.
         to_input: what of a batch the model is called with; a tuple is several arguments.
         init_kwargs: further arguments of the model's first call, e.g. `{"train": True}`.
-        init_rngs: the named streams that the first call may ask for.
+        init_rngs: the named streams that the first call, and later ones that predict, may ask for.
+        init_variables: `(key, batch) -> variables`, instead of the model's `init`.
         options: see `make_program`.
     """
+    if init_variables is not None and init_kwargs is not None:
+        raise ValueError("`init_kwargs` are for the model's `init`, which `init_variables` replaces. Pass one of them.")
 
-    def init_variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        inputs = to_input(batch)
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        variables = dict(model.init(streams(key, *init_rngs), *inputs, **(init_kwargs or {})))
-        params = variables.pop("params", {})
-        variables.pop("intermediates", None)  # sown while initialising: of no use later
-        return params, variables
+    def first_call(key: jax.Array, batch: Batch) -> Mapping[str, PyTree]:
+        return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **(init_kwargs or {}))
 
-    return make_program(init_variables, _loss_fn(model.apply, loss), tx, **options)
+    def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        made = dict(first_call(key, batch) if init_variables is None else _checked(init_variables(key, batch)))
+        params = made.pop("params", {})
+        made.pop(SOWN, None)  # while initialising: of no use later
+        return params, made
+
+    names = tuple(name for name in init_rngs if name != "params")
+    predict_fn = _predict_fn(model.apply, to_input, names)
+    return make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
 
 
-def flax_state_program(state: FlaxState, loss: LinenLoss, **options: Unpack[StepOptions]) -> Program:
-    """A program that goes on from a state made by `TrainState.create`; the caller's arrays stay alive."""
+def flax_state_program(
+    state: FlaxState,
+    loss: LinenLoss,
+    *,
+    to_input: ToInput = whole_batch,
+    **options: Unpack[StepOptions],
+) -> Program:
+    """A program that goes on from a state made by `TrainState.create`; the caller's arrays stay alive.
+
+    Args:
+        to_input: what of a batch the model is called with when it predicts; a tuple is several arguments.
+        options: see `make_program`.
+    """
     if options.get("clip_norm") is not None:
         raise ValueError(
             "This state has an optimizer state already, which has no place for `clip_norm`. "
             "Clip in its `tx`: `optax.chain(optax.clip_by_global_norm(…), …)`."
         )
 
-    def init_variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+    def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return state.params, state.model_state
 
-    program = make_program(init_variables, _loss_fn(state.apply_fn, loss), state.tx, **options)
+    predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
+    loss_fn = _loss_fn(state.apply_fn, loss, options)
+    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **options)
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
 
-    return program._replace(init=init, init_is_traced=False)
+    return program._replace(init=init, init_is_traced=False, begin=None)
+
+
+def _checked(variables: Any) -> Mapping[str, PyTree]:
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        found = ", ".join(map(str, variables)) if isinstance(variables, Mapping) else f"a {type(variables).__name__}"
+        raise ValueError(
+            f'`init_variables` must return the model\'s collections, as `model.init` does: a dict with "params"; this '
+            f"one has {found or 'nothing'}."
+        )
+    return variables
 
 
 def _kinds(returned: Any) -> str:
@@ -115,11 +158,22 @@ def _kinds(returned: Any) -> str:
     return f"a {type(returned).__name__}"
 
 
-def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss) -> Any:
+def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str, ...]) -> PredictFn:
+    def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
+        view = LinenView(apply_fn, params, model_state, stream(rng, "model"))
+        return view.apply(params, *arguments(to_input(batch)), train=False, rngs=rngs)[0]
+
+    return predict_fn
+
+
+def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
+    modes = options.get("intermediates", ())
+
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        view = LinenView(apply_fn, params, model_state, stream(rng, "model"))
+        collected = (SOWN,) if modes and train and SOWN not in model_state else ()
+        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected)
         match loss(params, view, batch, rng, train):
             case (value, (mutable, reported)):
                 pass
@@ -130,6 +184,7 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss) -> Any:
                 )
         # collections the model did not start with (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}
-        return value, (kept if train else model_state, reported)
+        told = sown_metrics((mutable or {}).get(SOWN, {}), modes) if train else {}
+        return value, (kept if train else model_state, {**reported, **told})
 
     return loss_fn

@@ -6,7 +6,9 @@ their own, derived from the root key, the step and the stream's place in the mod
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, Unpack
 
 import jax
@@ -14,7 +16,19 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, leaf_path, make_program, stream
+from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
+from jax_trainer.core import (
+    Batch,
+    InitVariables,
+    PredictFn,
+    Program,
+    PyTree,
+    StepOptions,
+    TrainState,
+    leaf_path,
+    make_program,
+    stream,
+)
 
 
 class NnxLoss(Protocol):
@@ -64,15 +78,17 @@ def nnx_program(
     tx: optax.GradientTransformation,
     *,
     trainable: Any = nnx.Param,
+    to_input: ToInput = whole_batch,
     **options: Unpack[StepOptions],
 ) -> Program:
     """A program that trains `model`.
 
     Args:
         model: a module, whose weights the run starts from (its own arrays stay as they are until `write_back`); or
-            a function (or class) that builds one from `rngs`, or from `rngs` and `example`, an example batch.
+            a function (or class) that builds one from `rngs` or `key`, and `example`, an example batch, if it asks.
         loss: `loss(model, batch, train) -> loss, metrics`, or just the loss.
         trainable: which variables are parameters (an nnx filter); all others are model state.
+        to_input: what of a batch the model is called with when it predicts; a tuple is several arguments.
         options: see `make_program`.
     """
     if isinstance(model, nnx.Module):
@@ -81,43 +97,86 @@ def nnx_program(
         def given(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
             return split.arrays(model)
 
-        return make_program(given, _loss_fn(lambda: split, loss), tx, **{**options, "init_is_traced": False})
+        options["init_is_traced"] = False
+        return _program(given, lambda: split, loss, tx, to_input, options)
 
     made: list[Split] = []
 
     def built(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        module = _build(model, nnx.Rngs(key), batch)
+        module = _build(model, key, batch)
         if not made:
             made.append(Split(nnx.eval_shape(lambda: module), trainable))
         return made[0].arrays(module)
 
     def split_made() -> Split:
         if not made:
-            raise RuntimeError("The model is not built yet. Call `init(key, example_batch)` before the first step.")
+            raise RuntimeError(
+                "The model is not built yet. Call `init(key, example_batch)`, or `shapes` of the compiled program, "
+                "before the first step."
+            )
         return made[0]
 
-    return make_program(built, _loss_fn(split_made, loss), tx, **options)
+    return _program(built, split_made, loss, tx, to_input, options)
 
 
-def _build(build: Callable[..., nnx.Module], rngs: nnx.Rngs, example: Batch) -> nnx.Module:
+def _program(
+    init_variables: InitVariables,
+    split_of: Callable[[], Split],
+    loss: NnxLoss,
+    tx: optax.GradientTransformation,
+    to_input: ToInput,
+    options: StepOptions,
+) -> Program:
+    loss_fn, predict_fn = _loss_fn(split_of, loss, options), _predict_fn(split_of, to_input)
+    return make_program(init_variables, loss_fn, tx, predict_fn=predict_fn, **options)
+
+
+def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:
     function = build.__init__ if isinstance(build, type) else build
-    names = inspect.signature(function).parameters
-    wanted = {"example": example} if "example" in names else {}
-    return build(rngs=rngs, **wanted) if "rngs" in names else build(rngs, **wanted)
+    offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
+    wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
+    return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
 
 
-def _loss_fn(split_of: Callable[[], Split], loss: NnxLoss) -> Any:
+def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
+    def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
+        model = split_of().join(params, model_state, rng, train=False)
+        with _sowing_is_fine():
+            return model(*arguments(to_input(batch)))
+
+    return predict_fn
+
+
+def _loss_fn(split_of: Callable[[], Split], loss: NnxLoss, options: StepOptions) -> Any:
+    modes = options.get("intermediates", ())
+
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         split = split_of()
         model = split.join(params, model_state, rng, train=train)
-        returned = loss(model, batch, train)
+        with _sowing_is_fine():
+            returned = loss(model, batch, train)
         value, reported = returned if isinstance(returned, tuple) else (returned, {})
         _, changed = split.arrays(model)
-        return value, (_kept(model_state, changed) if train else model_state, reported)
+        if not train:
+            return value, (model_state, reported)
+        told = sown_metrics(_sown_by(model), modes) if modes else {}
+        return value, (_kept(model_state, changed), {**reported, **told})
 
     return loss_fn
+
+
+def _sown_by(model: Any) -> PyTree:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
+
+
+@contextmanager
+def _sowing_is_fine() -> Iterator[None]:
+    # Flax wants `sow` to be called under `nnx.capture`, which takes what was sown away from losses that look at it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
+        yield
 
 
 def _kept(model_state: PyTree, changed: PyTree) -> PyTree:

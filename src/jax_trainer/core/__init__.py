@@ -5,9 +5,11 @@ Nothing here knows of epochs, files or which model library is used. Imports noth
 
 from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.compile import CompiledProgram, compile_program
+from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.late import load_late
 from jax_trainer.core.layout import Layout, replicate
+from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_statistics
 from jax_trainer.core.meter import Column, Columns, Meter, reported_in
 from jax_trainer.core.metrics import (
     Batch,
@@ -23,34 +25,40 @@ from jax_trainer.core.metrics import (
 )
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
-from jax_trainer.core.program import Program, StepOptions, make_program
+from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.rows import RowMeter, StepRows, TapeReader
 from jax_trainer.core.state import FlaxState, HeldState, TrainState, copy_state, new_state, step_of
+from jax_trainer.core.statistics import with_statistics
 from jax_trainer.core.steps import (
     GradFn,
     Gradients,
     LossFn,
+    PredictFn,
     StepReport,
     grad_of,
     make_eval_step,
+    make_predict_step,
     make_train_step,
 )
 from jax_trainer.core.tape import TapeFormat
-from jax_trainer.core.wrappers import NonFiniteError, with_ema, with_finite_guard
+from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_guard
 
 __all__ = [
+    "STATISTICS",
     "Batch",
     "BatchChangedError",
     "Column",
     "Columns",
     "CompiledProgram",
+    "Examination",
     "FaultInjected",
     "FlaxState",
     "GradFn",
     "Gradients",
     "HeldState",
+    "InitVariables",
     "Layout",
     "LogFreq",
     "LogMetricMode",
@@ -62,6 +70,7 @@ __all__ = [
     "NonFiniteError",
     "OnRecompile",
     "Precision",
+    "PredictFn",
     "Program",
     "PyTree",
     "RecompileError",
@@ -76,13 +85,17 @@ __all__ = [
     "accumulate",
     "as_metrics",
     "batch_weight",
+    "check_modes",
     "compile_program",
     "copy_state",
+    "examine",
     "failpoint",
     "grad_of",
     "leaf_path",
+    "leaf_statistics",
     "load_late",
     "make_eval_step",
+    "make_predict_step",
     "make_program",
     "make_train_step",
     "new_state",
@@ -92,6 +105,8 @@ __all__ = [
     "step_of",
     "stream",
     "streams",
+    "thawed",
     "with_ema",
     "with_finite_guard",
+    "with_statistics",
 ]

@@ -38,11 +38,13 @@ class CompiledProgram:
         debug: bool,
         keep_grads: bool,
         on_recompile: OnRecompile,
+        eval_seed: int | None,
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
         self.layout, self.debug, self.checks = layout, debug, program.checks
-        self._program, self._keep_grads = program, keep_grads
+        self.keeps_batches = program.keeps_batches
+        self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._on_recompile: OnRecompile = on_recompile
@@ -61,16 +63,33 @@ class CompiledProgram:
         self._full_chunk_from = self._compile("train_chunk", self._whole_chunk, donated, "store")
         self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
         self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
+        self._ask = self._compile("predict_step", self._predict, ())
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
         """A fresh state, its shapes taken from an example batch; with a layout, made where it will live."""
-        init, layout = self._program.init, self.layout
+        init = self._program.init
         if self.debug or not self._program.init_is_traced:
-            state = copy_state(init(key, example))
-            return state if layout is None else jax.device_put(state, layout.state_shardings(state))
+            return self._placed(copy_state(init(key, example)))
         example = jax.tree.map(jnp.asarray, example)
-        shardings = None if layout is None else layout.state_shardings(jax.eval_shape(init, key, example))
-        return jax.jit(init, out_shardings=shardings)(key, example)
+        return jax.jit(init, out_shardings=self._shardings(init, key, example))(key, example)
+
+    def begin(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+        """A fresh state around these weights, which stay the caller's; with a layout, placed as it says."""
+        begin = self._program.begin
+        if begin is None:
+            raise ValueError(
+                "This program cannot begin from given weights: it has no `begin`, because it goes on from a state of "
+                "its own or was made without one. Make it with an adapter (`linen_program`, `nnx_program`, …), or add "
+                "one: `program._replace(begin=…)`."
+            )
+        if self.debug:
+            return self._placed(copy_state(begin(key, params, model_state)))
+        shardings = self._shardings(begin, key, params, model_state)
+        if shardings is not None:  # they may come from other devices than those of the layout
+            there = (shardings.rng, shardings.params, shardings.model_state)
+            key, params, model_state = jax.device_put((key, params, model_state), there)
+        copied = lambda *given: copy_state(begin(*given))
+        return jax.jit(copied, out_shardings=shardings)(key, params, model_state)
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
         """The shapes of a fresh state, and of what training and judging it report; nothing is computed.
@@ -80,6 +99,27 @@ class CompiledProgram:
         state = jax.eval_shape(self._program.init, key, example)
         trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
         return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
+
+    def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
+        """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""
+        return self.ask(HeldState.of(state), batch, number)
+
+    def ask(self, held: HeldState, batch: Batch, number: int) -> PyTree:
+        """As `predict`, on a held state."""
+        if self._program.predict_step is None:
+            raise ValueError(
+                "This program cannot predict: it knows a loss, not a model. Make it with `linen_program` or "
+                "`nnx_program`, or say how: `program._replace(predict_step=lambda state, batch: …)`."
+            )
+        if not number:
+            _begin(self._ask)
+        return self._ask(held, np.uint32(number), batch)[1]
+
+    def report(self, state: TrainState, batch: Batch) -> StepReport:
+        """What a step on this batch would tell, gradients and all; `state` stays as it is."""
+        if self.debug:
+            return _without_jit(self._told)(state, batch)
+        return jax.jit(self._told)(state, self.place(batch, stacked=False))
 
     def place(self, batch: Batch, *, stacked: bool, ahead: bool = False) -> Batch:
         """`batch` where the step wants it: as it is, or spread over the layout's devices.
@@ -170,10 +210,30 @@ class CompiledProgram:
         return lax.fori_loop(0, steps, body, (state, tape, kept))
 
     def _judge(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
-        # each batch of an evaluation has a key of its own, the same in every evaluation
-        rng = key_data(jax.random.fold_in(state.key, rows_written(tape)))
-        metrics = _judged(self._eval_inner(state.replace(rng=rng), batch))
+        metrics = _judged(self._eval_inner(self._keyed(state, rows_written(tape)), batch))
         return (self._eval_format or TapeFormat.of(metrics)).append(tape, metrics)
+
+    def _predict(self, state: TrainState, number: jax.Array, batch: Batch) -> tuple[tuple[()], PyTree]:
+        assert self._program.predict_step is not None
+        # the empty tuple stands where other compiled functions return a state: outputs may look like anything
+        return (), self._program.predict_step(self._keyed(state, number), batch)
+
+    def _told(self, state: TrainState, batch: Batch) -> StepReport:
+        report = self._train_inner(state, batch)[1]
+        return report._replace(metrics=_reported(report))
+
+    def _keyed(self, state: TrainState, number: jax.Array) -> TrainState:
+        # each batch of an evaluation has a key of its own, the same in every evaluation
+        root = state.key
+        if self._eval_seed is not None:
+            root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
+        return state.replace(rng=key_data(jax.random.fold_in(root, number)))
+
+    def _shardings(self, make: Callable[..., TrainState], *args: Any) -> Any:
+        return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
+
+    def _placed(self, state: TrainState) -> TrainState:
+        return state if self.layout is None else jax.device_put(state, self.layout.state_shardings(state))
 
     def _pinned(self, state: TrainState) -> TrainState:
         # left to itself the compiler may hand back a sharded parameter replicated
@@ -188,11 +248,11 @@ class CompiledProgram:
             return _held(_without_jit(function))
         return Guarded(
             name,
-            ("state", "tape", "batch", *more),
+            ("state", "number" if name == "predict_step" else "tape", "batch", *more),
             function,
             compile=lambda traced: jax.jit(traced, donate_argnums=donated),
             on_recompile=self._on_recompile,
-            lenient=name == "eval_step",
+            lenient=name in ("eval_step", "predict_step"),
             batch=lambda: self.feeding(),
         )
 
@@ -205,6 +265,7 @@ def compile_program(
     debug: bool = False,
     keep_grads: bool = False,
     on_recompile: OnRecompile = "warn",
+    eval_seed: int | None = None,
 ) -> CompiledProgram:
     """Makes `program` ready to run.
 
@@ -214,9 +275,17 @@ def compile_program(
         debug: run step by step in Python, without `jax.jit`, so that breakpoints and prints work.
         keep_grads: hand out the gradients of every step.
         on_recompile: "warn", "error" or "ignore" when a step has to be compiled again.
+        eval_seed: what is random in evaluations belongs to this seed and the number of the batch; None takes the
+            root key of the state, and so the seed of training.
     """
     return CompiledProgram(
-        program, layout=layout, donate=donate, debug=debug, keep_grads=keep_grads, on_recompile=on_recompile
+        program,
+        layout=layout,
+        donate=donate,
+        debug=debug,
+        keep_grads=keep_grads,
+        on_recompile=on_recompile,
+        eval_seed=eval_seed,
     )
 
 

@@ -1,31 +1,47 @@
 """`Program`: everything of a run that gets traced, and how a loss function becomes one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import optax
 
 from jax_trainer.core.accumulate import accumulate
+from jax_trainer.core.leaf_statistics import check_modes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
 from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState, new_state
-from jax_trainer.core.steps import EvalStep, LossFn, TrainStep, grad_of, in_precision, make_eval_step, make_train_step
+from jax_trainer.core.steps import (
+    EvalStep,
+    LossFn,
+    PredictFn,
+    PredictStep,
+    TrainStep,
+    grad_of,
+    in_precision,
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+)
 
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
+Begin = Callable[[jax.Array, PyTree, PyTree], TrainState]
 Check = Callable[[StepRows], None]
 
 
 class Program(NamedTuple):
-    """Everything that gets traced: make a state, advance it, judge it."""
+    """Everything that gets traced: make a state, advance it, judge it, ask its model."""
 
     init: Callable[[jax.Array, Batch], TrainState]
     train_step: TrainStep
     eval_step: EvalStep
     checks: tuple[Check, ...] = ()  # look at what steps reported, on the host; one that raises ends the run
     init_is_traced: bool = True  # False when `init` hands out existing arrays: tracing would bake them into code
+    begin: Begin | None = None  # a fresh state around given weights: (key, params, model_state)
+    predict_step: PredictStep | None = None  # what the model makes of a batch
+    keeps_batches: bool = False  # whether a check may ask for the batch of a step
 
 
 class StepOptions(TypedDict, total=False):
@@ -36,21 +52,27 @@ class StepOptions(TypedDict, total=False):
     precision: str | Precision
     log_norms: bool
     init_is_traced: bool
+    intermediates: Sequence[str]
 
 
 def make_program(
     init_variables: InitVariables,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
+    *,
+    predict_fn: PredictFn | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
     """A program out of `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
 
     Args:
+        predict_fn: what the model makes of a batch, for programs that can be asked.
         micro_batches: compute gradients in this many parts of the batch, one after the other.
         clip_norm: scale gradients down to this global norm; None leaves them.
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
         log_norms: report the global norms of gradients (before clipping) and of parameters.
+        init_is_traced: False where `init_variables` hands out existing arrays.
+        intermediates: which of min, max, mean, std and val to report, in training, of what a Flax model sows.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
@@ -62,12 +84,22 @@ def make_program(
     if clip_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
     tx = optax.with_extra_args_support(tx)
+    check_modes("intermediates", options.get("intermediates", ()))
+
+    def begin(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+        return new_state(cast_floats(params, precision.param), model_state, tx, key)
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        params, model_state = init_variables(stream(key, "init"), batch)
-        return new_state(cast_floats(params, precision.param), model_state, tx, key)
+        return begin(key, *init_variables(stream(key, "init"), batch))
 
     cast_loss = in_precision(loss_fn, precision)
     grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
     train_step = make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True))
-    return Program(init, train_step, make_eval_step(cast_loss), init_is_traced=options.get("init_is_traced", True))
+    return Program(
+        init,
+        train_step,
+        make_eval_step(cast_loss),
+        init_is_traced=options.get("init_is_traced", True),
+        begin=begin,
+        predict_step=None if predict_fn is None else make_predict_step(predict_fn, precision),
+    )

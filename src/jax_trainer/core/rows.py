@@ -36,6 +36,11 @@ class StepRows:
         """The values, by metric."""
         return self.format.read(self.words, self.off_tape)
 
+    def values_of(self, name: str) -> Any:
+        """The values of one metric, without reading the others."""
+        field = self.format.metrics[name].value
+        return self.columns[name].values if field is None else field.read(self.words)
+
     def split(self, after: int) -> tuple["StepRows", "StepRows"]:
         """The steps up to and with `after`, and those later."""
         cut = max(0, after + 1 - self.first)
@@ -56,14 +61,20 @@ class RowMeter:
 
     def add(self, rows: StepRows) -> None:
         """Takes in more steps."""
+        # folded at the same steps, and so to the same bits, in whatever windows the rows arrive
+        while len(rows.words) >= (room := FOLD_AFTER - self._steps):
+            head, rows = rows.split(rows.first + room - 1)
+            self._take(head)
+            self._fold()
+        self._take(rows)
+
+    def _take(self, rows: StepRows) -> None:
         self._rows.append(rows)
         self._steps += len(rows.words)
-        if self._steps >= FOLD_AFTER:
-            self._fold()
 
     def compute(self) -> dict[str, Any]:
         """One value per metric; starts over."""
-        if self._rows:
+        if self._steps:
             self._fold()
         return self._meter.compute()
 

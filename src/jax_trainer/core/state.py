@@ -1,7 +1,7 @@
 """`TrainState`: all that changes while training, and nothing else."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import flax.struct
 import jax
@@ -10,6 +10,8 @@ import optax
 
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
+
+Arrays = TypeVar("Arrays")  # a state, or a part of one
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -109,6 +111,6 @@ def step_of(state: TrainState) -> int:
     return int(jax.device_get(state.step))
 
 
-def copy_state(state: TrainState) -> TrainState:
+def copy_state(state: Arrays) -> Arrays:
     """The same values in new arrays, so that donating one state leaves the other alive."""
     return jax.tree.map(jnp.copy, state)

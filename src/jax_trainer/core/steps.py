@@ -32,6 +32,14 @@ class LossFn(Protocol):
         ...
 
 
+class PredictFn(Protocol):
+    """What an adapter makes of a model that is asked for its outputs."""
+
+    def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
+        """Returns what the model, in evaluation mode, makes of `batch`."""
+        ...
+
+
 class Gradients(NamedTuple):
     """What a `GradFn` finds out about one batch."""
 
@@ -50,6 +58,7 @@ class GradFn(Protocol):
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 EvalStep = Callable[[TrainState, Batch], Metrics]
+PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
 def in_precision(loss_fn: LossFn, precision: Precision) -> LossFn:
@@ -94,6 +103,8 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         grads, model_state, metrics = grad_fn(state, batch, rng)
+        # whoever else looks at gradients (norms, a guard, statistics) would otherwise change how they are computed
+        grads = jax.lax.optimization_barrier(grads)
         loss = metrics.by_name["loss"].value
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
@@ -138,3 +149,14 @@ def make_eval_step(loss_fn: LossFn) -> EvalStep:
         return _with_loss(loss, reported, batch)
 
     return eval_step
+
+
+def make_predict_step(predict_fn: PredictFn, precision: Precision) -> PredictStep:
+    """What the model of a state makes of one batch, computed and keyed as an evaluation does it."""
+
+    def predict_step(state: TrainState, batch: Batch) -> PyTree:
+        params, batch = cast_floats((state.params, batch), precision.compute)
+        outputs = predict_fn(params, state.model_state, batch, stream(state.key, "eval"))
+        return cast_floats(outputs, precision.output)
+
+    return predict_step

@@ -6,7 +6,7 @@ Any such function can stand beside those of this file.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -158,11 +158,19 @@ class DeviceTransforms:
         return _replaced(batch, {self.field: images})
 
 
-def with_transforms(program: Program, transforms: DeviceTransforms) -> Program:
+class BatchTransforms(Protocol):
+    """Changes batches on the device; `DeviceTransforms` does. One that is false changes nothing."""
+
+    def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
+        """`batch` as training or as evaluation sees it."""
+        ...
+
+
+def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
     """`program` on transformed batches.
 
     Keys belong to the root key and the step, in evaluation to the batch: a run that is resumed, or cut into other
-    chunks, sees the same images.
+    chunks, sees the same images. Predictions are made of what evaluations see.
     """
     if not transforms:
         return program
@@ -174,11 +182,16 @@ def with_transforms(program: Program, transforms: DeviceTransforms) -> Program:
         key = stream(jax.random.fold_in(state.key, state.step), "transforms")
         return program.train_step(state, transforms.apply(key, batch, train=True))
 
-    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+    def seen(state: TrainState, batch: Batch) -> Batch:
         # the loop has folded the number of the batch into this key
-        return program.eval_step(state, transforms.apply(stream(state.key, "eval transforms"), batch, train=False))
+        return transforms.apply(stream(state.key, "eval transforms"), batch, train=False)
 
-    return program._replace(init=init, train_step=train_step, eval_step=eval_step)
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        return program.eval_step(state, seen(state, batch))
+
+    predict = program.predict_step
+    predict_step = None if predict is None else lambda state, batch: predict(state, seen(state, batch))
+    return program._replace(init=init, train_step=train_step, eval_step=eval_step, predict_step=predict_step)
 
 
 def _per_channel(name: str, given: Any) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""When steps happen, and telling about it: the plan, the events, the two loops, and driving observers.
+"""When steps happen, and telling about it: the plan, the events, the two loops, predictions, and driving observers.
 
 The loops write no files and print nothing; whoever wants an effect observes events.
 """
 
-from jax_trainer.engine.drive import Observer, StopTraining, drive, run
+from jax_trainer.engine.drive import Driver, Observer, StopTraining, drive, driving, run
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -22,8 +22,10 @@ from jax_trainer.engine.events import (
 )
 from jax_trainer.engine.loop import eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
+from jax_trainer.engine.predictions import predictions
 
 __all__ = [
+    "Driver",
     "EpochEnd",
     "EpochStart",
     "EvalEnd",
@@ -43,8 +45,10 @@ __all__ = [
     "StopTraining",
     "Waiting",
     "drive",
+    "driving",
     "eval_events",
     "evaluate",
+    "predictions",
     "run",
     "train_events",
 ]

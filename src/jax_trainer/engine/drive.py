@@ -17,7 +17,14 @@ LOG = logging.getLogger("jax_trainer")
 
 
 class StopTraining(Exception):
-    """Raised by an observer to end training after the current event."""
+    """Raised by an observer to end training after the current event, which everybody is told first.
+
+    `then` is raised when the run has ended and everybody knows, for callers that wait for an error of their own.
+    """
+
+    def __init__(self, message: str = "", *, then: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.then = then
 
 
 class Observer(Protocol):
@@ -56,37 +63,93 @@ def run(
 def drive(
     events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position = Position()
 ) -> TrainState:
-    """Feeds every event to every observer, in list order; returns the last state.
+    """Feeds every event to every observer, in list order; returns the last state. See `driving`."""
+    with closing(events), driving(observers, state, at) as driver:  # type: ignore[type-var]
+        if driver.goes_on:
+            driver.feed(events)
+    return driver.event.state
+
+
+@contextmanager
+def driving(observers: Sequence[Observer], state: TrainState, at: Position = Position()) -> Iterator["Driver"]:
+    """A run: observers are told of its start, of what the `Driver` is fed, and, however it ends, of its end.
 
     Ctrl-C and SIGTERM end the run after the current event, with `FitEnd("interrupted")`, and then raise
     `KeyboardInterrupt` or `SystemExit(143)`. A second one of them does not wait. The handlers that were installed
-    before are back afterwards.
+    before are back afterwards. `StopTraining` ends it with `FitEnd("stopped")`.
     """
-    event: Event = FitStart(step_of(state), at.epoch, HeldState.of(state))
-    status: Status = "failed"
     with _signals() as stop:
+        driver = Driver(observers, FitStart(step_of(state), at.epoch, HeldState.of(state)), stop)
+        status: Status = "failed"
         try:
-            with closing(events):  # type: ignore[type-var]
-                _tell(observers, event)
-                for event in events:
-                    _tell(observers, event)
-                    if stop.signal is not None:
-                        break
-            status = "completed" if stop.signal is None else "interrupted"
-        except StopTraining:
-            status = "stopped"
+            driver.begin()
+            yield driver
+            status = "completed" if driver.stopped is None else "stopped"
+            status = status if stop.signal is None else "interrupted"
+        except _Interrupted:
+            status = "interrupted"
         finally:
-            _tell_all(observers, FitEnd(event.step, event.epoch, event.held, status))
-    if stop.signal is not None:
+            last = driver.event
+            _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status))
+    if stop.signal is not None and status == "interrupted":
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
-    return event.state
+    if driver.stopped is not None and driver.stopped.then is not None:
+        raise driver.stopped.then
+
+
+class _Interrupted(BaseException):
+    """A signal has come; ends what `driving` runs."""
+
+
+class Driver:
+    """Tells observers of events, as many at a time as the caller wants. `event` is the last one."""
+
+    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop) -> None:
+        self.event, self.stopped = first, None
+        self._observers, self._stop = observers, stop
+
+    stopped: StopTraining | None  # why an observer, or what gives the events, wants the run to end
+    event: Event
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nobody wants the run to end."""
+        return self.stopped is None
+
+    def begin(self) -> None:
+        """Tells of the start."""
+        try:
+            _tell(self._observers, self.event)
+        except StopTraining as stopped:
+            self.stopped = stopped
+
+    def feed(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
+        """Tells of `events`, to the end or up to the first one of the kind `until`, which is returned."""
+        try:
+            for self.event in events:
+                _tell(self._observers, self.event)
+                if self._stop.signal is not None:
+                    raise _Interrupted
+                if until is not None and isinstance(self.event, until):
+                    return self.event
+        except StopTraining as stopped:
+            self.stopped = stopped
+        return None
 
 
 def _tell(observers: Sequence[Observer], event: Event) -> None:
+    """Tells every observer; one that stops the run keeps nobody from hearing of `event`, one that fails does."""
+    stop: StopTraining | None = None
     for observer in observers:
-        observer.handle(event)
+        try:
+            observer.handle(event)
+        except StopTraining as wish:
+            if stop is None or (stop.then is None and wish.then is not None):
+                stop = wish
     if isinstance(event, Notice) and not any(getattr(observer, "shows_notices", False) for observer in observers):
         LOG.warning(event.text)
+    if stop is not None:
+        raise stop
 
 
 def _tell_all(observers: Sequence[Observer], event: FitEnd) -> None:

@@ -22,6 +22,7 @@ from jax_trainer.engine.events import (
     StepMetrics,
     Waiting,
 )
+from jax_trainer.engine.keeping import KeepingRecorder
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
 from jax_trainer.engine.supply import early_end, eval_takes, shorter, slow_data, train_feed
@@ -34,7 +35,7 @@ def train_events(
     program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position = Position()
 ) -> Iterator[Event]:
     """The training loop, from `state` and the position `at` to the end of the plan."""
-    _check_compiled(program)
+    check_compiled(program)
     yield from _Training(program, state, Data.of(data), plan.resolved(), at).events()
 
 
@@ -47,7 +48,7 @@ class _Training:
         self._feed.restore(at.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
         self._evals = {name: Feed(source, name, **options) for name, source in data.evals.items()}
-        self._recorder = Recorder(program, plan, self._feed, data)
+        self._recorder = (KeepingRecorder if program.keeps_batches else Recorder)(program, plan, self._feed, data)
         self._step, self._epoch, self._epoch_step = step_of(state), at.epoch, at.epoch_step  # from here the host counts
         self._held, self._feed_state = HeldState.of(state), None
         self._began = self._evaluated = time.monotonic()
@@ -175,7 +176,7 @@ def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """The metrics of `state` on each of the evaluation sets, by name."""
-    _check_compiled(program)
+    check_compiled(program)
     at, plan = Event(step_of(state), 0, HeldState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
     return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
 
@@ -199,7 +200,8 @@ class _Clock:
             self._paused += time.perf_counter() - began
 
 
-def _check_compiled(program: Any) -> None:
+def check_compiled(program: Any) -> None:
+    """Refuses a program that was not compiled."""
     if not isinstance(program, CompiledProgram):
         raise TypeError(f"A {type(program).__name__} cannot run yet. Pass it through `compile_program(…)` first.")
 

@@ -13,6 +13,7 @@ from jax_trainer.core import (
     LogFreq,
     LogMode,
     RowMeter,
+    StepRows,
     TapeReader,
     resized,
 )
@@ -27,7 +28,7 @@ class Recorder:
     """Dispatches training steps and collects what they report."""
 
     def __init__(self, program: CompiledProgram, plan: Plan, feed: Feed, data: Data) -> None:
-        self._program, self._plan, self._feed = program, plan, feed
+        self._program, self._plan, self._feed, self._every = program, plan, feed, plan.metrics_every
         # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, feed)
         self._advance, self._store = program.advance, ()
@@ -99,8 +100,7 @@ class Recorder:
         if self._reader is None:
             return
         for rows in self._reader.flush() if wait else self._reader.ready():
-            for check in self._program.checks:
-                check(rows)
+            self._check(rows)
             self._meter.add(rows)
             yield rows
 
@@ -108,14 +108,18 @@ class Recorder:
         """The metrics of the epoch that ends here."""
         return self._meter.compute()
 
+    def _check(self, rows: StepRows) -> None:
+        for check in self._program.checks:
+            check(rows)
+
     def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
         """Lays out the tape for what a step on such a batch reports; once, before the first step."""
         batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
         if self._loader is not None:  # these are rows; any batch of this size will do
             batch = resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
         check_divides(self._program.layout, batch, self.where())
-        fmt, self._tape = self._program.train_tape(held.state, batch, self._plan.metrics_every + self._chunk - 1)
-        self._reader = TapeReader(fmt, self._plan.metrics_every, max(1, READ_AFTER // self._chunk))
+        fmt, self._tape = self._program.train_tape(held.state, batch, self._every + self._chunk - 1)
+        self._reader = TapeReader(fmt, self._every, max(1, READ_AFTER // self._chunk))
         return self._reader
 
 

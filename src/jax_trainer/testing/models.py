@@ -69,7 +69,8 @@ def tiny_program(
     if flavour == "linen":
         return linen_program(TinyLinen(dropout), linen_loss, tx, to_input=lambda batch: batch["x"], **options)
     if flavour == "nnx":
-        return nnx_program(lambda rngs: TinyNNX(rngs, dropout), nnx_loss, tx, **options)
+        model = lambda rngs: TinyNNX(rngs, dropout)
+        return nnx_program(model, nnx_loss, tx, to_input=lambda batch: batch["x"], **options)
     raise ValueError(f"`flavour` must be 'linen' or 'nnx', got {flavour!r}.")
 
 

@@ -1,0 +1,65 @@
+"""The numbers of a tree of arrays, leaf by leaf: the smallest, the largest, the mean, the spread."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.core.metrics import PyTree
+from jax_trainer.core.paths import leaf_path
+
+_NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "min": jnp.min,
+    "max": jnp.max,
+    "mean": jnp.mean,
+    "std": jnp.std,
+    "val": jnp.sum,  # of one element: itself, whatever its shape
+}
+_FOLDED = {"min": "min", "max": "max"}  # how the numbers of many steps become one; all others are averaged
+STATISTICS = tuple(_NUMBERS)
+
+
+def check_modes(name: str, modes: Sequence[str]) -> None:
+    """Refuses what is not a sequence of known modes."""
+    if isinstance(modes, str) or not isinstance(modes, Sequence):
+        raise TypeError(f"`{name}` must be a sequence of modes, got {modes!r}. Write `{name}=('mean',)`.")
+    unknown = [mode for mode in modes if mode not in STATISTICS]
+    if unknown:
+        raise ValueError(f"`{name}` has {unknown[0]!r}; use some of {', '.join(STATISTICS)}.")
+
+
+def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`prefix/path_mode` of every float leaf of `tree`, in float32, as a loss function reports metrics of training.
+
+    Of a leaf with one element only `val` is told if that is asked for: the others would say the same. Larger leaves
+    have no `val`.
+
+    >>> told = leaf_statistics("param", {"scale": jnp.ones(1), "w": jnp.arange(3) / 2}, ("max", "val"))
+    >>> {name: float(entry["value"]) for name, entry in told.items()}
+    {'param/scale_val': 1.0, 'param/w_max': 1.0}
+    """
+    if not modes:
+        return {}
+    named = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if _has_floats(leaf)}
+    # behind the barrier, what is summed up is what the step computes anyway: the step stays the same bit for bit
+    shown = jax.lax.optimization_barrier(jax.lax.stop_gradient(named))
+    return {
+        f"{prefix}/{'_'.join(filter(None, (path, mode)))}": {
+            "value": _NUMBERS[mode](leaf.astype(jnp.float32)),
+            "mode": _FOLDED.get(mode, "mean"),
+            "log_mode": "train",
+        }
+        for path, leaf in shown.items()
+        for mode in _told_of(leaf, modes)
+    }
+
+
+def _has_floats(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
+
+
+def _told_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:
+    if leaf.size == 1 and "val" in modes:
+        return ("val",)
+    return [mode for mode in modes if mode != "val"]

@@ -1,0 +1,62 @@
+"""Asking a model for its outputs, batch by batch."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_trainer.core import CompiledProgram, HeldState, PyTree, TrainState
+from jax_trainer.datasets import LATE, Feed, Taken, in_words
+from jax_trainer.engine.loop import PATIENCE, check_compiled
+from jax_trainer.engine.recorder import named
+from jax_trainer.engine.supply import eval_takes
+
+
+def predictions(
+    program: CompiledProgram, state: TrainState, source: Any, max_batches: int | None = None
+) -> Iterator[PyTree]:
+    """What the model of `state` makes of every batch of `source`, as numpy arrays, in the order of the data.
+
+    The next batch is dispatched before the outputs of the one before are fetched, so the device need not wait for
+    whoever uses them.
+
+    Args:
+        source: data of any kind that an evaluation takes.
+        max_batches: at most this many batches; None is all.
+    """
+    check_compiled(program)
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
+    feed = source if isinstance(source, Feed) else Feed(source, "predict")
+    return _outputs(program, HeldState.of(state), feed, max_batches)
+
+
+def _outputs(program: CompiledProgram, held: HeldState, feed: Feed, limit: int | None) -> Iterator[PyTree]:
+    asked: deque[PyTree] = deque()
+    with closing(eval_takes(program, feed, limit, lambda: not asked)) as batches:
+        while (taken := batches.next(PATIENCE)) is not None:
+            if taken is not LATE:
+                asked.append(_asked(program, held, taken, feed.name))
+            # while there is no next batch, what is there need not wait for it
+            while len(asked) > (taken is not LATE):
+                yield jax.device_get(asked.popleft())
+    if not asked:
+        raise feed.used_up(1)
+    yield jax.device_get(asked.popleft())
+
+
+def _asked(program: CompiledProgram, held: HeldState, taken: Taken, name: str) -> PyTree:
+    where = partial(in_words, taken.number, 1, name)
+    program.feeding = where
+    try:
+        outputs = program.ask(held, taken.batch, taken.number)
+    except Exception as error:
+        raise named(error, where())  # noqa: B904 - the same error, with a note
+    for leaf in jax.tree.leaves(outputs):
+        if isinstance(leaf, jax.Array):
+            with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
+                leaf.copy_to_host_async()
+    return outputs
