@@ -1,4 +1,5 @@
 import math
+from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,41 @@ def test_without_a_metric_to_monitor_only_the_newest_stay():
     assert what_stays(retention(monitor=None), (0.9, 0.1, 0.2, 0.3)) == [99, 100]
 
 
+def higher(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+    return new["val/acc"] > old["val/acc"]
+
+
+@pytest.mark.parametrize(("latest", "best"), [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)])
+def test_a_function_that_compares_numbers_keeps_what_the_metric_would(latest, best):
+    rule = retention(keep_latest=latest, keep_best=best, monitor=None, better=higher)
+    for values in [*set(permutations([0.1, 0.5, 0.5, 0.9, -INF])), (0.5,) * 5, (None, 0.5, None, 0.2, None)]:
+        assert what_stays(rule, values) == by_hand(values, latest, best, "max"), values
+
+
+def test_a_function_may_weigh_several_metrics():
+    def cheaper_at_equal_accuracy(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+        return (new["acc"], -new["cost"]) > (old["acc"], -old["cost"])
+
+    measured = {4: (0.8, 3.0), 2: (0.9, 5.0), 1: (0.9, 7.0), 3: (0.9, 5.0)}
+    there = [Saved(step, Position(), {"acc": acc, "cost": cost}, Path()) for step, (acc, cost) in measured.items()]
+    rule = retention(monitor=None, better=cheaper_at_equal_accuracy, mode="min")
+    assert [one.step for one in rule.best_first(there)] == [2, 3, 1, 4]
+
+
+def test_a_function_decides_instead_of_the_metric_and_about_nan():
+    assert what_stays(retention(keep_latest=1, better=lambda new, old: not higher(new, old)), (0.1, 0.9, NAN)) == [99]
+    assert what_stays(retention(keep_latest=1, better=higher), (NAN, 0.1, 0.9)) == [9, 99]
+
+
+def test_of_equals_by_a_function_the_earlier_one_stays():
+    assert what_stays(retention(keep_latest=1, better=lambda new, old: False), (0.1, 0.9, 0.5)) == [9, 99]
+
+
+def test_a_function_that_fails_is_named():
+    with pytest.raises(ValueError, match=r"`better` \(higher\) failed .* step 10 .* step 9: KeyError: 'val/acc'"):
+        retention(better=higher).best_first([Saved(step, Position(), {"a": 0.0}, Path()) for step in (9, 10)])
+
+
 def test_what_was_just_saved_stays_though_later_steps_are_there():
     there = [saved(step, 0.5) for step in (50, 60, 5)]
     assert retention(keep_latest=1, keep_best=0).kept(there, 5) == {5, 60}
@@ -79,6 +115,7 @@ def test_what_was_just_saved_stays_though_later_steps_are_there():
         ({"keep_latest": 1.5}, "`keep_latest` .* got 1.5"),
         ({"keep_latest": True}, "`keep_latest` .* got True"),
         ({"keep_best": -1}, "`keep_best` must be a whole number of at least 0, got -1"),
+        ({"better": "val/acc"}, "`better` must be a function .*, got 'val/acc'"),
         ({"mode": "auto"}, "`mode` must be 'min' or 'max', got 'auto'"),
     ],
 )

@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,50 @@ def test_arrays_without_content_are_restored_alone_as_well(tmp_path):
     restored, _ = store.restore("latest", like, only=("params",))
     assert_same_bits(restored.params, before.params)
     assert restored.extra["none"].shape == (0,)
+
+
+def test_what_callbacks_hold_is_saved_and_found_again(copied):
+    callbacks = {"EarlyStopping": {"best": 0.25, "waited": 2}, "ModelCheckpoint": {}}
+    copied.save(state(4), AT, {}, callbacks)
+    latest = copied.latest()
+    assert latest is not None and latest.callbacks == callbacks
+    assert copied.restore(4, state())[1].callbacks == callbacks
+    copied.save(state(5), AT, {})
+    assert copied.restore("latest", state())[1].callbacks == {}
+
+
+def test_what_callbacks_hold_that_cannot_be_saved_is_an_error_and_nothing_is_written(copied):
+    before = all_bytes(copied.folder)
+    with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is inf.* `state_dict` may hold"):
+        copied.save(state(4), AT, {}, callbacks={"Early": {"best": math.inf}})
+    assert all_bytes(copied.folder) == before
+
+
+def test_a_function_may_say_which_checkpoint_is_better(tmp_path):
+    def nearer_to_one(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+        return abs(new["ratio"] - 1) < abs(old["ratio"] - 1)
+
+    store = CheckpointStore(tmp_path, better=nearer_to_one)
+    with pytest.raises(CheckpointError, match="no checkpoint with metrics to compare in"):
+        store.restore("best", state())
+    seen = []
+    for step, ratio in [(1, 0.5), (2, 1.25), (3, 0.75), (4, math.nan), (5, 2.0)]:
+        store.save(state(step), AT, {"ratio": ratio})
+        seen.append(store.steps())
+    assert seen == [[1], [2], [2, 3], [2, 4], [2, 5]]
+    best = CheckpointStore(tmp_path, better=nearer_to_one).best()
+    assert best is not None and best.step == 2
+
+
+def test_a_function_that_fails_costs_no_checkpoint(tmp_path):
+    def broken(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
+        return new["val/f1"] > old["val/f1"]
+
+    store = CheckpointStore(tmp_path, better=broken)
+    store.save(state(1), AT, {"val/acc": 0.5})
+    with pytest.raises(ValueError, match=r"`better` \(broken\) failed .*KeyError: 'val/f1'.*There are: val/acc"):
+        store.save(state(2), AT, {"val/acc": 0.5})
+    assert store.steps() == [1, 2]
 
 
 def test_the_newest_and_the_best_are_kept_and_found(tmp_path):

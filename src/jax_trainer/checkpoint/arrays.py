@@ -57,7 +57,10 @@ def stored_specs(folder: Path) -> dict[str, Spec]:
 
 
 def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in `folder`, each of the kind and in the place that `like` has. Their specs must agree already."""
+    """The arrays in `folder`, each of the kind and in the place that `like` has, and on the host for a `Spec`.
+
+    Their specs must agree already.
+    """
     arguments = {name: _arguments(leaf) for name, leaf in like.items() if math.prod(leaf.shape)}
     request = _orbax().args.PyTreeRestore(
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
@@ -90,6 +93,8 @@ def _empty(leaf: Any) -> Any:
 
 
 def _placed(value: Any, leaf: Any) -> Any:
+    if isinstance(leaf, Spec):
+        return np.asarray(value)
     if isinstance(leaf, np.ndarray | np.generic):
         return value
     if isinstance(value, jax.Array):

@@ -45,6 +45,15 @@ def named_leaves(state: PyTree) -> dict[str, Any]:
     return named
 
 
+def field_of(name: str) -> str:
+    """The field of the state that the array with this dotted name is in.
+
+    >>> field_of("opt_state.0.mu.out.bias")
+    'opt_state'
+    """
+    return name.partition(".")[0]
+
+
 def _problem(leaf: Any) -> str:
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
         return f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays are saved: use `jnp.asarray` on it."

@@ -1,21 +1,24 @@
 """Which checkpoints stay: the newest, to go on from, and the best, to use. Two sets that do not know of each other."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jax_trainer.checkpoint.record import Saved
 
+Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many of the newest checkpoints stay, and how many of the best by the metric `monitor`."""
+    """How many of the newest checkpoints stay, and how many of the best: by the metric `monitor`, or by `better`."""
 
     keep_latest: int
     keep_best: int
     monitor: str | None
     mode: Literal["min", "max"]
+    better: Better | None = None  # of the metrics of two checkpoints, whether the first is the better one
 
     def __post_init__(self) -> None:
         for name, low in (("keep_latest", 1), ("keep_best", 0)):
@@ -25,21 +28,50 @@ class Retention:
                 raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.{why}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"`mode` must be 'min' or 'max', got {self.mode!r}.")
+        if not (self.better is None or callable(self.better)):
+            raise ValueError(f"`better` must be a function of the metrics of two checkpoints, got {self.better!r}.")
 
     def best_first(self, found: Collection[Saved]) -> list[Saved]:
-        """Those that have the metric, from the best on; of equals, the earlier is better, and NaN is never good."""
+        """Those that can be compared, from the best on; of equals, the earlier is better.
+
+        By a metric these are all that have it, and NaN is never good; by a function, all that have any metrics.
+        """
+        if self.better is not None:
+            return _ranked(found, self.better)
         comparable = [saved for saved in found if not math.isnan(self._cost(saved))]
         return sorted(comparable, key=lambda saved: (self._cost(saved), saved.step))
 
     def kept(self, found: Collection[Saved], newest: int) -> set[int]:
-        """The steps that stay, after the step `newest` was saved.
-
-        That one always stays: a run may have gone back to an earlier step than others that are there.
-        """
-        latest = sorted(saved.step for saved in found)[-self.keep_latest :]
+        """The steps that stay, after the step `newest` was saved."""
         best = [saved.step for saved in self.best_first(found)[: self.keep_best]]
-        return {newest, *latest, *best}
+        return {*self.latest(found, newest), *best}
+
+    def latest(self, found: Collection[Saved], newest: int) -> set[int]:
+        """The steps that stay whatever was measured.
+
+        `newest` always does: a run may have gone back to an earlier step than others that are there.
+        """
+        return {newest, *sorted(saved.step for saved in found)[-self.keep_latest :]}
 
     def _cost(self, saved: Saved) -> float:
         value = math.nan if self.monitor is None else saved.metrics.get(self.monitor, math.nan)
         return value if self.mode == "min" else -value
+
+
+def _ranked(found: Collection[Saved], better: Better) -> list[Saved]:
+    ranked: list[Saved] = []
+    for new in sorted((saved for saved in found if saved.metrics), key=lambda saved: saved.step):
+        worse = (place for place, old in enumerate(ranked) if _is_better(new, old, better))
+        ranked.insert(next(worse, len(ranked)), new)
+    return ranked
+
+
+def _is_better(new: Saved, old: Saved, better: Better) -> bool:
+    try:
+        return bool(better(new.metrics, old.metrics))
+    except Exception as error:  # it is the user's: it may raise anything
+        raise ValueError(
+            f"`better` ({getattr(better, '__name__', type(better).__name__)}) failed when it compared the metrics of "
+            f"step {new.step} with those of step {old.step}: {type(error).__name__}: {error}. "
+            f"There are: {', '.join(sorted(new.metrics.keys() & old.metrics.keys()))}."
+        ) from error
