@@ -13,11 +13,20 @@ def events_in(folder: Path) -> list[Any]:
 
 
 def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Places on the x-axis and values, by tag."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    """Places on the x-axis and numbers, by tag."""
+    found = values_in(folder).items()
+    points = {
+        tag: [(x, one.simple_value) for x, one in values if one.HasField("simple_value")] for tag, values in found
+    }
+    return {tag: some for tag, some in points.items() if some}
+
+
+def values_in(folder: Path) -> dict[str, list[tuple[int, Any]]]:
+    """Places on the x-axis and whatever is shown there, by tag."""
+    found: dict[str, list[tuple[int, Any]]] = {}
     for event in events_in(folder):
         for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+            found.setdefault(value.tag, []).append((event.step, value))
     return found
 
 

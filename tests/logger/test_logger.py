@@ -1,80 +1,43 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from compoconf import parse_config, register
+from compoconf import parse_config
+from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools
+from logger_runs import FLAT, PARAMS, PIXELS, a_figure, log_everything, logger_with
 
-from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig, ToolLoggerInterface, run_place
-from jax_trainer.settings import Settings, SettingsError
+from jax_trainer.logger import (
+    JSONLConfig,
+    Logger,
+    LoggerConfig,
+    TensorboardConfig,
+    WandBConfig,
+    placing_tool,
+    run_place,
+    tools_of,
+)
+from jax_trainer.logger.pictures import png_size
+from jax_trainer.settings import SettingsError
 
 LOG = logging.getLogger("jax_trainer")
 
 
-@dataclass
-class BrittleConfig(Settings):
-    """When it breaks: at "init", "write" or "close"; "" never."""
-
-    breaks_at: str = ""
-
-
-@register
-class BrittleTool(ToolLoggerInterface):
-    """Remembers what it is given, or breaks."""
-
-    config: BrittleConfig
-    latest: ClassVar[Any] = None
-
-    def __init__(self, config: BrittleConfig, folder: Path) -> None:
-        super().__init__(config, folder)
-        self.given: list[tuple[int, dict[str, float]]] = []
-        BrittleTool.latest = self
-        self._break("init")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._break("write")
-        self.given.append((step, dict(values)))
-
-    def close(self, status: str) -> None:
-        self._break("close")
-
-    def _break(self, place: str) -> None:
-        if self.config.breaks_at == place:
-            raise OSError(f"no way to {place}")
-
-
-def rows_in(folder: Path) -> list[dict]:
+def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("place", "failures"), [("init", 1), ("write", 3), ("close", 1), ("", 0)])
-def test_a_tool_that_throws_costs_one_warning_and_a_count(tmp_path, caplog, place, failures):
-    with caplog.at_level(logging.INFO, "jax_trainer"):
-        logger = Logger(LoggerConfig(tool_config=BrittleConfig(place)), tmp_path)
-        for step in (1, 2, 3):
-            logger.write(step, {"loss": 0.5})
-        logger.close("completed")
-    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3]
-    *before, last = [record.message for record in caplog.records]
-    assert last.startswith(f"Run completed: 3 rows in {tmp_path / 'metrics.jsonl'}.")
-    if failures:
-        why = f"OSError: no way to {place}"
-        assert before == [f"BrittleTool failed, and training goes on; metrics.jsonl has every number. {why}"]
-        assert f"BrittleTool failed {failures} times" in last
-    else:
-        assert before == []
-
-
-def test_the_runs_own_record_may_fail_loudly(tmp_path):
-    logger = Logger(LoggerConfig(), tmp_path)
+def given_to_a_tool(folder: Path, log: Any) -> list[Any]:
+    logger = logger_with(folder, FaultyConfig())
+    log(logger)
     logger.close("completed")
-    with pytest.raises(ValueError, match="closed"):
-        logger.write(1, {"loss": 0.5})
+    assert logger.failures == {}
+    return FaultyTool.latest.given
 
 
 @pytest.mark.parametrize(
@@ -88,10 +51,8 @@ def test_the_runs_own_record_may_fail_loudly(tmp_path):
     ],
 )
 def test_the_tool_gets_steps_for_rows_of_steps_and_epochs_for_the_rest(tmp_path, values, x):
-    logger = Logger(LoggerConfig(tool_config=BrittleConfig()), tmp_path)
-    logger.write(70, values)
-    logger.close("completed")
-    assert BrittleTool.latest.given == [(x, {name: 1.0 for name in values if name != "epoch"})]
+    given = given_to_a_tool(tmp_path, lambda logger: logger.write(70, values))
+    assert given == [("row", x, {name: 1.0 for name in values if name != "epoch"})]
     assert rows_in(tmp_path) == [{"step": 70, **values}]
 
 
@@ -101,6 +62,119 @@ def test_one_number_can_be_logged_whatever_kind_it_is(tmp_path):
         logger.log_scalar("mine/value", value, step=7)
     logger.close("completed")
     assert rows_in(tmp_path) == [{"step": 7, "mine/value": value} for value in (0.5, 1.0, "nan")]
+
+
+def test_a_tool_gets_everything_in_order(tmp_path):
+    kinds = [(kind, step) for kind, step, *_ in given_to_a_tool(tmp_path, log_everything)]
+    rows = [("row", 50), ("row", 1), ("row", 7)]
+    assert kinds == [*rows, ("image", 1), ("figure", 1), ("histogram", 2), ("text", 3), ("hparams", 7)]
+
+
+def test_several_tools_get_the_same(tmp_path, caplog):
+    logger = logger_with(tmp_path, FaultyConfig("write"), FaultyConfig("write"), JSONLConfig(), TensorboardConfig())
+    logger.write(1, {"loss": 0.5})
+    logger.close("completed")
+    assert logger.failures == {"FaultyTool": 1, "FaultyTool 2": 1}
+    assert len(list(tmp_path.glob("events*"))) == 1
+    assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
+    assert len(caplog.records) == 3  # one warning each, and the counts
+
+
+def test_what_is_logged_may_change_afterwards(tmp_path):
+    values, image, numbers, params = {"a": 1.0}, PIXELS.copy(), np.arange(3.0), {"lr": np.array(0.5)}
+    figure = a_figure()
+
+    def log(logger: Logger) -> None:
+        logger.write(1, values)
+        logger.log_image("i", image, 1)
+        logger.log_histogram("h", numbers, 1)
+        logger.log_hparams(params)
+        logger.log_figure("f", figure, 1)
+        values["a"] = 9.0
+        image[:], numbers[:], params["lr"][...] = 9, 9, 9
+        figure.set_size_inches(3, 3)
+
+    row, picture, histogram, hparams, drawing = given_to_a_tool(tmp_path, log)
+    assert row == ("row", 1, {"a": 1.0})
+    np.testing.assert_array_equal(picture[-1], PIXELS)
+    np.testing.assert_array_equal(histogram[-1], [0, 1, 2])
+    assert hparams == ("hparams", 1, {"lr": 0.5}, {})
+    assert png_size(drawing[-1]) == (40, 60)
+
+
+def test_arrays_on_a_device_can_be_logged(tmp_path):
+    def log(logger: Logger) -> None:
+        logger.write(1, {"loss": jnp.float32(0.5), "matrix": jnp.eye(2)})
+        logger.log_image("i", jnp.zeros((2, 2)), 1)
+        logger.log_histogram("h", jnp.ones((2, 2), jnp.bfloat16), 1)
+        logger.log_hparams(PARAMS, {"acc": jnp.float32(0.5)})
+
+    row, picture, histogram, hparams = given_to_a_tool(tmp_path, log)
+    assert row == ("row", 1, {"loss": 0.5})
+    assert {type(thing[-1]) for thing in (picture, histogram)} == {np.ndarray}
+    assert hparams[2:] == (FLAT, {"acc": 0.5})
+
+
+class Unreadable:
+    """Fails whenever somebody looks at it."""
+
+    def savefig(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("nothing to draw on")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise RuntimeError("nothing to see")
+
+    def __str__(self) -> str:
+        raise RuntimeError("nothing to say")
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        lambda logger: logger.log_figure("x", Unreadable(), 1),
+        lambda logger: logger.log_figure("x", None, 1),
+        lambda logger: logger.log_image("x", np.zeros(3), 1),
+        lambda logger: logger.log_image("x", Unreadable(), 1),
+        lambda logger: logger.log_histogram("x", Unreadable(), 1),
+        lambda logger: logger.log_text("x", Unreadable(), 1),
+        lambda logger: logger.log_scalar("x", np.zeros(3), 1),
+        lambda logger: logger.log_scalar("x", Unreadable(), 1),
+        lambda logger: logger.write(1, {"x": Unreadable()}),
+        lambda logger: logger.log_hparams({"x": Unreadable()}),
+        lambda logger: logger.save_metrics("x", {"x": Unreadable()}),
+    ],
+)
+def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(log, tmp_path, caplog):
+    logger = logger_with(tmp_path)
+    log(logger)
+    log(logger)
+    logger.write(1, {"loss": 0.5})
+    assert not logger.flush()
+    logger.close("completed")
+    assert logger.failures == {"Logger": 2}
+    first, last = [record.message for record in caplog.records]
+    assert first.startswith("Logger could not log ") and "Training goes on; " in first
+    assert last.endswith("Logger lost 2 of what it was given.")
+    assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
+
+
+def test_only_the_lead_process_writes(tmp_path, caplog):
+    before = threading.active_count()
+    logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_lead=False)
+    log_everything(logger)
+    logger.log_figure("x", Unreadable(), 1)
+    LOG.error("this is kept by the lead")
+    assert logger.flush()
+    assert (threading.active_count(), threads_of_tools(), logger.failures) == (before, [], {})
+    logger.close("completed")
+    assert not (tmp_path / "run").exists()
+    assert logger.log_dir == tmp_path / "run"
+
+
+def test_a_process_alone_is_the_lead(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    assert logger.is_lead and logger.log_dir == tmp_path
+    logger.close("completed")
 
 
 def test_closing_twice_is_closing_once(tmp_path, caplog):
@@ -141,12 +215,25 @@ def test_messages_from_the_chosen_level_on_are_kept(tmp_path, verbosity, kept):
         (LoggerConfig(tool_config=TensorboardConfig("there", "mine", "7")), ("there", "mine", "7")),
         (LoggerConfig(tool_config=TensorboardConfig("there", use_timestamp_version=False)), ("there", "", "0")),
         (LoggerConfig(log_dir="here", tool_config=TensorboardConfig(name="mine")), ("here", "mine", None)),
-        (LoggerConfig(tool_config=BrittleConfig()), ("runs", "MLP", None)),
+        (LoggerConfig(tool_config=FaultyConfig()), ("runs", "MLP", None)),
+        (LoggerConfig(tool_config=WandBConfig()), ("runs", "MLP", None)),
+        (LoggerConfig(tool_config=[FaultyConfig(), TensorboardConfig("there")]), ("there", "", None)),
+        (LoggerConfig(tool_config=[TensorboardConfig(), WandBConfig(name="mine")]), ("runs", "mine", None)),
+        (LoggerConfig(tool_config=[WandBConfig("here", "7"), TensorboardConfig("there")]), ("here", "", "7")),
     ],
 )
 def test_the_tool_then_the_log_dir_then_the_model_say_where_a_run_belongs(config, place):
     parent, name, version = place
     assert run_place(config, "MLP") == (Path(parent), name, version)
+
+
+def test_tools_are_a_list_however_they_are_given():
+    one, other = TensorboardConfig(), FaultyConfig()
+    assert tools_of(LoggerConfig()) == tools_of(LoggerConfig(tool_config=[])) == []
+    assert tools_of(LoggerConfig(tool_config=one)) == [one]
+    assert tools_of(LoggerConfig(tool_config=[other, one])) == [other, one]
+    assert placing_tool(LoggerConfig(tool_config=[other, one])) is one
+    assert placing_tool(LoggerConfig(tool_config=other)) is None
 
 
 def test_the_section_of_the_seed_document_is_read():

@@ -39,3 +39,16 @@ def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys, has
     LOG.warning("again")
     assert capsys.readouterr().err.split() == ["careful", "again"]
     assert LOG.handlers == []
+
+
+@pytest.mark.parametrize("how", ["gone", "full"])
+def test_a_file_that_cannot_be_written_is_told_of_once_and_fails_nobody(tmp_path, how, caplog, capsys):
+    if how == "full":
+        (tmp_path / "run.log").symlink_to("/dev/full")
+    log = RunLog(tmp_path / "run.log" if how == "full" else tmp_path / "gone" / "run.log", "info")
+    for word in ("one", "two"):
+        LOG.warning(word)
+    log.close()
+    said = [record.message for record in caplog.records]
+    assert sorted(said)[1:] == ["one", "two"] and "run.log cannot be written" in sorted(said)[0]
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,42 +1,153 @@
 import json
 import math
+import os
+import re
+import shutil
 import subprocess
 import sys
-import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
+from urllib.request import Request, urlopen
 
-import jax
+import numpy as np
 import pytest
 from compoconf import parse_config
-from event_files import events_in, scalars_in
+from event_files import events_in, scalars_in, values_in
+from faulty_tools import threads_of_tools
+from logger_runs import FLAT, log_everything, logger_with, trained
 
-from jax_trainer.callbacks import logger_observers
-from jax_trainer.core import compile_program
-from jax_trainer.datasets import Data
-from jax_trainer.engine import Every, Plan, run
-from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig, TensorboardToolLogger
-from jax_trainer.testing import numbered_loader, tiny_program
+from jax_trainer.logger import LoggerConfig, TensorboardConfig, TensorboardToolLogger
+from jax_trainer.logger.values import bins_of
 
 
-def test_a_run_is_read_back_with_steps_and_epochs_as_x_axes(tmp_path):
-    program, loader = compile_program(tiny_program("nnx"), on_recompile="ignore"), numbered_loader(128)
-    logger = Logger(LoggerConfig(log_steps_every=2, tool_config=TensorboardConfig()), tmp_path)
-    data, plan = Data(loader, {"val": numbered_loader(64)}), Plan(max_epochs=2, eval_every=Every(epochs=1))
-    run(program, program.init(jax.random.key(0), next(iter(loader))), data, plan, logger_observers(logger))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs, with an entry of every kind after it."""
+    folder = tmp_path_factory.mktemp("tensorboard")
+    logger = logger_with(folder, TensorboardConfig())
+    trained(logger)
+    for epoch in (0, 1, 2):  # as `LearningRateMonitor` does
+        logger.write(4 * epoch, {"epoch": epoch, "optimizer/lr": 0.1})
+    log_everything(logger)
     logger.close("completed")
-    shown = scalars_in(tmp_path)
-    assert {tag for tag in shown if "optimizer" not in tag} == {
-        *("train/loss_step", "train/acc_step", "train/loss_epoch", "train/acc_epoch", "train/time_epoch"),
-        *("val/loss", "val/acc", "val/time"),
-    }
-    assert [x for x, _ in shown["train/loss_step"]] == [2, 4, 6, 8]
-    assert [x for x, _ in shown["optimizer/grad_global_norm_step"]] == [2, 4, 6, 8]
-    for tag in ("train/loss_epoch", "optimizer/grad_global_norm_max_epoch", "val/loss", "val/time"):
+    assert logger.failures == {}
+    return folder
+
+
+def test_a_run_is_read_back_with_steps_and_epochs_as_x_axes(folder):
+    shown = scalars_in(folder)
+    for tag in ("train/acc_step", "optimizer/grad_global_norm_step"):
+        assert [x for x, _ in shown[tag]] == [2, 4, 6, 8]
+    for tag in ("train/acc_epoch", "train/time_epoch", "optimizer/grad_global_norm_max_epoch", "val/acc", "val/time"):
         assert [x for x, _ in shown[tag]] == [1, 2]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["epoch"]) for row in rows if "val/loss" in row] == [(4, 1), (8, 2)]
+    assert [x for x, _ in shown["optimizer/lr"]] == [0, 1, 2]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["epoch"]) for row in rows if "val/acc" in row] == [(4, 1), (8, 2)]
     for tag, points in shown.items():
-        assert [y for _, y in points] == pytest.approx([row[tag] for row in rows if tag in row], rel=1e-6)
+        if not tag.startswith("hparam/"):
+            assert [y for _, y in points] == pytest.approx([row[tag] for row in rows if tag in row], rel=1e-6)
+
+
+def test_pictures_histograms_and_texts_are_read_back(folder):
+    shown = values_in(folder)
+    [(x, image)] = shown["val/example"]
+    assert (x, image.image.height, image.image.width, image.image.colorspace) == (1, 4, 5, 3)
+    assert image.image.encoded_image_string == (folder / "media" / "val_example_1.png").read_bytes()
+    [(x, figure)] = shown["val/curve"]
+    assert (x, figure.image.height, figure.image.width) == (1, 40, 60)
+    [(x, histogram)] = shown["param/kernel"]
+    bins = bins_of(np.linspace(0, 3, 300))
+    assert (x, list(histogram.histo.bucket), list(histogram.histo.bucket_limit)) == (2, [0, *bins.counts], bins.edges)
+    whole = histogram.histo
+    assert (whole.num, whole.min, whole.max, whole.sum) == (300, 0, 3, pytest.approx(450))
+    [(x, text)] = shown["notes"]
+    assert (x, text.tensor.string_val[0].decode()) == (3, "a <b> & c")
+
+
+def test_a_histogram_of_nothing_finite_is_one(tmp_path):
+    tool = TensorboardToolLogger(TensorboardConfig(), tmp_path)
+    for values in (np.zeros(0), np.full(3, np.nan), np.array([np.inf, 1.0])):
+        tool.histogram(1, "h", values)
+    tool.close("completed")
+    assert [value.histo.num for _, value in values_in(tmp_path)["h"]] == [0, 0, 1]
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path) -> Iterator[Callable[..., Any]]:
+    """Asks the real TensorBoard what it shows."""
+    options = ["--logdir", str(folder), "--load_fast=false", "--port=0", "--host=127.0.0.1", "--reload_interval=1"]
+    errors = folder / "tensorboard.log"
+    with errors.open("w") as log:
+        server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *options], stderr=log, stdout=log)
+    try:
+        address = _address(errors, server)
+
+        def ask(page: str, post: Any = None, **query: str) -> Any:
+            body = None if post is None else json.dumps(post).encode()
+            where, kind = f"{address}data/plugin/{page}?{urlencode(query)}", {"Content-Type": "application/json"}
+            with urlopen(Request(where, body, kind), timeout=30) as answer:
+                whole = answer.read()
+                return json.loads(whole) if "json" in answer.headers["Content-Type"] else whole
+
+        for _ in range(300):  # it reads in a thread
+            if "." in (tags := ask("scalars/tags")) and "hparam/test/acc" in tags["."]:
+                break
+            time.sleep(0.1)
+        yield ask
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _address(errors: Path, server: subprocess.Popen[bytes]) -> str:
+    for _ in range(600):
+        if found := re.search(r"http://127\.0\.0\.1:\d+/", errors.read_text()):
+            return found[0]
+        assert server.poll() is None, errors.read_text()
+        time.sleep(0.1)
+    raise AssertionError(errors.read_text())
+
+
+def test_tensorboard_shows_all_tags(ask):
+    shown = {tag for tag in ask("scalars/tags")["."] if "_global_norm_" not in tag}
+    assert shown == {
+        *("train/loss_step", "train/acc_step", "train/loss_epoch", "train/acc_epoch", "train/time_epoch"),
+        *("val/loss", "val/acc", "val/time", "optimizer/lr", "mine/value", "hparam/test/acc"),
+    }
+    assert set(ask("images/tags")["."]) == {"val/example", "val/curve"}
+    assert set(ask("histograms/tags")["."]) == {"param/kernel"}
+    assert ask("text/tags")["."] == ["notes"]
+
+
+def test_tensorboard_shows_steps_and_epochs_where_they_belong(ask):
+    xs = lambda tag: [x for _, x, _ in ask("scalars/scalars", run=".", tag=tag)]
+    assert xs("train/loss_step") == [2, 4, 6, 8, 50]
+    assert xs("train/loss_epoch") == [1, 2]
+    assert xs("val/loss") == [1, 2, 1]
+    assert xs("optimizer/lr") == [0, 1, 2]
+
+
+def test_tensorboard_shows_pictures_and_texts(ask, folder):
+    [image] = ask("images/images", run=".", tag="val/example", sample="0")
+    png = ask("images/individualImage", **dict(parse_qsl(image["query"])))
+    assert (image["step"], png) == (1, (folder / "media" / "val_example_1.png").read_bytes())
+    [text] = ask("text/text", run=".", tag="notes")
+    assert (text["step"], "a &lt;b&gt; &amp; c" in text["text"]) == (3, True)
+    [[_, x, bins]] = ask("histograms/histograms", run=".", tag="param/kernel")
+    assert (x, sum(count for _, _, count in bins)) == (2, 300)
+
+
+def test_tensorboard_shows_hyperparameters_with_final_metrics(ask):
+    request = {"experimentName": "", "allowedStatuses": ["STATUS_SUCCESS"], "startIndex": 0, "sliceSize": 9}
+    wanted = [{"metric": {"tag": "hparam/test/acc", "group": ""}}]
+    names = [name for name, value in FLAT.items() if value is not None]
+    columns = [*({"hparam": name} for name in names), *wanted]
+    [group] = ask("hparams/session_groups", post={**request, "colParams": columns})["sessionGroups"]
+    assert group["hparams"] == {name: FLAT[name] for name in names}
+    assert [metric["value"] for metric in group["metricValues"]] == [0.75]
 
 
 def test_files_begin_as_tensorboard_expects_and_never_overwrite_each_other(tmp_path):
@@ -57,30 +168,38 @@ def test_numbers_are_on_the_disk_before_the_end(tmp_path):
     tool.close("completed")
 
 
-def test_without_tensorboardx_the_section_is_read_and_the_run_refused_in_one_sentence():
-    script = """
-    import logging, pathlib, sys, tempfile
-    from compoconf import parse_config
-    sys.modules["tensorboardX"] = None  # as if it were not installed
-    from jax_trainer.logger import Logger, LoggerConfig
-    config = parse_config(LoggerConfig, {"tool_config": {"class_name": "TensorboardToolLogger"}})
-    folder = pathlib.Path(tempfile.mkdtemp())
-    try:
-        Logger(config, folder)
-    except ImportError as error:
-        assert str(error) == "tensorboardX is not installed; run `pip install 'jax-trainer[tensorboard]'`.", error
-        assert not logging.getLogger("jax_trainer").handlers
-    else:
-        raise AssertionError("no error")
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    logger = logger_with(tmp_path, TensorboardConfig())
+    assert [record.message for record in caplog.records] == [  # before anything is logged
+        "TensorboardToolLogger failed: ModuleNotFoundError: tensorboardX is not installed; run "
+        "`pip install 'jax-trainer[tensorboard]'`. Training goes on; metrics.jsonl has every number."
+    ]
+    assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]
+    logger.close("completed")
+
+
+def test_a_file_that_is_deleted_is_told_of(tmp_path, caplog):
+    logger = logger_with(tmp_path / "run", TensorboardConfig())
+    logger.write(1, {"x": 1.0})
+    assert logger.flush()
+    shutil.rmtree(tmp_path / "run")
+    logger.write(2, {"x": 1.0})
+    logger.close("completed")
+    assert logger.failures == {"JSONLToolLogger": 1, "TensorboardToolLogger": 2}  # of which one for closing
+    assert "TensorboardToolLogger failed: FileNotFoundError" in caplog.text
+
+
+def test_a_full_disk_is_told_of(tmp_path, caplog):
+    tool = TensorboardToolLogger(TensorboardConfig(), tmp_path)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, tool._file._py_recordio_writer._writer.fileno())
+    os.close(full)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            tool.write(1, {"x": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        tool.close("completed")
 
 
 def test_the_section_of_the_seed_document_is_read():

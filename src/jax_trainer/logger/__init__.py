@@ -1,11 +1,22 @@
 """Logging: what is reported how (the enums of a metric), a run's own record, and the tools that show it."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
-from jax_trainer.logger.backend import TensorboardConfig, TensorboardToolLogger
-from jax_trainer.logger.logger import Logger, LoggerConfig, run_place
+from jax_trainer.logger.backend import (
+    JSONLConfig,
+    JSONLToolLogger,
+    TensorboardConfig,
+    TensorboardToolLogger,
+    WandBConfig,
+    WandbConfig,
+    WandBToolLogger,
+    WandbToolLogger,
+)
+from jax_trainer.logger.logger import Logger, LoggerConfig, placing_tool, run_place, tools_of
 from jax_trainer.logger.writers import JsonlWriter, MetricWriter, ToolLoggerInterface
 
 __all__ = [
+    "JSONLConfig",
+    "JSONLToolLogger",
     "JsonlWriter",
     "LogFreq",
     "LogMetricMode",
@@ -16,5 +27,11 @@ __all__ = [
     "TensorboardConfig",
     "TensorboardToolLogger",
     "ToolLoggerInterface",
+    "WandBConfig",
+    "WandBToolLogger",
+    "WandbConfig",
+    "WandbToolLogger",
+    "placing_tool",
     "run_place",
+    "tools_of",
 ]

@@ -1,17 +1,28 @@
-"""`Logger`: a run's own record of its numbers and messages, and the tool that shows them."""
+"""`Logger`: a run's own record of its numbers and messages, and the tools that show them."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from compoconf import RegistrableConfigInterface, register, register_interface
+import jax
+import numpy as np
+from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
+from jax_trainer.logger.background import Background, Entry, Losses
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig
+from jax_trainer.logger.pictures import drawn, pixels_of
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
-from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface
+from jax_trainer.logger.values import flat, number_of, numbers_of, plain_of
+from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import AtLeast, Settings
 
-METRICS_FILE, LOG_FILE = "metrics.jsonl", "run.log"
+LOG_FILE = "run.log"
+CLOSING_SECONDS = 5.0  # what all tools together may take to finish
+# how long the record may hold up the run when thousands of rows come at once; any other tool drops them
+RECORD_SECONDS = 2.0
 
 
 @dataclass
@@ -20,115 +31,205 @@ class LoggerConfig(Settings):
 
     Args:
         log_steps_every: training steps between two rows of step metrics; 0: only per epoch.
-        log_dir: the folder in which the run's folder is made, unless the tool has a `save_dir`; empty: "runs/<model>".
+        log_dir: the folder in which the run's folder is made, unless a tool has a `save_dir`; empty: "runs/<model>".
         log_file_verbosity: from which level on messages are kept in the run's `run.log`.
-        tool_config: the tool that shows the numbers; null: only the run's own `metrics.jsonl`.
+        tool_config: the tool that shows the numbers, or a list of tools; null: only the run's own `metrics.jsonl`.
     """
 
     log_steps_every: Annotated[int, AtLeast(0)] = 50
     log_dir: str = ""
     log_file_verbosity: Verbosity = "info"
-    tool_config: ToolLoggerInterface.cfgtype | None = None
+    tool_config: ToolLoggerInterface.cfgtype | list[ToolLoggerInterface.cfgtype] | None = None
 
 
 @register
 @register_interface
 class Logger(RegistrableConfigInterface):
-    """Writes every number to `metrics.jsonl` in the run's folder, and to the tool where there is one.
+    """Writes all that is logged to `metrics.jsonl` in the run's folder, and to the tools where there are some.
 
-    Rows keep step and epoch. The tool has one x-axis per name: steps for rows in which every name ends in "_step",
-    otherwise the row's epoch, where it has one.
+    Rows keep step and epoch. A tool has one x-axis per name: steps for rows in which every name ends in "_step",
+    otherwise the row's epoch, where it has one; for anything else the `step` that it is logged with.
+
+    Each tool works in a thread of its own, the record, too. Nothing that is logged can end a run: what fails, blocks or
+    is not installed costs one warning, and `failures` counts what was lost. Only the lead process writes; elsewhere
+    every method does nothing.
+
+    Values may be arrays on a device: logging them waits until they are computed.
+
+    Args:
+        config: what is recorded.
+        folder: the run's own folder.
+        is_lead: whether this process writes; None: the first one does.
     """
 
     config: LoggerConfig
 
-    def __init__(self, config: LoggerConfig, folder: Path) -> None:
+    def __init__(self, config: LoggerConfig, folder: Path, *, is_lead: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
-        self._record = JsonlWriter(self.folder / METRICS_FILE)
-        self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
-        self._rows = 0
-        self._is_closed = False
-        try:
-            self._tool = _Guarded(config.tool_config, self.folder)
-        except BaseException:
-            self._messages.close()
-            self._record.close("failed")
-            raise
+        self.is_lead = jax.process_index() == 0 if is_lead is None else is_lead
+        self._rows = self._step = 0
+        self._is_closed = not self.is_lead
+        self._own = Losses("Logger", "what could not be logged is left out")
+        self._messages: RunLog | None = None
+        self._tools: list[Background] = []
+        if self.is_lead:
+            self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
+            self._tools = _begun(tools_of(config), self.folder)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Records `values` at `step`; an "epoch" among them says which epoch that was."""
-        self._rows += 1
-        self._record.write(step, values)
-        shown = {name: value for name, value in values.items() if name != "epoch"}
-        is_of_steps = all(name.endswith("_step") for name in shown)
-        if shown:
-            self._tool.write(step if is_of_steps else int(values.get("epoch", step)), shown)
+    @property
+    def log_dir(self) -> Path:
+        """The run's own folder."""
+        return self.folder
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How much each tool lost, by its name; "Logger": what could not be handed to any. Nothing lost, no name."""
+        return {losses.name: losses.count for losses in self._all_losses() if losses.count}
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records those of `values` that are single numbers; an "epoch" among them says which epoch that was."""
+        self._log("a row", lambda: self._row(step, numbers_of(values)))
 
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Records one number; `step` is where it stands on the x-axis."""
-        self.write(step, {name: float(value)})
+        self._log(name, lambda: self._row(step, {name: _single(value)}))
+
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        """Records an image: [height, width] or [height, width, channels], bytes or floats from 0 to 1."""
+        self._log(name, lambda: self._sized("image", step, name, pixels_of(image)))
+
+    def log_figure(self, name: str, figure: Any, step: int) -> None:
+        """Records a figure of matplotlib as it is now; it is drawn before this returns."""
+        self._log(name, lambda: self._sized("figure", step, name, drawn(figure)))
+
+    def log_histogram(self, name: str, values: Any, step: int) -> None:
+        """Records how `values`, of any shape, are distributed."""
+        self._log(name, lambda: self._sized("histogram", step, name, np.array(values)))
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Records a text."""
+        self._log(name, lambda: self._sized("text", step, name, str(text)))
+
+    def log_hparams(self, params: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
+        """Records what the run was made of, nested data by names with dots, and what came out of it."""
+        self._log("hparams", lambda: self._hparams(flat(params), numbers_of(metrics or {})))
+
+    def save_metrics(self, file_name: str, metrics: Mapping[str, Any]) -> None:
+        """Writes metrics, arrays among them, to a file of their own, `metrics/<file_name>.json` in the run's folder."""
+        self._log(file_name, lambda: self._save(file_name, plain_of(metrics)))
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Whether all that was logged so far is written, by every tool; waits for it at most `timeout` seconds.
+
+        A tool that blocks is waited for once, and again only when it has gone on.
+        """
+        deadline = time.monotonic() + timeout
+        written = [tool.flush(deadline) for tool in self._tools]  # each of them, whatever another one says
+        return all(written) and not self._own.count
 
     def close(self, status: str) -> None:
-        """Nothing more will come; `status` says how the run ended. Closing again does nothing."""
+        """Nothing more will come; `status` says how the run ended. Closing again does nothing.
+
+        Waits a few seconds at most. A tool that blocks longer is left behind.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._tool.close(status)
-            self._record.close(status)
-            line = f"Run {status}: {self._rows} rows in {self._record.path}."
-            if self._tool.failures:
-                LOG.warning(f"{line} {self._tool.name} failed {self._tool.failures} times and lacks what it was given.")
-            else:
-                LOG.info(line)
+            deadline = time.monotonic() + CLOSING_SECONDS
+            for tool in self._tools:
+                tool.finish(status)
+            for tool in self._tools:
+                tool.join(deadline)
+            self._report(status)
         finally:
-            self._messages.close()
+            if self._messages is not None:
+                self._messages.close()
 
-
-class _Guarded:
-    """A tool whose failures cost one warning and are counted; without a tool, nothing."""
-
-    def __init__(self, config: Any, folder: Path) -> None:
-        self.name = "" if config is None else config.class_name
-        self.failures = 0
-        self._tool: ToolLoggerInterface | None = None
-        if config is None:
+    def _log(self, name: str, log: Callable[[], None]) -> None:
+        """Calls `log`, which makes what is logged into something that nobody else changes, and hands it over."""
+        if self._is_closed:
             return
         try:
-            self._tool = config.instantiate(ToolLoggerInterface, folder)
-        except ImportError:  # the user has to know that the tool is not installed, and before training
-            raise
+            log()
         except Exception as failure:
-            self._count(failure)
+            self._own.add_failure(failure, f"could not log {name!r}")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._tool is not None:
-            try:
-                self._tool.write(step, values)
-            except Exception as failure:
-                self._count(failure)
+    def _row(self, step: int, numbers: dict[str, float]) -> None:
+        self._rows, self._step = self._rows + 1, step
+        self._hand_over(lambda tool: tool.row(step, numbers))
 
-    def close(self, status: str) -> None:
-        if self._tool is not None:
-            try:
-                self._tool.close(status)
-            except Exception as failure:
-                self._count(failure)
+    def _sized(self, kind: str, step: int, name: str, thing: Any) -> None:
+        size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing)
+        self._hand_over(lambda tool: getattr(tool, kind)(step, name, thing), size)
 
-    def _count(self, failure: Exception) -> None:
-        if not self.failures:
-            why = f"{type(failure).__name__}: {failure}"
-            LOG.warning(f"{self.name} failed, and training goes on; {METRICS_FILE} has every number. {why}")
-        self.failures += 1
+    def _hparams(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
+        step = self._step
+        self._hand_over(lambda tool: tool.hparams(step, params, metrics))
+
+    def _save(self, file_name: str, data: Any) -> None:
+        record: Any = self._tools[0]
+        record.give(lambda tool: tool.save(file_name, data))
+
+    def _hand_over(self, entry: Entry, size: int = 0) -> None:
+        for tool in self._tools:
+            tool.give(entry, size)
+
+    def _all_losses(self) -> list[Losses]:
+        return [self._own, *(tool.losses for tool in self._tools)]
+
+    def _report(self, status: str) -> None:
+        line = f"Run {status}: {self._rows} rows in {self.folder / METRICS_FILE}."
+        lost = [f"{name} lost {count} of what it was given." for name, count in self.failures.items()]
+        (LOG.warning if lost else LOG.info)(" ".join([line, *lost]))
+
+
+def _single(value: Any) -> float:
+    number = number_of(value)
+    if number is None:
+        raise ValueError(f"a scalar is a single number, this is of type {type(value).__name__}.")
+    return number
+
+
+def _begun(configs: list[Any], folder: Path) -> list[Background]:
+    """The tools at work, the run's own record first, whether it is among them or not."""
+    others = [config for config in configs if not isinstance(config, JSONLConfig)]
+    names: list[str] = []
+    begun: list[Background] = []
+    for config in [JSONLConfig(), *others]:
+        twins = names.count(config.class_name)
+        names.append(config.class_name)
+        name = f"{config.class_name} {twins + 1}" if twins else config.class_name
+        consolation = f"{METRICS_FILE} has every number" if begun else "what it was given is lost"
+        make, check = partial(config.instantiate, ToolLoggerInterface, folder), partial(_require, config)
+        patience = 0.0 if begun else RECORD_SECONDS
+        begun.append(Background(Losses(name, consolation), make, check=check, patience=patience))
+    return begun
+
+
+def _require(config: Any) -> None:
+    Registry.get_class(ToolLoggerInterface, config.class_name).require()  # type: ignore[attr-defined]
+
+
+def tools_of(config: LoggerConfig) -> list[Any]:
+    """The configurations of the tools, in order, whether there is none, one or a list of them."""
+    tools = config.tool_config
+    return list(tools) if isinstance(tools, list | tuple) else [] if tools is None else [tools]
+
+
+def placing_tool(config: LoggerConfig) -> Any | None:
+    """The configuration of the tool that says where the run's folder belongs: the first one that says anything."""
+    places = [tool for tool in tools_of(config) if hasattr(tool, "save_dir")]
+    return next((tool for tool in places if tool.save_dir or tool.name or tool.version), next(iter(places), None))
 
 
 def run_place(config: LoggerConfig, model_name: str) -> tuple[Path, str, str | None]:
     """Where the run's folder belongs: the folder around it, the experiment's name, the version (None: the time).
 
-    The tool's `save_dir`, `name` and `version` count where it has them, then the logger's `log_dir`, then "runs" and
-    the model's name.
+    The first tool's `save_dir`, `name` and `version` count where one has them, then the logger's `log_dir`, then "runs"
+    and the model's name.
     """
-    tool = config.tool_config
+    tool = placing_tool(config)
     parent = getattr(tool, "save_dir", "") or config.log_dir
     name = getattr(tool, "name", "") or ("" if parent else model_name)
     version = getattr(tool, "version", "") or (None if getattr(tool, "use_timestamp_version", True) else "0")

@@ -1,12 +1,19 @@
 """Where numbers go: one small protocol, the writer that needs no tool, and what a tool's writer is."""
 
+import contextlib
+import errno
 import json
-import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
+
+from jax_trainer.logger.values import json_safe
+
+Axis = Literal["step", "epoch", "x"]
 
 
 class MetricWriter(Protocol):
@@ -25,7 +32,9 @@ class MetricWriter(Protocol):
 class ToolLoggerInterface(RegistrableConfigInterface):
     """A `MetricWriter` that hands numbers to a tool; made of its configuration and the run's folder.
 
-    `step` is the place on the x-axis, which may be an epoch. Whatever a tool raises costs the run one warning.
+    `step` is the place on the x-axis, which may be an epoch. A tool has to have `write`; what else it cannot show, it
+    ignores. All of it is called in one thread, which is not that of the training. Whatever a tool raises costs the run
+    one warning, and the tool what it was given.
     """
 
     config: Any
@@ -33,12 +42,53 @@ class ToolLoggerInterface(RegistrableConfigInterface):
     def __init__(self, config: Any, folder: Path) -> None:
         self.config, self.folder = config, folder
 
+    @classmethod
+    def require(cls) -> None:
+        """Raises `ImportError` if a package is missing; called before training, in its thread."""
+
+    def row(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes a whole row of the run: shows it at its place on the x-axis. Override it to have step and epoch."""
+        shown = {name: value for name, value in values.items() if name != "epoch"}
+        if shown:
+            self.write(int(values["epoch"]) if axis_of(values) == "epoch" else step, shown)
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Shows `values` at `step`."""
         raise NotImplementedError(f"{type(self).__name__} has no `write(step, values)`.")
 
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Shows an image: bytes, [height, width, 1, 3 or 4 channels]."""
+
+    def figure(self, step: int, name: str, png: bytes) -> None:
+        """Shows a figure, drawn as a PNG file."""
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Shows how `values`, of any shape, are distributed."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Shows a text."""
+
+    def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Shows what the run was made of, by names with dots, and what came out of it."""
+
+    def flush(self) -> None:
+        """Brings what it was given to where it belongs."""
+
     def close(self, status: str) -> None:
         """Nothing more will come."""
+
+
+def axis_of(values: Mapping[str, float]) -> Axis:
+    """What the x-axis of a row counts: steps where every name ends in "_step", otherwise its epoch.
+
+    A row without an epoch stands at a place of its own choice, "x".
+
+    >>> axis_of({"epoch": 2, "train/loss_step": 0.5}), axis_of({"epoch": 2, "val/loss": 0.5}), axis_of({"mine": 1})
+    ('step', 'epoch', 'x')
+    """
+    if all(name.endswith("_step") for name in values if name != "epoch"):
+        return "step"
+    return "epoch" if "epoch" in values else "x"
 
 
 class JsonlWriter:
@@ -47,18 +97,29 @@ class JsonlWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; it is on its way to the disk when this returns."""
-        row = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self.append({"step": step, **values})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Appends a line with this row, or, where there is no room for it, nothing."""
+        line = json.dumps(json_safe(row), allow_nan=False).encode() + b"\n"
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)  # half a line would be in the way of the next one
+            raise
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file was deleted: what is written goes nowhere, and nothing else would tell."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
 
     def close(self, status: str) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def _json_number(value: float) -> Any:
-    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,34 @@
+"""What tests of the logger have to be kept apart from: wandb's service, its folders, its account."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from faulty_tools import FaultyTool, threads_of_tools, wait_until
+
+from jax_trainer.core import load_late
+
+
+@pytest.fixture(scope="session")
+def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """wandb that knows no account, reaches no network, and is ended when all tests are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        home = tmp_path_factory.mktemp("wandb")
+        for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+            patch.setenv(f"WANDB_{name}_DIR", str(home / name))
+        patch.setenv("NETRC", str(home / "netrc"))
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        load_late("wandb").teardown()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Every test ends the tools it began; one that blocks goes on when its gate is opened."""
+    FaultyTool.gate, FaultyTool.latest = threading.Event(), None
+    yield
+    FaultyTool.gate.set()
+    wait_until(lambda: not threads_of_tools())

@@ -1,0 +1,171 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
+
+from jax_trainer.logger import JSONLConfig, Logger, LoggerConfig
+from jax_trainer.logger.rows import drop_rows_after
+from jax_trainer.logger.values import bins_of
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_everything_is_a_row_and_pictures_are_files(tmp_path):
+    logger = logger_with(tmp_path)
+    log_everything(logger)
+    logger.close("completed")
+    bins = bins_of(np.linspace(0, 3, 300))
+    assert rows_in(tmp_path) == [
+        {"step": 50, "epoch": 1, "train/loss_step": 0.5},
+        {"step": 70, "epoch": 1, "val/loss": 0.25},
+        {"step": 7, "mine/value": 0.125},
+        {"step": 1, "media": {"val/example": "media/val_example_1.png"}},
+        {"step": 1, "media": {"val/curve": "media/val_curve_1.png"}},
+        {"step": 2, "histograms": {"param/kernel": {"counts": bins.counts, "edges": bins.edges, "left_out": 0}}},
+        {"step": 3, "text": {"notes": "a <b> & c"}},
+        {"step": 7, "hparams": FLAT, "metrics": {"test/acc": 0.75}},
+    ]
+    np.testing.assert_array_equal(image_in(tmp_path / "media" / "val_example_1.png"), PIXELS)
+    assert image_in(tmp_path / "media" / "val_curve_1.png").shape == (40, 60, 4)
+
+
+@pytest.mark.parametrize("tools", [None, JSONLConfig(), [JSONLConfig(), JSONLConfig()], []])
+def test_it_is_always_there_and_never_twice(tmp_path, tools):
+    logger = Logger(LoggerConfig(tool_config=tools), tmp_path)
+    logger.write(1, {"loss": 0.5})
+    logger.close("completed")
+    assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
+
+
+def test_what_is_not_finite_is_text(tmp_path):
+    logger = logger_with(tmp_path)
+    logger.write(1, {"bad": np.nan, "huge": np.float32(np.inf)})
+    logger.log_hparams({"limit": np.inf}, {"loss": np.nan})
+    logger.log_histogram("h", np.array([np.nan, 1.0]), 1)
+    logger.close("completed")
+    assert rows_in(tmp_path)[:2] == [
+        {"step": 1, "bad": "nan", "huge": "inf"},
+        {"step": 1, "hparams": {"limit": "inf"}, "metrics": {"loss": "nan"}},
+    ]
+    assert rows_in(tmp_path)[2]["histograms"]["h"]["left_out"] == 1
+
+
+def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
+    logger = logger_with(tmp_path)
+    for epoch in (1, 2):
+        logger.write(4 * epoch, {"epoch": epoch, "val/loss": 0.5})
+        logger.log_figure("val/curve", a_figure(), epoch)
+        logger.log_text("notes", str(epoch), epoch)
+        logger.log_histogram("h", np.arange(3), epoch)
+    logger.log_hparams({"lr": 0.1}, {"acc": 1})
+    logger.close("interrupted")
+    whole = rows_in(tmp_path)
+    drop_rows_after(tmp_path / "metrics.jsonl", 4, 1)
+    assert rows_in(tmp_path) == whole[:4] != whole
+    drop_rows_after(tmp_path / "metrics.jsonl", 8, 2)
+    assert rows_in(tmp_path) == whole[:4]
+
+
+def test_metrics_with_arrays_have_files_of_their_own(tmp_path):
+    logger = logger_with(tmp_path)
+    matrix = np.eye(2)
+    logger.save_metrics("val_epoch_0001", {"val/acc": np.float32(0.5), "val/matrix": matrix, "val/loss": np.nan})
+    matrix[:] = 7
+    logger.save_metrics("../../x", {})
+    assert logger.flush()
+    assert json.loads((tmp_path / "metrics" / "val_epoch_0001.json").read_text()) == {
+        "val/acc": 0.5,
+        "val/matrix": [[1, 0], [0, 1]],
+        "val/loss": "nan",
+    }
+    assert {path.name for path in (tmp_path / "metrics").iterdir()} == {"val_epoch_0001.json", "_.._x.json"}
+    logger.close("completed")
+
+
+def test_flushing_makes_the_record_exact(tmp_path):
+    logger = logger_with(tmp_path)
+    for step in range(200):
+        logger.write(step, {"loss": 0.5})
+    assert logger.flush()
+    assert len(rows_in(tmp_path)) == 200
+    logger.close("completed")
+
+
+def spoilt(folder: Path, how: str) -> None:
+    """Puts something in the way of a record."""
+    if how == "a folder in its place":
+        (folder / "metrics.jsonl").mkdir()
+    elif how == "a full disk":
+        (folder / "metrics.jsonl").symlink_to("/dev/full")
+    elif how == "a file for a folder":
+        (folder / "media").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("how", "lost", "why"),
+    [
+        ("a folder in its place", 4, "IsADirectoryError"),
+        ("a full disk", 3, "No space left on device"),
+        ("a file for a folder", 1, "FileExistsError"),
+    ],
+)
+def test_a_disk_that_fails_costs_rows_and_a_warning(tmp_path, caplog, how, lost, why):
+    spoilt(tmp_path, how)
+    logger = logger_with(tmp_path)
+    logger.write(1, {"loss": 0.5})
+    logger.log_image("image", PIXELS, 1)
+    logger.write(2, {"loss": 0.5})
+    assert not logger.flush()
+    logger.close("completed")
+    assert logger.failures == {"JSONLToolLogger": lost}
+    first, last = [record.message for record in caplog.records]
+    assert first.startswith("JSONLToolLogger failed: ") and why in first and "is lost" in first
+    assert last.endswith(f"JSONLToolLogger lost {lost} of what it was given.")
+
+
+def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):
+    folder = tmp_path / "run"
+    logger = logger_with(folder)
+    logger.write(1, {"loss": 0.5})
+    assert logger.flush()
+    shutil.rmtree(folder)
+    logger.write(2, {"loss": 0.5})
+    logger.log_image("image", PIXELS, 1)
+    logger.save_metrics("val", {})
+    logger.close("completed")
+    assert logger.failures == {"JSONLToolLogger": 3}
+    assert "was deleted while the run wrote to it" in caplog.text
+    assert not folder.exists()
+
+
+def test_a_line_without_room_leaves_no_half_of_itself(tmp_path, monkeypatch):
+    logger = logger_with(tmp_path)
+    logger.write(1, {"loss": 0.5})
+    assert logger.flush()
+    [tool] = logger._tools
+    shortened = []
+
+    def write_half(tool):
+        file = tool._writer._file
+        tool._writer._file = type("Half", (), {"fileno": file.fileno, "truncate": file.truncate, "write": half(file)})()
+        shortened.append(file)
+        try:
+            tool.row(2, {"loss": 0.25})
+        finally:
+            tool._writer._file = file
+
+    def half(file):
+        return lambda _, line: file.write(line[: len(line) // 2])
+
+    tool.give(write_half)
+    logger.write(3, {"loss": 0.125})
+    logger.close("completed")
+    assert shortened
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 3]
+    assert logger.failures == {"JSONLToolLogger": 1}

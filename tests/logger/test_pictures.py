@@ -1,0 +1,56 @@
+import io
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from logger_runs import a_figure
+
+from jax_trainer.core import load_late
+from jax_trainer.logger.pictures import drawn, pixels_of, png_of, png_size
+
+RNG = np.random.default_rng(0)
+
+
+def decoded(png: bytes) -> np.ndarray:
+    return np.asarray(load_late("PIL.Image").open(io.BytesIO(png)))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_png_has_every_pixel(channels):
+    pixels = RNG.integers(0, 256, (7, 5, channels), dtype=np.uint8)
+    png = png_of(pixels)
+    np.testing.assert_array_equal(decoded(png).reshape(pixels.shape), pixels)
+    assert png_size(png) == (7, 5)
+
+
+@pytest.mark.parametrize("library", [np, jnp])
+def test_floats_from_0_to_1_become_bytes(library):
+    image = library.array([[0.0, 0.5, 1.0], [-1.0, 2.0, np.nan]])
+    assert pixels_of(image)[..., 0].tolist() == [[0, 128, 255], [0, 255, 0]]
+
+
+def test_an_image_is_copied():
+    image = np.zeros((2, 2, 3), np.uint8)
+    pixels = pixels_of(image)
+    image[:] = 9
+    assert not pixels.any()
+    assert pixels_of(np.array([[True, False]])).tolist() == [[[255], [0]]]
+
+
+@pytest.mark.parametrize("image", [np.zeros(3), np.zeros((2, 2, 2)), np.zeros((1, 2, 2, 3)), np.zeros((0, 2)), "text"])
+def test_what_is_no_image_is_refused_with_its_shape(image):
+    with pytest.raises(ValueError, match="An image is .height, width. or"):
+        pixels_of(image)
+
+
+def test_whole_numbers_that_are_no_bytes_are_refused():
+    with pytest.raises(ValueError, match="has bytes, or floats from 0 to 1, this one has int32"):
+        pixels_of(np.zeros((2, 2), np.int32))
+
+
+def test_a_figure_is_drawn_without_pyplot(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would fail
+    png = drawn(a_figure())
+    assert png_size(png) == (40, 60)
+    assert decoded(png).std() > 10  # something is on it

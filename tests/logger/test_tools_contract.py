@@ -1,0 +1,165 @@
+"""What every tool keeps, whatever it is, and what a run keeps, whatever a tool does. A new tool is a row in `TOOLS`."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compoconf import Registry
+from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
+from logger_runs import log_everything, logger_with, trained
+
+from jax_trainer.logger import JSONLConfig, TensorboardConfig, ToolLoggerInterface, WandBConfig
+from jax_trainer.logger import logger as logger_file
+from jax_trainer.testing import assert_same_bits
+
+TOOLS: dict[str, Callable[[], Any]] = {
+    "jsonl": JSONLConfig,
+    "tensorboard": TensorboardConfig,
+    "wandb": lambda: WandBConfig(mode="offline"),
+    "own": FaultyConfig,
+}
+
+
+@pytest.fixture(params=TOOLS)
+def tool(request: pytest.FixtureRequest) -> Any:
+    """The configuration of every tool there is, and of one that there is not."""
+    if request.param == "wandb":
+        request.getfixturevalue("offline_wandb")
+    return TOOLS[request.param]()
+
+
+def kind_of(tool: Any) -> type[Any]:
+    return Registry.get_class(ToolLoggerInterface, tool.class_name)  # type: ignore[arg-type]
+
+
+def our_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    own = [record for record in caplog.records if record.name == "jax_trainer"]
+    return [record.message for record in own if record.levelno >= logging.WARNING]
+
+
+def rows_in(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_path, caplog):
+    logger = logger_with(tmp_path, tool)
+    log_everything(logger)
+    assert logger.flush(30)
+    logger.close("completed")
+    rows = rows_in(tmp_path)
+    log_everything(logger)
+    logger.close("failed")
+    assert logger.flush()
+    assert (logger.failures, our_warnings(caplog), rows_in(tmp_path)) == ({}, [], rows)
+    assert not threads_of_tools()
+
+
+FAULTS = {
+    "init": ("__init__", 0, 4),
+    "every write": ("row", 0, 3),
+    "one write": ("row", 2, 1),
+    "close": ("close", 0, 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
+    method, at, lost = FAULTS[fault]
+    kind, calls = kind_of(tool), []
+    real = getattr(kind, method)
+
+    def broken(*args: Any) -> None:
+        calls.append(args)
+        if at in (0, len(calls)):
+            raise ConnectionError("no way")
+        real(*args)
+
+    monkeypatch.setattr(kind, method, broken)
+    logger = logger_with(tmp_path, tool)
+    for step in (1, 2, 3):
+        logger.write(step, {"loss": 0.5})
+    logger.close("completed")
+    assert logger.failures == {kind.__name__: lost}
+    first, last = our_warnings(caplog)
+    assert first.startswith(f"{kind.__name__} failed: ConnectionError: no way. Training goes on; ")
+    assert last.endswith(f" {kind.__name__} lost {lost} of what it was given.")
+    assert last in (tmp_path / "run.log").read_text()
+    if kind.__name__ != "JSONLToolLogger":
+        assert rows_in(tmp_path) == [1, 2, 3]
+    if method == "close":  # so that nothing stays open
+        real(calls[0][0], "completed")
+
+
+@pytest.mark.parametrize("method", ["__init__", "row", "close"])
+def test_it_may_block(tool, method, tmp_path, caplog, monkeypatch):
+    kind = kind_of(tool)
+    real = getattr(kind, method)
+
+    def blocked(*args: Any) -> None:
+        assert FaultyTool.gate.wait(60)
+        real(*args)
+
+    monkeypatch.setattr(kind, method, blocked)
+    monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
+    logger = logger_with(tmp_path, tool)
+    spent = []
+    for step in range(1200):
+        began = time.perf_counter()
+        logger.write(step, {"loss": 0.5})
+        spent.append(time.perf_counter() - began)
+    assert sorted(spent)[1180] < 0.005
+    if method != "close":
+        assert not logger.flush(0.1)
+    began = time.perf_counter()
+    logger.close("completed")
+    assert time.perf_counter() - began < 5
+    assert logger.failures.keys() == {kind.__name__}
+    assert len(our_warnings(caplog)) == 2
+    FaultyTool.gate.set()
+    wait_until(lambda: not threads_of_tools())
+
+
+def test_closing_takes_seconds_whatever_tools_do():
+    assert logger_file.CLOSING_SECONDS <= 5
+
+
+def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
+    (tmp_path / "run").write_text("in the way")
+    logger = logger_with(tmp_path / "run", tool)
+    log_everything(logger)
+    logger.close("completed")
+    assert (tmp_path / "run").read_text() == "in the way"
+    assert logger.failures.keys() == {"JSONLToolLogger", kind_of(tool).__name__} - {"FaultyTool"}
+
+
+def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
+    logger = logger_with(tmp_path / "run", tool)
+    log_everything(logger)
+    logger.flush(30)
+    shutil.rmtree(tmp_path / "run")
+    log_everything(logger)
+    logger.close("completed")
+    assert logger.failures["JSONLToolLogger"] >= 8  # of 9: wandb makes the folder again
+    assert not threads_of_tools()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [FaultyConfig("init"), FaultyConfig("write"), FaultyConfig("write", at=3), FaultyConfig(blocks_in="write")],
+    ids=["init", "every write", "one write", "blocks"],
+)
+def test_training_gives_the_same_bits_whatever_a_tool_does(fault, tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
+    alone = logger_with(tmp_path / "alone")
+    expected = trained(alone)
+    alone.close("completed")
+    logger = logger_with(tmp_path / "faulty", fault)
+    assert_same_bits(trained(logger), expected)
+    logger.close("completed")
+    assert logger.failures.keys() == {"FaultyTool"}
+    assert rows_in(tmp_path / "faulty") == rows_in(tmp_path / "alone")
