@@ -1,42 +1,158 @@
 """For tests of callbacks: short runs that share one compiled program per flavour, and a store that only remembers."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of
-from jax_trainer.datasets import Data, Position
-from jax_trainer.engine import Every, Plan, run
+from jax_trainer.adapters import function_program, linen_program, nnx_program
+from jax_trainer.callbacks import Callback, Run
+from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
+from jax_trainer.datasets import ArrayLoader, Data, Position
+from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
+from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.optimizer import AdamW, AdamWConfig, LinearScheduleConfig
-from jax_trainer.testing import numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import TinyLinen, TinyNNX, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing.models import CLASSES
 
 STEPS = 4  # per epoch
 TOTAL, FIRST_RATE = 16, 0.01  # the learning rate falls to 0 in a straight line
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 
 
+def _tx() -> optax.GradientTransformation:
+    schedule = LinearScheduleConfig(init_value=FIRST_RATE, end_value=0.0, steps=TOTAL)
+    return AdamW(AdamWConfig(learning_rate=schedule)).build(TOTAL)
+
+
 @cache
 def program_of(flavour: str) -> CompiledProgram:
-    schedule = LinearScheduleConfig(init_value=FIRST_RATE, end_value=0.0, steps=TOTAL)
-    tx = AdamW(AdamWConfig(learning_rate=schedule)).build(TOTAL)
-    return compile_program(tiny_program(flavour, tx), on_recompile="ignore")
+    return compile_program(tiny_program(flavour, _tx()), on_recompile="ignore")
 
 
-def fit(*observers: object, flavour: str = "linen", plan: Plan | None = None, evals: dict | None = None) -> TrainState:
-    program = program_of(flavour)
-    data = Data(numbered_loader(32 * STEPS), {"val": numbered_loader(64)} if evals is None else evals)
+def _judged(logits: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    pairs = jax.nn.one_hot(batch["y"], CLASSES).T @ jax.nn.one_hot(logits.argmax(-1), CLASSES)
+    return loss, {"conf_matrix": {"value": pairs, "mode": "sum", "log_mode": "eval"}}
+
+
+def _linen_loss(params: Any, state: Any, batch: Any, rng: Any, train: bool) -> Any:
+    logits, mutable = state.apply(params, batch["x"], train=train)
+    loss, metrics = _judged(logits, batch)
+    return loss, (mutable, metrics)
+
+
+def _nnx_loss(model: Any, batch: Any, train: bool) -> Any:
+    return _judged(model(batch["x"]), batch)
+
+
+@cache
+def matrix_program(flavour: str) -> CompiledProgram:
+    """Like `program_of`; evaluations report a confusion matrix besides."""
+    if flavour == "linen":
+        program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
+    else:
+        program = nnx_program(lambda rngs: TinyNNX(rngs), _nnx_loss, _tx())
+    return compile_program(program, on_recompile="ignore")
+
+
+@cache
+def scripted_program(*, log_norms: bool = True, guarded: bool = False) -> CompiledProgram:
+    """A program whose steps report the loss and the gradient norm that their batches say."""
+    program = function_program(
+        init=lambda key, batch: jnp.zeros(()),
+        loss=lambda params, batch, *, rng, train: batch["loss"].mean() + params * batch["norm"].mean(),
+        tx=optax.sgd(0.0),
+        log_norms=log_norms,
+    )
+    return compile_program(with_finite_guard(program) if guarded else program, on_recompile="ignore")
+
+
+def scripted(losses: Sequence[float], norms: Sequence[float] | None = None, batch_size: int = 1) -> ArrayLoader:
+    """Batches for `scripted_program`."""
+    norms = losses if norms is None else norms
+    return ArrayLoader({"loss": np.array(losses, np.float32), "norm": np.array(norms, np.float32)}, batch_size)
+
+
+def fit(
+    *observers: object,
+    flavour: str = "linen",
+    plan: Plan | None = None,
+    evals: dict | None = None,
+    program: CompiledProgram | None = None,
+    train: Any = None,
+    state: TrainState | None = None,
+    at: Position = Position(),
+) -> TrainState:
+    program = program or program_of(flavour)
+    train = numbered_loader(32 * STEPS) if train is None else train
+    data = Data(train, {"val": numbered_loader(64)} if evals is None else evals)
     plan = plan or Plan(max_epochs=2, eval_every=Every(epochs=1))
-    return run(program, program.init(jax.random.key(0), EXAMPLE), data, plan, observers)  # type: ignore[arg-type]
+    if state is None:
+        state = program.init(jax.random.key(0), next(iter(train)))
+    return run(program, state, data, plan, observers, at)  # type: ignore[arg-type]
 
 
 class Saves:
-    """Keeps what it was asked to save: step, position, metrics."""
+    """Keeps what it was asked to save: step, position, metrics, and what callbacks know."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, Position, dict[str, float]]] = []
+        self.callbacks: list[Any] = []
 
-    def save(self, state: TrainState, position: Position, metrics: Mapping[str, float]) -> Path:
+    def save(
+        self,
+        state: TrainState,
+        position: Position,
+        metrics: Mapping[str, float],
+        callbacks: Mapping[str, Any] | None = None,
+    ) -> Path:
         self.kept.append((step_of(state), position, dict(metrics)))
+        self.callbacks.append(json.loads(json.dumps(callbacks, allow_nan=False)))
         return Path()
+
+
+class NotingLogger(Logger):
+    """A logger that also remembers which figures it was given."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(LoggerConfig(), folder)
+        self.figures: list[tuple[str, int]] = []
+
+    def log_figure(self, name: str, figure: Any, step: int) -> None:
+        self.figures.append((name, step))
+        super().log_figure(name, figure, step)
+
+
+@contextmanager
+def run_in(folder: Path, **options: Any) -> Iterator[Run]:
+    """A run in `folder` with a logger of its own, which is closed afterwards."""
+    folder.mkdir(exist_ok=True)
+    logger = NotingLogger(folder)
+    try:
+        yield Run(folder, logger, checkpoints=Saves(), **options)
+    finally:
+        logger.close("completed")
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    """What was logged."""
+    assert run.logger.flush()
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def judged(callback: Callback, metrics: Mapping[str, Any], *, step: int, epoch: int = 1, name: str = "val") -> None:
+    """Tells `callback` of an evaluation."""
+    callback.handle(EvalRoundEnd(step, epoch, None, {name: dict(metrics)}))  # type: ignore[arg-type]
+
+
+def told(callback: Callback, kind: type[Event], step: int, epoch: int, *given: Any) -> None:
+    """Tells `callback` of an event that has no state."""
+    callback.handle(kind(step, epoch, None, *given))  # type: ignore[arg-type]

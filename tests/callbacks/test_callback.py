@@ -1,27 +1,28 @@
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
-from callback_runs import EXAMPLE, STEPS, Saves, fit, program_of
+from callback_runs import EXAMPLE, STEPS, fit, program_of, scripted, scripted_program
 from compoconf import parse_config, register
 
 from jax_trainer.callbacks import (
     Callback,
     CallbackConfig,
-    JAXProfiler,
+    GradientSpikeMonitorConfig,
     JAXProfilerConfig,
-    LearningRateMonitor,
+    LambdaCallback,
     LearningRateMonitorConfig,
-    ModelCheckpoint,
-    ModelCheckpointConfig,
-    logger_observers,
 )
 from jax_trainer.core import HeldState, copy_state
+from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, evaluate
 from jax_trainer.settings import SettingsError
-from jax_trainer.testing import Recorder, assert_same_bits, fault, numbered_loader
+from jax_trainer.testing import Recorder, fault, numbered_loader
 
+STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]
 
 
@@ -40,7 +41,7 @@ class Witness(Callback):
         self.calls: list[tuple[Any, ...]] = []
         super().__init__(config, run)
 
-    def names(self, *, without: tuple[str, ...] = ("on_step_end", "on_training_step")) -> list[Any]:
+    def names(self, *, without: tuple[str, ...] = STEP_HOOKS) -> list[Any]:
         shown = [(name.removeprefix("on_"), given) for name, *given in self.calls if name not in without]
         return [name if not given else (name, given[-1]) for name, given in shown]
 
@@ -209,6 +210,16 @@ def test_a_callback_of_ones_own_is_found_by_its_name(folder_run):
             {"class_name": "JAXProfiler", "every_n_minutes": 60, "first_step": 10, "profile_n_steps": 20},
             JAXProfilerConfig(profile_n_steps=20),
         ),
+        (
+            {
+                "class_name": "GradientSpikeMonitor",
+                "every_n_epochs": 1,
+                "log_to_disk": True,
+                "ema_decay": 0.99,
+                "threshold": 3.0,
+            },
+            GradientSpikeMonitorConfig(log_to_disk=True, ema_decay=0.99, threshold=3.0),
+        ),
     ],
 )
 def test_the_sections_of_the_seed_document_are_read(section, config):
@@ -220,13 +231,114 @@ def test_an_impossible_rhythm_is_refused():
         CallbackConfig(every_n_epochs=-2)
 
 
-def test_no_callback_changes_a_trained_bit(flavour, folder_run):
-    with_store = replace(folder_run, checkpoints=Saves())
-    callbacks = [
-        ModelCheckpoint(ModelCheckpointConfig(), with_store),
-        LearningRateMonitor(LearningRateMonitorConfig(), with_store),
-        JAXProfiler(JAXProfilerConfig(first_step=2, profile_n_steps=2), with_store),
-        Witness(WitnessConfig()),
-        *logger_observers(folder_run.logger),
-    ]
-    assert_same_bits(fit(*callbacks, flavour=flavour), fit(flavour=flavour))
+def test_a_callback_without_a_configuration_has_the_defaults_of_its_own():
+    assert Patient().config == PatientConfig()
+    assert Patient().config.limit == 3
+    assert Plain().config == CallbackConfig()
+
+
+def test_a_configuration_with_keys_that_must_be_given_is_asked_for():
+    with pytest.raises(TypeError, match="Needy cannot do without a configuration: .*'what'"):
+        Needy()
+
+
+@dataclass
+class PatientConfig(CallbackConfig):
+    """With a key of its own."""
+
+    limit: int = 3
+
+
+class Patient(Callback):
+    """Counts epochs, and can be interrupted."""
+
+    config: PatientConfig
+
+    def reset(self) -> None:
+        self.epochs = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        self.epochs += 1
+
+
+class Plain(Callback):
+    """Says nothing about its configuration."""
+
+
+@dataclass
+class NeedyConfig(CallbackConfig):
+    """Has a key without a default."""
+
+    what: str = field(kw_only=True)
+
+
+class Needy(Callback):
+    """Cannot do without a configuration."""
+
+    config: NeedyConfig
+
+
+def test_a_callback_that_belongs_to_no_run_says_so():
+    for name in ("run", "trainer", "data_module"):
+        with pytest.raises(RuntimeError, match="Patient belongs to no run yet. A trainer attaches it"):
+            getattr(Patient(), name)
+
+
+def test_an_attached_callback_knows_its_run_its_trainer_and_its_data(folder_run):
+    trainer, dataset = object(), DatasetModule(DatasetConfig(global_batch_size=4), np.zeros((8, 2)))
+    run, given = replace(folder_run, trainer=trainer, dataset=dataset), []
+    for callback in (LambdaCallback(set_dataset=given.append), Patient()):
+        callback.attach(run)
+        assert (callback.run, callback.trainer, callback.data_module) == (run, trainer, dataset)
+    assert given == [dataset]
+    without = LambdaCallback(set_dataset=given.append)
+    without.attach(folder_run)
+    assert (without.trainer, without.data_module, len(given)) == (None, None, 1)
+
+
+def test_a_callback_begins_anew_with_a_second_run_and_keeps_what_it_was_given_before_the_first(folder_run):
+    callback = Patient()
+    callback.load_state_dict({"epochs": 5})
+    callback.attach(folder_run)
+    fit(callback)
+    assert callback.epochs == 7
+    callback.attach(replace(folder_run))
+    assert callback.epochs == 0
+    fit(callback)
+    assert callback.state_dict() == {"epochs": 2}
+
+
+def test_a_callback_cannot_watch_two_runs_at_once(folder_run):
+    callback = Patient(run=folder_run)
+    callback.attach(replace(folder_run))  # nothing has begun: training may have been refused
+    nested = LambdaCallback(on_step_end=lambda event: callback.attach(folder_run))
+    with pytest.raises(RuntimeError, match="Patient watches the run in .*, which has not ended. Make another one"):
+        fit(callback, nested)
+    callback.attach(folder_run)
+
+
+def test_windows_of_steps_are_told_as_they_arrive():
+    windows: list[tuple[int, int]] = []
+    watcher = LambdaCallback(on_steps_reported=lambda event: windows.append((event.rows.first, event.rows.last)))
+    fit(
+        watcher,
+        plan=Plan(max_epochs=2, metrics_every=3),
+        program=scripted_program(),
+        train=scripted([1.0] * 4),
+        evals={},
+    )
+    assert windows == [(1, 3), (4, 4), (5, 6), (7, 8)]
+
+
+def test_what_callbacks_know_is_asked_for_by_name(folder_run):
+    patient = Patient()
+    run = replace(folder_run, callback_states=lambda: {"patient": patient.state_dict()})
+    assert folder_run.callback_states() == {}
+    fit(patient)
+    assert run.callback_states() == {"patient": {"epochs": 2}}

@@ -6,7 +6,7 @@ import pytest
 from callback_runs import STEPS, Saves, fit
 from compoconf import parse_config
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, ModelCheckpointConfig
+from jax_trainer.callbacks import Callback, ModelCheckpoint, ModelCheckpointConfig, logger_observers
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Every, Plan
@@ -85,27 +85,57 @@ def test_a_run_without_a_store_is_refused(folder_run):
         ModelCheckpoint(ModelCheckpointConfig(), folder_run)
 
 
-@pytest.mark.parametrize(
-    ("monitor", "mode"),
-    [
-        ("val/acc", "max"),
-        ("val/top5_accuracy", "max"),
-        ("val/F1", "max"),
-        ("val/auc", "max"),
-        ("val/loss", "min"),
-        ("val/accumulated_loss", "min"),
-        ("val_acc/perplexity", "min"),
-    ],
-)
-def test_auto_goes_by_the_name_of_the_metric(monitor, mode):
-    assert ModelCheckpointConfig(monitor=monitor, mode="auto").best_mode == mode
+def test_auto_is_decided_by_the_name_of_the_metric():
+    assert ModelCheckpointConfig(monitor="val/acc", mode="auto").best_mode == "max"
+    assert ModelCheckpointConfig(monitor="val/loss", mode="auto").best_mode == "min"
 
 
 def test_the_section_of_the_seed_document_is_read():
     section = {"monitor": "val/acc", "mode": "max", "save_top_k": 1, "save_optimizer_state": False}
     config: Any = parse_config(Callback.cfgtype, {"class_name": "ModelCheckpoint", **section})
     assert config == ModelCheckpointConfig(monitor="val/acc", mode="max")
-    assert config.store_options() == {"keep_latest": 1, "keep_best": 1, "monitor": "val/acc", "mode": "max"}
+    kept = {"keep_latest": 1, "keep_best": 1, "slim_best": True}
+    assert config.store_options() == {**kept, "monitor": "val/acc", "mode": "max"}
+    assert config.store_options(monitors=False) == kept
+    assert ModelCheckpointConfig(save_optimizer_state=True).store_options()["slim_best"] is False
+
+
+def test_what_callbacks_know_is_saved_with_every_state(folder_run):
+    store, states = Saves(), iter([{"a": {"seen": 1}}, {"a": {"seen": 2}}])
+    fit(ModelCheckpoint(run=replace(folder_run, checkpoints=store, callback_states=lambda: next(states))))
+    assert store.callbacks == [{"a": {"seen": 1}}, {"a": {"seen": 2}}]
+
+
+def test_what_was_logged_is_on_the_disk_before_a_state_is_saved(folder_run, monkeypatch):
+    calls: list[str] = []
+    flush = folder_run.logger.flush
+    monkeypatch.setattr(folder_run.logger, "flush", lambda: calls.append("flush") or flush())
+
+    class Looks(Saves):
+        def save(self, *given, **options):
+            calls.append(f"save {len((folder_run.folder / 'metrics.jsonl').read_text().splitlines())}")
+            return super().save(*given, **options)
+
+    run = replace(folder_run, checkpoints=Looks())
+    fit(*logger_observers(run.logger), ModelCheckpoint(run=run))
+    assert calls == ["flush", "save 2", "flush", "save 4"]  # an epoch and its validation each
+
+
+def test_a_run_that_compares_states_otherwise_needs_no_monitor(folder_run):
+    config, store = ModelCheckpointConfig(monitor="val/nothing"), Saves()
+    fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store, monitors=False)))
+    assert [step for step, _, _ in store.kept] == [STEPS, 2 * STEPS]
+
+
+def test_a_second_run_begins_at_its_own_beginning(folder_run):
+    stores = Saves(), Saves()
+    callback = ModelCheckpoint()
+    plan = Plan(max_steps=6, eval_every=Every(steps=3), eval_at_start=True)
+    for store in stores:
+        callback.attach(replace(folder_run, checkpoints=store))
+        fit(callback, plan=plan)
+    assert stores[0].kept == stores[1].kept
+    assert [step for step, _, _ in stores[0].kept] == [3, 6]
 
 
 def test_the_real_store_keeps_the_latest_and_the_best(folder_run):
@@ -121,6 +151,15 @@ def test_the_real_store_keeps_the_latest_and_the_best(folder_run):
     assert found is not None
     assert (found.step, found.metrics["val/acc"]) == (best_step, best["acc"])
     assert set(store.steps()) == {4 * STEPS, best_step}
+    assert saved.callbacks == {}
+
+
+def test_the_real_store_gives_back_what_callbacks_knew(folder_run):
+    config = ModelCheckpointConfig()
+    store = CheckpointStore(folder_run.folder / "checkpoints", **config.store_options())
+    run = replace(folder_run, checkpoints=store, callback_states=lambda: {"mine": {"best": 0.5, "names": ["a"]}})
+    last = fit(ModelCheckpoint(config, run))
+    assert store.restore("latest", like=last)[1].callbacks == {"mine": {"best": 0.5, "names": ["a"]}}
 
 
 def test_the_real_store_keeps_the_latest_where_nothing_is_judged(folder_run):

@@ -3,6 +3,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from callback_runs import fit, matrix_program, scripted, scripted_program
 
 from jax_trainer.callbacks import LogMetrics, logger_observers
 from jax_trainer.core import compile_program
@@ -15,11 +16,10 @@ EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 PROGRAM = compile_program(tiny_program("linen"), on_recompile="ignore")
 
 
-def logged(path, plan, every):
+def logged(path, plan, every, **options):
     recorder = Recorder()
     writer = JsonlWriter(path)
-    data = Data(numbered_loader(), {"val": numbered_loader(64)})
-    run(PROGRAM, PROGRAM.init(jax.random.key(0), EXAMPLE), data, plan, [LogMetrics(writer, every), recorder])
+    fit(LogMetrics(writer, every), recorder, plan=plan, **{"program": PROGRAM, "train": numbered_loader(), **options})
     return [json.loads(line) for line in path.read_text().splitlines()], recorder
 
 
@@ -27,7 +27,8 @@ def logged(path, plan, every):
 @pytest.mark.parametrize("metrics_every", [7, 50])
 def test_windows_of_steps_are_weighted_means_at_multiples(tmp_path, steps_per_call, metrics_every):
     plan = Plan(max_epochs=2, steps_per_call=steps_per_call, metrics_every=metrics_every)
-    rows, seen = logged(tmp_path / "metrics.jsonl", plan, every=10)
+    train = scripted(np.random.default_rng(0).normal(size=1003).tolist(), batch_size=32)
+    rows, seen = logged(tmp_path / "metrics.jsonl", plan, every=10, program=scripted_program(), train=train, evals={})
     windows = {row["step"]: row for row in rows if "train/loss_step" in row}
     assert list(windows) == [10, 20, 30, 40, 50, 60]
     sizes = {step: 11 if step % 32 == 0 else 32 for step in range(1, 65)}
@@ -68,3 +69,21 @@ def test_a_logger_is_fed_as_configured_and_left_open(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8, 10, 10]
     assert rows[2]["train/time_epoch"] > 0
+
+
+def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
+    logger, seen = Logger(LoggerConfig(log_steps_every=0), tmp_path), Recorder()
+    evals = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
+    plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
+    program = matrix_program("linen")
+    fit(*logger_observers(logger), seen, program=program, plan=plan, evals=evals)
+    logger.close("completed")
+    files = sorted(path.name for path in (tmp_path / "metrics").iterdir())
+    assert files == [f"{name}_epoch_000{epoch}.json" for name in ("val_far", "val_near") for epoch in (1, 2)]
+    saved = json.loads((tmp_path / "metrics" / "val_far_epoch_0002.json").read_text())
+    _, _, judged = seen.evals[-1]
+    assert saved.keys() == {"val_far/loss", "val_far/conf_matrix", "val_far/time"}
+    assert saved["val_far/loss"] == judged["loss"]
+    assert saved["val_far/conf_matrix"] == judged["conf_matrix"].tolist()
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert logged[-1]["val_far/time"] == saved["val_far/time"]

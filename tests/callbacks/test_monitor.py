@@ -1,17 +1,21 @@
-import json
-
+import jax
 import numpy as np
 import pytest
-from callback_runs import FIRST_RATE, STEPS, TOTAL, fit
+from callback_runs import FIRST_RATE, STEPS, TOTAL, fit, judged, rows, scripted, scripted_program, told
 
-from jax_trainer.callbacks import LearningRateMonitor, LearningRateMonitorConfig
-from jax_trainer.engine import Plan
+from jax_trainer.callbacks import (
+    GradientSpikeMonitor,
+    GradientSpikeMonitorConfig,
+    LearningRateMonitor,
+    LearningRateMonitorConfig,
+)
+from jax_trainer.engine import FitStart, Plan
+from jax_trainer.settings import SettingsError
 
 
 def rates(folder_run, every: int) -> list[tuple[int, int, float]]:
     fit(LearningRateMonitor(LearningRateMonitorConfig(every_n_epochs=every), folder_run), plan=Plan(max_epochs=4))
-    rows = map(json.loads, (folder_run.folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["epoch"], row["optimizer/lr"]) for row in rows]
+    return [(row["step"], row["epoch"], row["optimizer/lr"]) for row in rows(folder_run)]
 
 
 @pytest.mark.parametrize(("every", "epochs"), [(1, [1, 2, 3, 4]), (-1, [1, 2, 3, 4]), (2, [2, 4])])
@@ -26,3 +30,82 @@ def test_the_learning_rate_is_logged_before_the_first_epoch_and_at_the_beginning
 
 def test_never_is_never(folder_run):
     assert rates(folder_run, 0) == []
+
+
+USUAL = np.random.default_rng(0).uniform(0.9, 1.1, size=(24, 2)).astype(np.float32)  # loss, norm
+SPIKES = {9: (1, 100), 11: (100, 1), 17: (100, 100)}  # step: by what they are multiplied
+FACTORS = np.array([SPIKES.get(step, (1, 1)) for step in range(1, 25)])
+COUNTS = ("grad_norms", "losses", "synchronous", "grad_before_loss", "loss_before_grad")
+
+
+def watched(folder_run, *, log_norms: bool = True, every: int = 1, **options) -> GradientSpikeMonitor:
+    """A callback that has seen 24 steps, in three epochs."""
+    config = GradientSpikeMonitorConfig(warmup_steps=4, every_n_epochs=every, log_to_disk=True)
+    callback, program = GradientSpikeMonitor(config, folder_run), scripted_program(log_norms=log_norms)
+    batches = list(scripted(*(USUAL * FACTORS).T.tolist()))
+    state = program.init(jax.random.key(0), batches[0])
+    plan = Plan(max_steps=24, steps_per_epoch=8, metrics_every=5, **options)
+    fit(callback, plan=plan, train=iter(batches), state=state, program=program, evals={})
+    return callback
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, 8])
+def test_spikes_are_counted_per_epoch_whatever_the_chunks(folder_run, steps_per_call):
+    watched(folder_run, steps_per_call=steps_per_call)
+    logged = rows(folder_run)
+    assert [(row["step"], row["epoch"]) for row in logged] == [(8, 1), (16, 2), (24, 3)]
+    assert [[row[f"optimizer/spikes_{name}"] for name in COUNTS] for row in logged] == [
+        [0, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 0],
+    ]
+
+
+def test_counts_cover_all_epochs_since_the_last_that_was_logged(folder_run):
+    watched(folder_run, every=3)
+    (row,) = rows(folder_run)
+    assert [row[f"optimizer/spikes_{name}"] for name in COUNTS] == [2, 2, 1, 1, 0]
+
+
+def test_a_spike_of_a_hundred_times_leaves_the_average_as_it_was(folder_run):
+    state = watched(folder_run).state_dict()
+    for index, name in enumerate(("loss", "grad_norm")):
+        kept = USUAL[FACTORS[:, index] == 1, index].astype(np.float64)
+        expected = np.average(kept, weights=0.995 ** np.arange(len(kept))[::-1])
+        assert state[name]["total"] / state[name]["weight"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_spikes_themselves_are_in_a_file(folder_run):
+    watched(folder_run)
+    with np.load(folder_run.folder / "gradient_spikes.npz", allow_pickle=False) as found:
+        assert found["grad_norm_steps"].tolist() == [9, 17]
+        np.testing.assert_allclose(found["grad_norm_values"], USUAL[[8, 16], 1] * 100, rtol=1e-6)
+        np.testing.assert_allclose(found["grad_norm_averages"][0], USUAL[:8, 1].mean(), rtol=0.01)
+        assert found["loss_steps"].tolist() == [11, 17]
+
+
+def test_without_the_norm_it_says_which_key_to_set(folder_run):
+    with pytest.raises(ValueError, match="needs the metric 'optimizer/grad_global_norm'.* Set `log_grad_norm: true`"):
+        watched(folder_run, log_norms=False)
+
+
+def test_steps_that_were_skipped_are_not_looked_at(folder_run):
+    batches = scripted([1, 1, float("nan"), 1], [1, 1, 1, 1])
+    callback = GradientSpikeMonitor(run=folder_run)
+    fit(callback, program=scripted_program(guarded=True), train=batches, evals={}, plan=Plan(max_epochs=1))
+    assert callback.state_dict()["loss"]["seen"] == 3
+    assert rows(folder_run)[0]["optimizer/spikes_losses"] == 0
+
+
+def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
+    callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(log_to_disk=True), folder_run)
+    told(callback, FitStart, 0, 0)
+    callback._look(1, float("inf"), 1.0)
+    judged(callback, {"loss": 1.0}, step=1)
+    assert (folder_run.folder / "gradient_spikes.npz").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)])
+def test_settings_by_which_everything_or_nothing_is_a_spike_are_refused(key, value):
+    with pytest.raises(SettingsError, match=f"`{key}` must be"):
+        GradientSpikeMonitorConfig(**{key: value})

@@ -1,26 +1,56 @@
 """The observers we ship: they watch a run and write, show or stop; they never change it."""
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, Checkpoints, Run
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
+from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
+from jax_trainer.callbacks.disable_gc import DisableGC, DisableGCConfig
+from jax_trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
+from jax_trainer.callbacks.lambda_callback import LambdaCallback
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers
-from jax_trainer.callbacks.monitor import LearningRateMonitor, LearningRateMonitorConfig
+from jax_trainer.callbacks.monitor import (
+    GradientSpikeMonitor,
+    GradientSpikeMonitorConfig,
+    LearningRateMonitor,
+    LearningRateMonitorConfig,
+)
 from jax_trainer.callbacks.profiler import JAXProfiler, JAXProfilerConfig
-from jax_trainer.callbacks.progress import ProgressBar
+from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
+from jax_trainer.callbacks.pruning import OptunaPruning
+from jax_trainer.callbacks.run import Checkpoints, Run
+from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
+from jax_trainer.callbacks.throughput import ThroughputMonitor, ThroughputMonitorConfig
 
 __all__ = [
     "Callback",
     "CallbackConfig",
     "Checkpoints",
+    "ConfusionMatrixCallback",
+    "ConfusionMatrixConfig",
+    "DisableGC",
+    "DisableGCConfig",
+    "EarlyStopping",
+    "EarlyStoppingConfig",
+    "GradientSpikeMonitor",
+    "GradientSpikeMonitorConfig",
     "JAXProfiler",
     "JAXProfilerConfig",
+    "LambdaCallback",
     "LearningRateMonitor",
     "LearningRateMonitorConfig",
     "LogMetrics",
     "ModelCheckpoint",
     "ModelCheckpointConfig",
+    "ModelSummary",
+    "ModelSummaryConfig",
+    "OptunaPruning",
+    "Progress",
     "ProgressBar",
+    "ProgressConfig",
     "Run",
+    "ThroughputMonitor",
+    "ThroughputMonitorConfig",
     "Windows",
     "full_names",
     "logger_observers",
+    "parameter_table",
 ]

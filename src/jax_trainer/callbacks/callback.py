@@ -3,14 +3,16 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from functools import cached_property
+from typing import Annotated, Any
 
+import jax
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.callbacks.run import Checkpoints, Run
 from jax_trainer.core import StepRows, TrainState
-from jax_trainer.datasets import DatasetModule, Position
+from jax_trainer.datasets import DatasetModule
 from jax_trainer.engine import (
     EpochEnd,
     EpochStart,
@@ -22,35 +24,9 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.logger import Logger
-from jax_trainer.settings import AtLeast, Settings
+from jax_trainer.settings import AtLeast, Settings, config_of
 
-
-class Checkpoints(Protocol):
-    """What a callback needs of a `CheckpointStore`; so this room does not load the store's libraries."""
-
-    def save(self, state: TrainState, position: Position, metrics: Mapping[str, float]) -> Path:
-        """Saves `state`, which stands at `position` in the data and was judged by `metrics`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a callback may use besides events.
-
-    Args:
-        folder: the run's own folder.
-        logger: takes numbers.
-        checkpoints: where states are saved, if they are.
-        dataset: the data, where it is a module.
-        validates: whether the plan has evaluations.
-    """
-
-    folder: Path
-    logger: Logger
-    checkpoints: Checkpoints | None = None
-    dataset: DatasetModule | None = None
-    validates: bool = True
+__all__ = ["Callback", "CallbackConfig", "Checkpoints", "Run"]
 
 
 @dataclass
@@ -75,7 +51,11 @@ class Callback(RegistrableConfigInterface):
     """Watches a run: override the hooks you need. Epochs count from 1; metrics have full names, as in "val/acc".
 
     While a hook runs, `self.event` is what happened and `self.state` the state after it; both are gone afterwards. A
-    hook may raise `StopTraining`.
+    hook may raise `StopTraining`; whatever else it raises ends the run with that error.
+
+    Args:
+        config: when it acts, and its own keys; left out, their defaults.
+        run: what it may use; left out, it is attached later.
 
     >>> from compoconf import register
     >>> @dataclass
@@ -91,13 +71,65 @@ class Callback(RegistrableConfigInterface):
 
     config: Any
 
-    def __init__(self, config: Any, run: Run) -> None:
-        self.config, self.run = config, run
+    def __init__(self, config: Any = None, run: Run | None = None) -> None:
+        self.config = _default_config(type(self)) if config is None else config
+        self._run: Run | None = None
         self._event: Event | None = None
+        self._is_running = False  # between the first event and the last
+        self._is_training = False  # the same without the test at the end
         self._is_judging = False  # between the start of the first evaluation set and the end of the last
-        # both come at every step, and most callbacks want neither
-        self._wants_steps = type(self).on_step_end is not Callback.on_step_end
-        self._wants_step_metrics = type(self).on_training_step is not Callback.on_training_step
+        self.reset()
+        if run is not None:
+            self.attach(run)
+
+    def attach(self, run: Run) -> None:
+        """Watches `run` from now on. One that has watched another run, which is over, begins anew."""
+        if self._is_running:
+            raise RuntimeError(
+                f"{type(self).__name__} watches the run in {self.run.folder}, which has not ended. "
+                "Make another one for a run at the same time."
+            )
+        if self._run is not None:
+            self.reset()
+        self._run, self._is_judging = run, False
+        if run.dataset is not None:
+            self.set_dataset(run.dataset)
+
+    @property
+    def run(self) -> Run:
+        """What it may use besides events."""
+        if self._run is None:
+            text = "A trainer attaches it when training begins; otherwise call `attach(run)`."
+            raise RuntimeError(f"{type(self).__name__} belongs to no run yet. {text}")
+        return self._run
+
+    @property
+    def trainer(self) -> Any:
+        """Whose run it is; None where no trainer made it."""
+        return self.run.trainer
+
+    @property
+    def data_module(self) -> DatasetModule | None:
+        """The dataset of the run, where it is a module."""
+        return self.run.dataset
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this process is the one that writes, of several that train together."""
+        return jax.process_index() == 0
+
+    def reset(self) -> None:
+        """Forgets all that an earlier run has taught; a callback that remembers sets its attributes here."""
+
+    def set_dataset(self, dataset: DatasetModule) -> None:
+        """The run has this dataset; comes when the callback is attached."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it must know to go on after an interruption, as plain JSON data; saved with every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` gave; comes before training does."""
 
     @property
     def event(self) -> Event:
@@ -121,14 +153,28 @@ class Callback(RegistrableConfigInterface):
         finally:
             self._event = None
 
+    @cached_property
+    def _wants_steps(self) -> bool:
+        return self._overrides("on_step_end")  # it comes at every step, and most callbacks do not want it
+
+    @cached_property
+    def _wants_step_metrics(self) -> bool:
+        return self._overrides("on_training_step")
+
+    def _overrides(self, hook: str) -> bool:
+        return hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook)
+
     def _tell(self, event: Event) -> None:
         due = self.config.due_at(event.epoch)
         match event:
             case StepEnd():
                 self.on_step_end(event)
-            case StepMetrics() if self._wants_step_metrics:
-                self._tell_steps(event.rows, event.epoch)
+            case StepMetrics():
+                self.on_steps_reported(event)
+                if self._wants_step_metrics:
+                    self._tell_steps(event.rows, event.epoch)
             case FitStart():
+                self._is_running = self._is_training = True
                 self.on_training_start()
             case EpochStart():
                 self.on_training_epoch_start(event.epoch)
@@ -150,6 +196,7 @@ class Callback(RegistrableConfigInterface):
 
     def _tell_eval_start(self, event: EvalStart, due: bool) -> None:
         if event.name.startswith("test"):
+            self._end_training()
             self.on_test_epoch_start(event.epoch)
             return
         self.on_validation_epoch_start(event.epoch)
@@ -173,19 +220,25 @@ class Callback(RegistrableConfigInterface):
             self.on_training_step(full_names(values, "train"), epoch, step)
 
     def _tell_end(self, event: FitEnd) -> None:
+        self._is_running = False
         try:
             if event.status != "failed":
-                self.on_training_end()
+                self._end_training()
             elif (error := sys.exception()) is not None:  # `drive` tells of the end while the error is on its way
                 self.on_exception(error)
         finally:
             self.finalize(event.status)
 
+    def _end_training(self) -> None:
+        if self._is_training:
+            self._is_training = False
+            self.on_training_end()
+
     def on_training_start(self) -> None:
         """Training is about to begin."""
 
     def on_training_end(self) -> None:
-        """Training is over: done, stopped or interrupted."""
+        """Training is over: done, stopped or interrupted. A test may follow."""
 
     def on_training_epoch_start(self, epoch: int) -> None:
         """An epoch begins."""
@@ -220,6 +273,9 @@ class Callback(RegistrableConfigInterface):
     def on_step_end(self, event: StepEnd) -> None:
         """One or more steps were dispatched, as `event` says. Their numbers are not known yet."""
 
+    def on_steps_reported(self, event: StepMetrics) -> None:
+        """The numbers of some steps have arrived, some steps later: `event.rows` has those of each."""
+
     def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
         """The numbers of one step have arrived, some steps later: `self.state` is not that step's."""
 
@@ -228,3 +284,12 @@ class Callback(RegistrableConfigInterface):
 
     def finalize(self, status: str) -> None:
         """The last hook of a training, however it ended; `status` says how."""
+
+
+def _default_config(cls: type[Callback]) -> Any:
+    """The configuration of `cls` with all defaults."""
+    kind = config_of(cls)
+    try:
+        return CallbackConfig() if kind is Any else kind()
+    except TypeError as missing:
+        raise TypeError(f"{cls.__name__} cannot do without a configuration: {missing}.") from None

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, Run
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.monitored import Mode, best_mode, monitored
+from jax_trainer.callbacks.run import Run
 from jax_trainer.datasets import Position
 from jax_trainer.engine import StepEnd
 from jax_trainer.settings import AtLeast
@@ -25,28 +27,32 @@ class ModelCheckpointConfig(CallbackConfig):
         monitor: the metric by which states are compared, by its full name.
         mode: whether a small value is good or a large one; auto: large for names with "acc", "f1" or "auc".
         save_top_k: how many of the best states are kept, besides the latest.
-        save_optimizer_state: accepted, so that files which set it can be read; every checkpoint holds the optimizer's
-            state, because training cannot go on without it.
+        save_optimizer_state: keep the optimizer's state in the best checkpoints as well; otherwise they drop it once
+            they are no longer the latest. The latest always has it: training cannot go on without.
     """
 
     monitor: str = "val/loss"
-    mode: Literal["min", "max", "auto"] = "min"
+    mode: Mode = "min"
     save_top_k: Annotated[int, AtLeast(0)] = 1
     save_optimizer_state: bool = False
 
     @property
     def best_mode(self) -> Literal["min", "max"]:
         """`mode`, with "auto" decided by the metric's name."""
-        if self.mode != "auto":
-            return self.mode
-        name = self.monitor.rpartition("/")[2].lower()
-        return "max" if any(word in name for word in ("acc", "f1", "auc")) and "loss" not in name else "min"
+        return best_mode(self.mode, self.monitor)
 
-    def store_options(self, *, validates: bool = True) -> dict[str, Any]:
-        """The options of the `CheckpointStore` that this configuration asks for."""
+    def store_options(self, *, validates: bool = True, monitors: bool = True) -> dict[str, Any]:
+        """The options of the `CheckpointStore` that this configuration asks for.
+
+        Args:
+            validates: whether there will be anything to compare states by.
+            monitors: whether `monitor` compares them; otherwise the store is told how by somebody else.
+        """
         if not validates:
             return {"keep_latest": 1, "keep_best": 0}
-        return {"keep_latest": 1, "keep_best": self.save_top_k, "monitor": self.monitor, "mode": self.best_mode}
+        by_metric = {"monitor": self.monitor, "mode": self.best_mode} if monitors else {}
+        slim = not self.save_optimizer_state
+        return {"keep_latest": 1, "keep_best": self.save_top_k, "slim_best": slim, **by_metric}
 
 
 @register
@@ -55,11 +61,15 @@ class ModelCheckpoint(Callback):
 
     config: ModelCheckpointConfig
 
-    def __init__(self, config: ModelCheckpointConfig, run: Run) -> None:
-        super().__init__(config, run)
+    def attach(self, run: Run) -> None:
+        """Watches `run`, which must have a place to save to."""
         if run.checkpoints is None:
             raise ValueError("`ModelCheckpoint` needs a place to save to: give the run `checkpoints`.")
         self._checkpoints = run.checkpoints
+        super().attach(run)
+
+    def reset(self) -> None:
+        """Stands at the beginning of the data."""
         self._has_trained = False
         self._epoch_step, self._feed_state = 0, None  # with the epoch, the position in the data
 
@@ -86,14 +96,13 @@ class ModelCheckpoint(Callback):
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Saves what was judged; not before the first step of a run, when there is nothing new to save."""
-        monitor = self.config.monitor
-        if monitor not in eval_metrics:
-            raise ValueError(f"No metric {monitor!r} to monitor. There are: {', '.join(sorted(eval_metrics))}.")
-        if shape := np.shape(eval_metrics[monitor]):
-            raise ValueError(f"`monitor: {monitor}` must name a number, and this is an array of shape {shape}.")
+        if self.run.monitors:
+            monitored(eval_metrics, self.config.monitor)  # a mistake in the name ends the run before training does
         if self._has_trained:
             self._save(eval_metrics, epoch)
 
     def _save(self, metrics: dict[str, Any], epoch: int) -> None:
         scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        self._checkpoints.save(self.state, Position(epoch, self._epoch_step, self._feed_state), scalars)
+        position = Position(epoch, self._epoch_step, self._feed_state)
+        self.run.logger.flush()  # a run that goes on from here finds on the disk what was written before
+        self._checkpoints.save(self.state, position, scalars, callbacks=self.run.callback_states())

@@ -1,7 +1,7 @@
 """Writes what a run reports: windows of steps, epochs, evaluations."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,26 @@ class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
 
     Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is how
-    many seconds an epoch's training or an evaluation took. `closes`: the writer is closed when training ends; otherwise
-    whoever made it goes on to use it and closes it.
+    many seconds an epoch's training or an evaluation took.
+
+    Args:
+        writer: takes the numbers.
+        every_n_steps: steps between two rows of step metrics.
+        closes: the writer is closed when training ends; otherwise whoever made it goes on to use it and closes it.
+        save: also given all metrics of every evaluation, arrays among them, with a name such as "val_epoch_0007".
     """
 
-    def __init__(self, writer: MetricWriter, every_n_steps: int = 50, *, closes: bool = True) -> None:
+    def __init__(
+        self,
+        writer: MetricWriter,
+        every_n_steps: int = 50,
+        *,
+        closes: bool = True,
+        save: Callable[[str, Mapping[str, Any]], Any] | None = None,
+    ) -> None:
         if every_n_steps < 0:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
-        self._writer, self._closes = writer, closes
+        self._writer, self._closes, self._save = writer, closes, save
         self._windows = Windows(every_n_steps) if every_n_steps else None
         self._eval_began = 0.0
 
@@ -59,6 +71,8 @@ class LogMetrics:
             case EvalEnd():
                 timed = {**event.metrics, "time": time.perf_counter() - self._eval_began}
                 self._write(event.step, event.epoch, timed, event.name, "")
+                if self._save is not None:
+                    self._save(f"{event.name}_epoch_{event.epoch:04d}", full_names(timed, event.name))
             case FitEnd() if self._closes:
                 self._writer.close(event.status)
 
@@ -70,7 +84,7 @@ class LogMetrics:
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:
     """The observers that tell `logger` of a run, as its configuration says. They leave closing it to its owner."""
-    return [LogMetrics(logger, logger.config.log_steps_every, closes=False)]
+    return [LogMetrics(logger, logger.config.log_steps_every, closes=False, save=logger.save_metrics)]
 
 
 def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:

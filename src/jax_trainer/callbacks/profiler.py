@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, Run
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.engine import StepEnd
 from jax_trainer.settings import AtLeast
 
@@ -37,8 +37,8 @@ class JAXProfiler(Callback):
 
     config: JAXProfilerConfig
 
-    def __init__(self, config: JAXProfilerConfig, run: Run) -> None:
-        super().__init__(config, run)
+    def reset(self) -> None:
+        """Has traced nothing."""
         self._steps = 0  # of this run, which may have begun at a later one
         self._ends_at: int | None = None  # while a trace is running
         self._began: float | None = None

@@ -1,11 +1,16 @@
 """A progress bar that never asks the device: it shows the numbers that have arrived."""
 
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import jax
 import numpy as np
+from compoconf import register
 from rich.console import Console
 
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.screen import Screen
 from jax_trainer.engine import (
     EpochEnd,
     EpochStart,
@@ -19,25 +24,42 @@ from jax_trainer.engine import (
     StepMetrics,
     Waiting,
 )
+from jax_trainer.settings import AtLeast
 
 SHOWN = 4  # metrics in a line; more do not fit
 WIDTH = 24  # of the bar
-START_OF_LINE = "\r\x1b[2K"
 
 
 class ProgressBar:
-    """Shows steps, speed, and the latest metrics, and a line for every epoch and evaluation; `title` is the first line.
+    """Shows epoch, steps, speed, the time left and the latest metrics, and a line for every epoch and evaluation.
 
     Without a terminal there are only the lines. Drawing is done here, not in a thread that would compete with
     training, at most every `refresh_seconds`, lines included, and it is one write: laying out a `rich` progress bar
     takes 3 ms, a hundred times as long.
+
+    Args:
+        title: the first line.
+        epochs: how many there will be, where that is known.
+        refresh_seconds: seconds between two drawings.
+        console: where to; left out, the standard error output.
+        is_notebook: whether that is in a notebook; None: as the console says.
+        is_lead: whether this process shows anything; None: the first of several that train together does.
     """
 
     shows_notices = True
 
-    def __init__(self, *, title: str = "", refresh_seconds: float = 0.25, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._refresh_seconds = refresh_seconds
+    def __init__(
+        self,
+        *,
+        title: str = "",
+        epochs: int | None = None,
+        refresh_seconds: float = 0.25,
+        console: Console | None = None,
+        is_notebook: bool | None = None,
+        is_lead: bool | None = None,
+    ) -> None:
+        self._screen = Screen(console or Console(stderr=True), is_notebook)
+        self._epochs, self._refresh_seconds, self._is_lead = epochs, refresh_seconds, is_lead
         self._what, self._total, self._done = "", None, 0
         self._began = self._drawn = 0.0
         self._latest = ""
@@ -45,17 +67,21 @@ class ProgressBar:
 
     def handle(self, event: Event) -> None:
         """Follows the run."""
+        if self._is_lead is None:
+            self._is_lead = jax.process_index() == 0  # not before: asking starts the devices
+        if not self._is_lead:
+            return
         if isinstance(event, StepEnd):  # first: it comes most often by far
             self._done += event.steps
             self._draw_if_time()
             return
         match event:
             case EpochStart():
-                self._start(f"epoch {event.epoch}", event.steps)
+                self._start(self._epoch(event), event.steps)
             case StepMetrics():
                 self._latest = _line({name: column.values[-1] for name, column in event.rows.columns.items()})
             case EvalStart():
-                self._start(f"epoch {event.epoch} {event.name}", event.batches)
+                self._start(f"{self._epoch(event)} {event.name}", event.batches)
             case EvalStep():
                 self._done = event.batches
                 self._draw_if_time()
@@ -70,6 +96,9 @@ class ProgressBar:
                 self._lines.append(f"epoch {event.epoch:>3}  {event.name}  {_line(event.metrics)}")
             case FitEnd():
                 self._write("")
+
+    def _epoch(self, event: Event) -> str:
+        return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
     def _start(self, what: str, total: int | None) -> None:
         self._what, self._total, self._done, self._began = what, total, 0, time.perf_counter()
@@ -86,19 +115,14 @@ class ProgressBar:
         pieces = [self._what, str(self._done), _clock(seconds), f"{speed:.3g}/s" if self._done else "starting"]
         if self._total:
             filled = WIDTH * self._done // self._total
-            full, empty = ("━", "─") if self._console.encoding.startswith("utf") else ("#", "-")
+            full, empty = self._screen.ticks
             pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {self._done}/{self._total}"
             pieces[2] += f" < {_clock((self._total - self._done) / speed)}" if speed else ""
         return "  ".join([*pieces, self._latest])
 
     def _write(self, bar: str) -> None:
-        terminal = self._console.is_terminal
-        lines = "".join(f"{line}\n" for line in self._lines)
-        self._lines = []
-        text = f"{START_OF_LINE}{lines}{bar[: self._console.width - 1]}" if terminal else lines
-        if text:
-            self._console.file.write(text)
-            self._console.file.flush()
+        lines, self._lines = self._lines, []
+        self._screen.show(lines, bar)
 
 
 def _clock(seconds: float) -> str:
@@ -111,3 +135,36 @@ def _line(metrics: dict[str, Any]) -> str:
     own = {name: value for name, value in metrics.items() if "/" not in name and np.ndim(value) == 0}
     first = sorted(own, key=lambda name: name != "loss")[:SHOWN]
     return "  ".join(f"{name} {own[name]:.4g}" for name in first)
+
+
+@dataclass
+class ProgressConfig(CallbackConfig):
+    """How the progress bar is drawn.
+
+    Args:
+        every_n_epochs: has no meaning here.
+        every_n_minutes: has no meaning here.
+        refresh_seconds: seconds between two drawings.
+    """
+
+    refresh_seconds: Annotated[float, AtLeast(0)] = 0.25
+
+
+@register
+class Progress(Callback):
+    """Shows a progress bar, instead of the one that a trainer shows by itself."""
+
+    config: ProgressConfig
+    shows_notices = True
+
+    def reset(self) -> None:
+        """Has shown nothing."""
+        self._bar: ProgressBar | None = None
+
+    def handle(self, event: Event) -> None:
+        """Passes everything on to the bar."""
+        if self._bar is None:
+            title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
+            self._bar = ProgressBar(title=title, epochs=self.run.epochs, refresh_seconds=seconds)
+        self._bar.handle(event)
+        super().handle(event)

@@ -1,0 +1,27 @@
+"""Hooks as plain functions."""
+
+import difflib
+from collections.abc import Callable
+
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions: each is given by the name of its hook, and called with the hook's arguments.
+
+    >>> printing = LambdaCallback(on_validation_epoch_end=lambda metrics, epoch: print(epoch, metrics["val/acc"]))
+    """
+
+    config: CallbackConfig
+
+    def __init__(self, **hooks: Callable[..., None]) -> None:
+        names = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize", "set_dataset"]
+        for name, function in hooks.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(sorted(names))}."
+                raise TypeError(f"There is no hook {name!r}. {hint}")
+            if not callable(function):
+                raise TypeError(f"`{name}` must be a function, got {function!r}.")
+            setattr(self, name, function)
+        super().__init__()

@@ -1,0 +1,91 @@
+"""What is trained, as text."""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import jax
+from compoconf import register
+from rich.console import Console
+
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.core import PyTree, leaf_path
+
+LOG = logging.getLogger("jax_trainer")
+MODEL_FILE, PARAMS_FILE = "model.txt", "params.txt"
+
+
+@dataclass
+class ModelSummaryConfig(CallbackConfig):
+    """Where the summary of the model goes.
+
+    Args:
+        every_n_epochs: has no meaning here.
+        every_n_minutes: has no meaning here.
+        show: print it as well, when training begins.
+    """
+
+    show: bool = False
+
+
+@register
+class ModelSummary(Callback):
+    """Writes the layers to `model.txt` and the parameters to `params.txt`.
+
+    Where no trainer does so, it also logs their number as `param/num_model_params`, at 0 on the x-axis.
+    """
+
+    config: ModelSummaryConfig
+
+    def on_training_start(self) -> None:
+        """Writes, logs and shows."""
+        if not self.is_lead:
+            return
+        params = self.state.params
+        table = parameter_table(params)
+        layers = self._layers() or table
+        write_atomically(self.run.folder / MODEL_FILE, f"{layers.rstrip()}\n")
+        write_atomically(self.run.folder / PARAMS_FILE, f"{table}\n")
+        if self.event.step == 0 and self.trainer is None:  # a trainer logs it itself
+            self.run.logger.log_scalar("param/num_model_params", _count(params), 0)
+        if self.config.show:
+            Console(stderr=True).print(layers.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+    def _layers(self) -> str:
+        """The trainer's own table, where there is a trainer that can make one."""
+        if self.trainer is None:
+            return ""
+        try:
+            return self.trainer.tabulate()
+        except Exception as failure:  # a table is not worth a run
+            LOG.warning(f"ModelSummary lists parameters only. {type(failure).__name__}: {failure}")
+            return ""
+
+
+def parameter_table(params: PyTree) -> str:
+    """One line per array of parameters: path, shape, dtype, number; and the sum of all.
+
+    >>> import numpy as np
+    >>> print(parameter_table({"dense": {"bias": np.zeros(3), "kernel": np.zeros((2, 3))}}))
+    parameter     shape   dtype    number
+    dense.bias    [3]     float64       3
+    dense.kernel  [2, 3]  float64       6
+    total                               9
+    """
+    rows = [("parameter", "shape", "dtype", "number")]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        rows.append((leaf_path(path), str(list(leaf.shape)), str(leaf.dtype), f"{math.prod(leaf.shape):,}"))
+    rows.append(("total", "", "", f"{_count(params):,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    *words, number = row
+    left = (word.ljust(width) for word, width in zip(words, widths[:-1], strict=True))
+    return "  ".join([*left, number.rjust(widths[-1])])
+
+
+def _count(params: PyTree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,54 @@
+import logging
+
+import numpy as np
+
+from jax_trainer.callbacks.spike_file import FILE, SpikeFile
+
+
+def written(folder) -> dict[str, list]:
+    with np.load(folder / FILE, allow_pickle=False) as found:
+        return {name: found[name].tolist() for name in found}
+
+
+def test_the_file_has_steps_values_and_averages_of_each_quantity(tmp_path):
+    file = SpikeFile(tmp_path)
+    file.add("loss", 7, 9.0, 1.5)
+    file.add("loss", 9, 8.0, 1.25)
+    file.write()
+    assert written(tmp_path) == {
+        "grad_norm_steps": [],
+        "grad_norm_values": [],
+        "grad_norm_averages": [],
+        "loss_steps": [7, 9],
+        "loss_values": [9.0, 8.0],
+        "loss_averages": [1.5, 1.25],
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_nothing_is_written_where_there_is_nothing(tmp_path):
+    SpikeFile(tmp_path).write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_goes_on_keeps_what_was_before_its_checkpoint(tmp_path):
+    first = SpikeFile(tmp_path)
+    for step in (3, 5, 8):
+        first.add("loss", step, float(step), 1.0)
+    first.write()
+    second = SpikeFile(tmp_path)
+    second.go_on(5)
+    second.add("loss", 7, 7.0, 1.0)
+    second.write()
+    assert written(tmp_path)["loss_steps"] == [3, 5, 7]
+
+
+def test_a_file_that_is_damaged_costs_a_warning(tmp_path, caplog):
+    (tmp_path / FILE).write_bytes(b"not a zip file")
+    file = SpikeFile(tmp_path)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        file.go_on(5)
+    file.add("loss", 7, 7.0, 1.0)
+    file.write()
+    assert "cannot be read, and is begun anew" in caplog.text
+    assert written(tmp_path)["loss_steps"] == [7]

@@ -1,0 +1,97 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jax_trainer.callbacks.spikes import NEW_LEVEL, Level, Spikes
+
+
+def spikes_of(values, *, decay=0.9, threshold=2.0, warmup=3) -> list[int]:
+    level = Level(decay, threshold, warmup)
+    return [index for index, value in enumerate(values) if level.takes(value)]
+
+
+def test_the_average_is_that_of_all_values_each_weighed_by_its_age():
+    values = [3.0, 1.0, 2.0, 2.5]
+    level = Level(0.9, 100.0, 1)
+    for value in values:
+        assert not level.takes(value)
+    assert level.average == pytest.approx(np.average(values, weights=[0.9**age for age in (3, 2, 1, 0)]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([1, 1, 1, 2.0, 1], []),  # twice is not more than twice
+        ([1, 1, 1, 2.1, 1], [3]),
+        ([1, 9, 1, 1, 1], []),  # the first values say what is usual
+        ([-1, -1, -1, -0.5, 0.1], [4]),  # as far above a negative average
+        ([1, math.nan, 1, 1, math.inf], [1, 4]),
+    ],
+)
+def test_a_spike_is_far_above_what_was_usual(values, found):
+    assert spikes_of(values) == found
+
+
+def test_a_spike_leaves_no_trace_in_the_average():
+    usual = [1.0, 1.1, 0.9, 1.0, 1.05] * 4
+    level, other = Level(0.9, 2.0, 3), Level(0.9, 2.0, 3)
+    for index, value in enumerate(usual):
+        if index == 10:
+            assert level.takes(100.0) and level.takes(math.nan) and level.takes(100.0)
+        assert not level.takes(value)  # nor are those after it taken for spikes, or missed
+        other.takes(value)
+    assert level.average == other.average
+    assert level.takes(2.2)
+
+
+def test_what_stays_high_is_a_new_level_and_no_longer_a_spike():
+    found = spikes_of([1.0] * 10 + [5.0] * (NEW_LEVEL + 50) + [11.0])
+    assert found == [*range(10, 10 + NEW_LEVEL - 1), 10 + NEW_LEVEL + 50]
+
+
+def counted(grads: str, losses: str) -> dict[str, int]:
+    """The counts of steps that spike where there is an `x`."""
+    spikes = Spikes.of(0.9, 2.0, 1)
+    for step, (grad, loss) in enumerate(zip("." + grads, "." + losses, strict=True), 1):
+        spikes.add(step, 1 + 9 * (grad == "x"), 1 + 9 * (loss == "x"))
+    return {name: count for name, count in spikes.taken_counts().items() if count}
+
+
+@pytest.mark.parametrize(
+    ("grads", "losses", "counts"),
+    [
+        ("....", "....", {}),
+        ("x.x.", "..x.", {"grad_norms": 2, "losses": 1, "synchronous": 1}),
+        ("x.....", ".....x", {"grad_norms": 1, "losses": 1, "grad_before_loss": 1}),
+        ("x......", "......x", {"grad_norms": 1, "losses": 1}),  # too late
+        ("...x", ".x..", {"grad_norms": 1, "losses": 1, "loss_before_grad": 1}),
+        ("x.x..", ".x.x.", {"grad_norms": 2, "losses": 2, "grad_before_loss": 2, "loss_before_grad": 1}),
+        ("x...", "xx..", {"grad_norms": 1, "losses": 2, "synchronous": 1}),  # a common one precedes neither
+    ],
+)
+def test_which_spike_came_first_is_counted(grads, losses, counts):
+    assert counted(grads, losses) == counts
+
+
+def test_counts_begin_anew_when_they_were_taken():
+    spikes = Spikes.of(0.9, 2.0, 1)
+    spikes.add(1, 1, 1)
+    spikes.add(2, 9, 9)
+    assert spikes.taken_counts()["synchronous"] == 1
+    assert not any(spikes.taken_counts().values())
+
+
+def test_it_goes_on_exactly_from_its_state():
+    values = np.random.default_rng(0).lognormal(sigma=1.0, size=(60, 2)).tolist()
+    whole, first = Spikes.of(0.95, 2.0, 5), Spikes.of(0.95, 2.0, 5)
+    for step, pair in enumerate(values):
+        whole.add(step, *pair)
+    for step, pair in enumerate(values[:31]):
+        first.add(step, *pair)
+    second = Spikes.from_state(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    for step, pair in enumerate(values[31:], 31):
+        second.add(step, *pair)
+    assert second == whole
+    assert whole.counts.grad_norms > 3

@@ -1,0 +1,91 @@
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from callback_runs import fit, rows, scripted, scripted_program, told
+
+from jax_trainer.callbacks import LambdaCallback, Run, ThroughputMonitor, ThroughputMonitorConfig, throughput
+from jax_trainer.core.tape import Field
+from jax_trainer.engine import EpochEnd, EpochStart, Event, Every, Plan, StepMetrics
+
+NAMES = {"examples_per_second", "steps_per_second", "step_time_p50", "step_time_p90", "step_time_p99"}
+KEYS = {f"throughput/{name}" for name in {*NAMES, "data_wait_share"}}
+
+
+class Ends:
+    """Keeps what the ends of epochs say about time."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, EpochEnd):
+            self.times.append((event.seconds, event.waited))
+
+
+def measured(run: Run, *observers: object, examples: int, **options: Any) -> list[dict[str, Any]]:
+    """What is logged of short runs on batches of 8."""
+    train = scripted([1.0] * examples, batch_size=8)
+    plan = Plan(**{"max_epochs": 1, "metrics_every": 2, **options})
+    fit(
+        ThroughputMonitor(run=run), *observers, plan=plan, train=train, program=scripted_program(), evals={"val": train}
+    )
+    return rows(run)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, "epoch"])
+def test_an_epoch_is_logged_with_its_examples_steps_and_waiting(folder_run, steps_per_call):
+    ends = Ends()
+    logged = measured(folder_run, ends, examples=29, max_epochs=2, steps_per_call=steps_per_call)
+    assert [(row["step"], row["epoch"]) for row in logged] == [(4, 1), (8, 2)]  # the last batch of each is not full
+    for row, (seconds, waited) in zip(logged, ends.times, strict=True):
+        assert row.keys() == {"step", "epoch", *KEYS}
+        assert row["throughput/examples_per_second"] * seconds == pytest.approx(29)
+        assert row["throughput/steps_per_second"] * seconds == pytest.approx(4)
+        assert row["throughput/data_wait_share"] == pytest.approx(waited / seconds)
+        assert 0 < row["throughput/step_time_p50"] <= row["throughput/step_time_p90"] <= row["throughput/step_time_p99"]
+
+
+def test_percentiles_are_those_of_the_time_per_step_in_windows(folder_run):
+    measured(folder_run, examples=8)  # compiled
+    slow = LambdaCallback(on_step_end=lambda event: time.sleep(0.2 if event.step > 36 else 0.0))
+    row = measured(folder_run, slow, examples=8 * 40)[-1]
+    assert row["throughput/step_time_p50"] < 0.1 < row["throughput/step_time_p99"]
+
+
+def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 3.001])
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    callback, weight = ThroughputMonitor(run=folder_run), Field(0, 1, (), np.dtype(np.float32))
+    told(callback, EpochStart, 0, 1, None)
+    for step, reported in [(18, 10), (24, 10), (24, 4)]:  # the end of an epoch brings all that is left
+        words = np.full((reported, 1), 8.0, np.float32).view(np.uint32)
+        told(
+            callback, StepMetrics, step, 1, SimpleNamespace(words=words, format=SimpleNamespace(default_weight=weight))
+        )
+    told(callback, EpochEnd, 24, 1, {}, 4.0, 1.0, None)
+    (row,) = rows(folder_run)
+    assert row["throughput/step_time_p50"] == pytest.approx(2.001 / 14)  # of 24 steps, 14 took that long
+    assert row["throughput/step_time_p99"] == pytest.approx(2.001 / 14)
+    assert row["throughput/examples_per_second"] == 24 * 8 / 4
+    assert row["throughput/data_wait_share"] == 0.25
+
+
+def test_evaluations_and_what_is_saved_after_them_do_not_count(folder_run):
+    measured(folder_run, examples=8, eval_every=Every(steps=3))
+    pause = LambdaCallback(on_validation_epoch_end=lambda metrics, epoch: time.sleep(0.5))
+    row = measured(folder_run, pause, examples=8 * 6, eval_every=Every(steps=3))[-1]
+    assert row["throughput/step_time_p99"] < 0.25
+    assert row["throughput/steps_per_second"] > 6 / 0.5
+
+
+def test_only_every_so_many_epochs_are_logged(folder_run):
+    fit(ThroughputMonitor(ThroughputMonitorConfig(every_n_epochs=2), folder_run), plan=Plan(max_epochs=3))
+    assert [row["epoch"] for row in rows(folder_run)] == [2]
+
+
+def test_an_epoch_without_steps_is_not_logged(folder_run):
+    told(ThroughputMonitor(run=folder_run), EpochEnd, 0, 1, {}, 0.0, 0.0, None)
+    assert rows(folder_run) == []
