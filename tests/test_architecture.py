@@ -24,7 +24,11 @@ MAY_IMPORT = {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "config"),
     },
-    "cli": {"core", "interfaces", "settings", "config", "trainer", "datasets", "models", "optimizer", "checkpoint"},
+    "tuning": {"core", "settings", "config", "trainer", "callbacks", "checkpoint"},
+    "cli": {
+        *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
+        "checkpoint",
+    },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 CORE_DEPENDENCIES = {"compoconf", "jax", "flax", "optax", "numpy", "orbax", "rich", "yaml", "jax_trainer"}

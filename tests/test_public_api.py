@@ -10,7 +10,7 @@ import pytest
 
 ROOMS = [
     *("core", "adapters", "engine", "datasets", "optimizer", "models", "logger", "checkpoint", "callbacks", "config"),
-    *("trainer", "cli", "testing"),
+    *("trainer", "tuning", "cli", "testing"),
 ]
 MODULES = ["jax_trainer", *(f"jax_trainer.{room}" for room in ROOMS), "jax_trainer.datasets.examples"]
 

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_type_hints
 
-from compoconf import RegistrableConfigInterface, Registry, register_interface, registered
+import jax
+from compoconf import RegistrableConfigInterface, Registry, register, register_interface, registered
 from flax import linen as nn
 from flax import nnx
 
@@ -83,6 +84,92 @@ class BaseModelLinen(nn.Module, RegistrableConfigInterface):
             name = type(self).__name__
             raise TypeError(f"{name} was made without its configuration. Write `{name}(config)`.")
         super().__post_init__()
+
+
+@dataclass
+class BasePreprocessingConfig(BaseModelConfig):
+    """The base of the configuration of what is done to every input, in training and in evaluation."""
+
+
+@dataclass
+class BaseAugmentationConfig(BaseModelConfig):
+    """The base of the configuration of what is done to inputs in training only."""
+
+
+class _OnInputs(nnx.Module):
+    """Changes inputs on the device, before the model; without parameters. What is random comes from `self.rngs`."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.config, self.rngs = config, rngs
+
+    def __call__(self, inputs: Any) -> Any:
+        """The inputs, changed; those of the base classes stay as they are."""
+        return inputs
+
+
+class _OnInputsLinen(nn.Module):
+    """Changes inputs on the device, before the model; without parameters. Its random stream is "augmentation"."""
+
+    @nn.compact
+    def __call__(self, inputs: Any) -> Any:
+        """The inputs, changed; those of the base classes stay as they are."""
+        return inputs
+
+
+@register
+@register_interface
+class BasePreprocessingNNX(_OnInputs, RegistrableConfigInterface):
+    """Changes every input before an nnx model sees it: derive from it, and write `__call__`."""
+
+    config: BasePreprocessingConfig
+
+
+@register
+@register_interface
+class BaseAugmentationNNX(_OnInputs, RegistrableConfigInterface):
+    """Changes inputs in training, before an nnx model sees them: derive from it, and write `__call__`."""
+
+    config: BaseAugmentationConfig
+
+
+@dataclass
+class BasePreprocessingLinenConfig(BasePreprocessingConfig):
+    """The configuration of a `BasePreprocessingLinen`."""
+
+
+@dataclass
+class BaseAugmentationLinenConfig(BaseAugmentationConfig):
+    """The configuration of a `BaseAugmentationLinen`."""
+
+
+@register
+@register_interface
+class BasePreprocessingLinen(_OnInputsLinen, RegistrableConfigInterface):
+    """Changes every input before a linen model sees it: derive from it, and write `__call__`."""
+
+    config: BasePreprocessingLinenConfig
+
+
+@register
+@register_interface
+class BaseAugmentationLinen(_OnInputsLinen, RegistrableConfigInterface):
+    """Changes inputs in training, before a linen model sees them: derive from it, and write `__call__`."""
+
+    config: BaseAugmentationLinenConfig
+
+
+_ON_INPUTS = (BasePreprocessingNNX, BasePreprocessingLinen, BaseAugmentationNNX, BaseAugmentationLinen)
+
+
+def on_inputs(config: BaseModelConfig, key: jax.Array, inputs: Any) -> Any:
+    """`inputs` changed as the preprocessing or augmentation of this configuration does."""
+    name = config.class_name
+    kinds = [Registry.get_class(interface, name) for interface in _ON_INPUTS if name in registered(interface)]  # type: ignore[arg-type]
+    if not kinds:
+        raise ValueError(f"{type(config).__name__} belongs to no registered preprocessing or augmentation.")
+    if issubclass(kinds[0], nn.Module):
+        return kinds[0](config).apply({}, inputs, rngs={"augmentation": key})
+    return kinds[0](config, rngs=nnx.Rngs(key))(inputs)
 
 
 _INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {"nnx": BaseModelNNX, "linen": BaseModelLinen}

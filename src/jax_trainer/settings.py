@@ -249,7 +249,11 @@ def expected(hint: Any) -> str:
     >>> expected(Annotated[int, AtLeast(1)] | None)
     'a whole number of at least 1 or null'
     """
-    return " or ".join(dict.fromkeys(_expected_one(option) for option in options(hint)))
+    parts: list[str] = []
+    for option in options(hint):
+        text, of_these = _expected_one(option), f"a list, each {' or '.join(parts)}"
+        parts.append("a list of such" if parts and text == of_these else text)
+    return " or ".join(dict.fromkeys(parts))
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}

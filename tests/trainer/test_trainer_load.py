@@ -27,11 +27,11 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     assert loaded.folder.path == moved
     assert loaded.test_model(loaded.dataset.test_loader) == done.results["test"]
     assert_same_bits(loaded.state.params, done.watcher.judged[STEPS].params)
-    loaded.load_model("latest")
+    loaded.load_model(which="latest")
     assert_same_bits(loaded.state.params, done.trainer.state.params)
     assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]
     with pytest.raises(CheckpointError, match="no checkpoint of step 3 in"):
-        loaded.load_model(3)
+        loaded.load_model(which=3)
 
 
 def test_the_stored_configuration_rebuilds_the_run(done, tmp_path):

@@ -74,7 +74,7 @@ def test_a_longer_plan_goes_on_where_the_shorter_one_ended(tmp_path):
 
 
 def test_there_must_be_something_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="There is nothing to resume: pass `folder`"):
+    with pytest.raises(ValueError, match="There is nothing to resume: pass the run's folder"):
         train_plain(plain_for("nnx", tmp_path), resume=True)
     unsaved = plain_for("nnx", tmp_path)
     train_plain(unsaved)

@@ -129,12 +129,13 @@ def plain_for(
     norm: bool = False,
     optimizer: Any = None,
     mesh: Any = None,
+    given: Any = (),
     **changes: Any,
 ) -> Any:
     """A trainer on numbered data, 4 batches of 32, at a constant learning rate: any length is the same program."""
     config = TrainerConfig(**settings(folder, **{"train_epochs": 1, **changes}))
     model = MODELS[flavour](c_hid=8, num_classes=4, batch_norm=norm)
-    return kind(config, model, optimizer or AdamWConfig(learning_rate=0.01), EXAMPLE, mesh=mesh)
+    return kind(config, model, optimizer or AdamWConfig(learning_rate=0.01), EXAMPLE, mesh, callbacks=given)
 
 
 NUMBERS = numbered_data(32 * STEPS)
@@ -154,6 +155,7 @@ def rows(trainer: TrainerModule) -> list[dict[str, Any]]:
     """What the run wrote, without how long it took."""
     assert trainer.folder is not None
     parsed = [json.loads(line) for line in trainer.folder.metrics_file.read_text().splitlines()]
+    parsed = [row for row in parsed if "hparams" not in row]  # they say where the run is
     return [{name: value for name, value in row.items() if "/time" not in name} for row in parsed]
 
 

@@ -69,7 +69,7 @@ def version() -> str:
 
 def train(asked: argparse.Namespace) -> Outcome:
     """Trains what a file describes, then tests the weights that were best in validation."""
-    return _trained(asked, load_experiment(asked.config, _changes(asked)))
+    return _trained(asked, load_experiment(asked.config, changes_of(asked)))
 
 
 def resume(asked: argparse.Namespace) -> Outcome:
@@ -85,7 +85,7 @@ def test(asked: argparse.Namespace) -> Outcome:
         trainer = _built(loaded, folder)
         if trainer.dataset.test_loader is None:
             raise WrongInput(f"The dataset of {folder.path} has no test data.")
-        trainer.load_model(asked.which)
+        trainer.load_model(which=asked.which)
         metrics = _scalars(trainer.test_model(trainer.dataset.test_loader))
     run = redact(str(folder.path), secrets=asked.secrets)
     data = {"status": "completed", "run": run, "which": asked.which, "metrics": {"test": metrics}}
@@ -94,7 +94,7 @@ def test(asked: argparse.Namespace) -> Outcome:
 
 def check(asked: argparse.Namespace) -> Outcome:
     """Reads a configuration, builds everything and traces one step; trains nothing and writes nothing."""
-    loaded = load_experiment(asked.config, _changes(asked))
+    loaded = load_experiment(asked.config, changes_of(asked))
     with _told_with_places(asked, loaded):
         report = _built(loaded).dry_run()
     return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
@@ -131,7 +131,7 @@ def schema(asked: argparse.Namespace) -> Outcome:
     return Outcome(whole, lambda console: console.print_json(data=whole))
 
 
-def _changes(asked: argparse.Namespace) -> list[str]:
+def changes_of(asked: argparse.Namespace) -> list[str]:
     """The overrides; what else is given are files to import."""
     files = [change for change in asked.changes if change.endswith(".py") and "=" not in change]
     asked.imports = [*asked.imports, *files]
@@ -146,7 +146,7 @@ def _import(names: Sequence[str]) -> None:
 
 def _opened(asked: argparse.Namespace) -> tuple[RunFolder, Loaded[StoredRun]]:
     """The folder of a run that can be gone on with, and its configuration. Both may come from somebody else."""
-    changes = _changes(asked)
+    changes = changes_of(asked)
     try:
         folder = RunFolder.open(Path(asked.folder))
     except (OSError, ValueError) as error:

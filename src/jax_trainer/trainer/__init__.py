@@ -1,5 +1,12 @@
 """`TrainerModule`, the Lightning-like style: a subclass says what the loss is, configurations say the rest."""
 
+from jax_trainer.core import TrainState
+from jax_trainer.trainer.augmented import (
+    AugmentedImgClassifierTrainer,
+    AugmentedImgClassifierTrainerConfig,
+    CropAndFlip,
+    CropAndFlipConfig,
+)
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
@@ -8,7 +15,11 @@ from jax_trainer.trainer.language_model import LanguageModelTrainer, LanguageMod
 from jax_trainer.trainer.trainer import TrainerModule
 
 __all__ = [
+    "AugmentedImgClassifierTrainer",
+    "AugmentedImgClassifierTrainerConfig",
     "BaseTrainer",
+    "CropAndFlip",
+    "CropAndFlipConfig",
     "DryRun",
     "Experiment",
     "ImgClassifierTrainer",
@@ -16,6 +27,7 @@ __all__ = [
     "LanguageModelTrainer",
     "LanguageModelTrainerConfig",
     "StoredRun",
+    "TrainState",
     "TrainerConfig",
     "TrainerModule",
     "build",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from compoconf import RegistrableConfigInterface, register_interface
 
@@ -11,11 +11,13 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.checkpoint.names import safe_join
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
-from jax_trainer.logger import Logger, LoggerConfig
+from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
+Statistic = Literal["min", "max", "mean", "std", "val"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 
 @dataclass
@@ -28,13 +30,26 @@ class TrainerConfig(Settings):
         debug: run without compiling, so that a breakpoint in the loss works.
         enable_progress_bar: show a bar, and a line per epoch and validation.
         seed: decides the first weights, dropout and everything else that is random in training.
+        seed_eval: decides what is random in evaluations, which is the same in each of them.
         log_grad_norm: report the norms of gradients and parameters.
-        detect_nans: end the run at the first loss or gradient that is not finite, with the weights before it.
+        log_param_stats: report statistics of every parameter, as `param/<path>_<mode>`.
+        param_log_modes: which ones; val is the value itself, for parameters of one number.
+        log_grad_stats: report statistics of every parameter's gradient, as `grad/<path>_<mode>`.
+        grad_log_modes: which ones.
+        log_intermediates: report statistics of what the model sows, as `intermediate/<path>_<mode>`.
+        interm_log_modes: which ones.
+        detect_nans: watch for losses and gradients that are not finite; `on_nonfinite` says what happens then.
+        nan_keys: the metrics that must be finite, besides the gradients.
+        on_nonfinite: raise (keep batch and state, end with an error), stop (the same without the error), skip (leave
+            the update out and go on) or null (raise with `detect_nans`, otherwise nothing is watched).
+        max_skipped: end with an error after so many skipped updates in a row.
         logger: what is recorded, and where.
         callbacks: watchers by name; the name of a callback's class needs no `class_name`.
         model_mode: nnx or linen; left out, the model says so itself.
         max_steps: end after this many optimizer steps, whatever `train_epochs` says.
         max_steps_per_epoch: an epoch is at most this many steps.
+        limit_val_batches: validate on at most so many batches of each set.
+        limit_test_batches: test on at most so many batches of each set.
         max_time: end after this many seconds.
         val_every_n_steps: validate every so many steps as well; 0: only by epochs.
         steps_per_call: optimizer steps per dispatch; "epoch" sends a whole epoch at once.
@@ -51,13 +66,25 @@ class TrainerConfig(Settings):
     debug: bool = False
     enable_progress_bar: bool = True
     seed: Count = 42
+    seed_eval: Count = 43
     log_grad_norm: bool = True
+    log_param_stats: bool = False
+    param_log_modes: tuple[Statistic, ...] = STATISTICS
+    log_grad_stats: bool = False
+    grad_log_modes: tuple[Statistic, ...] = STATISTICS
+    log_intermediates: bool = False
+    interm_log_modes: tuple[Statistic, ...] = STATISTICS
     detect_nans: bool = False
+    nan_keys: tuple[str, ...] = ("train/loss",)
+    on_nonfinite: Literal["raise", "stop", "skip"] | None = None
+    max_skipped: Count = 10
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
     callbacks: dict[str, Callback.cfgtype] = field(default_factory=dict)
     model_mode: ModelMode | None = None
     max_steps: Size | None = None
     max_steps_per_epoch: Size | None = None
+    limit_val_batches: Size | None = None
+    limit_test_batches: Size | None = None
     max_time: Annotated[float, Above(0)] | None = None
     val_every_n_steps: Count = 0
     steps_per_call: Size | Literal["epoch"] = 1
@@ -83,11 +110,34 @@ class TrainerConfig(Settings):
             max_time=self.max_time,
             steps_per_epoch=self.max_steps_per_epoch,
             eval_every=Every(epochs=self.check_val_every_n_epoch, steps=self.val_every_n_steps),
+            eval_batches=self.limit_val_batches,
             steps_per_call=self.steps_per_call,
             overfit_batches=self.overfit_batches,
             fast_dev_run=self.fast_dev_run,
             metrics_every=self.logger.log_steps_every or 50,
         )
+
+    @property
+    def test_plan(self) -> Plan:
+        """How much of the test sets is used."""
+        limits = (self.fast_dev_run or None, self.limit_test_batches)
+        batches = min((limit for limit in limits if limit is not None), default=None)
+        return Plan(max_steps=0, eval_batches=batches)
+
+    @property
+    def guards(self) -> Literal["raise", "stop", "skip"] | None:
+        """What happens at a loss or gradient that is not finite; None: nobody looks."""
+        return self.on_nonfinite or ("raise" if self.detect_nans else None)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The training metrics of `nan_keys`, by the names that a loss gives them."""
+        return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_judged(key))
+
+    @property
+    def watched_evaluations(self) -> tuple[str, ...]:
+        """The metrics of evaluations among `nan_keys`."""
+        return tuple(filter(_is_judged, self.nan_keys))
 
     @property
     def validates(self) -> bool:
@@ -105,25 +155,41 @@ class TrainerConfig(Settings):
     def check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
         """Refuses to monitor what evaluations of these sets, which report `judged`, will not have."""
         known = {name for one in evals for name in full_names(dict.fromkeys(judged), one)}
-        for key, saver in self._savers().items():
-            if known and saver.every_n_epochs and saver.monitor not in known:
-                text = f"no metric {saver.monitor!r} will be there. There are {', '.join(sorted(known))}."
+        for key, one in self.callbacks.items():
+            monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
+            if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
+                text = f"no metric {monitor!r} will be there. There are {', '.join(sorted(known))}."
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
+
+
+_NUL = "A path cannot have the character NUL in it."
+
+
+def _is_judged(key: str) -> bool:
+    return key.startswith(("val", "test")) and "/" in key
 
 
 def _bad_names(logger: Any) -> Iterator[Problem]:
     """What a file calls a run becomes a folder, which must stay among the runs."""
-    tool = logger.tool_config
-    name, version = (getattr(tool, key, "") for key in ("name", "version"))
-    parts = [("name", part) for part in name.split("/") if name] + [("version", version)] * bool(version)
-    for key, part in parts:
+    tools = tools_of(logger)
+    is_list = isinstance(logger.tool_config, list | tuple)
+    if "\0" in logger.log_dir:
+        yield "logger.log_dir", _NUL
+    for index, tool in enumerate(tools):
+        key = f"logger.tool_config.{index}" if is_list else "logger.tool_config"
+        if "\0" in getattr(tool, "save_dir", ""):
+            yield f"{key}.save_dir", _NUL
+        for field_name in ("name", "version"):
+            yield from _bad_parts(getattr(tool, field_name, "") or "", f"{key}.{field_name}")
+
+
+def _bad_parts(name: str, key: str) -> Iterator[Problem]:
+    """A version is one folder; a name may be several."""
+    for part in (name.split("/") if key.endswith(".name") else [name]) if name else ():
         try:
             safe_join(Path("runs"), part)
         except ValueError as error:
-            yield f"logger.tool_config.{key}", str(error)
-    for key, place in (("log_dir", logger.log_dir), ("tool_config.save_dir", getattr(tool, "save_dir", ""))):
-        if "\0" in place:
-            yield f"logger.{key}", "A path cannot have the character NUL in it."
+            yield key, str(error)
 
 
 @register_interface

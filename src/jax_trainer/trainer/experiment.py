@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register what a file can name
+from jax_trainer.callbacks import Callback
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded, load_config
 from jax_trainer.core import Batch
@@ -26,7 +27,7 @@ LOG = logging.getLogger("jax_trainer")
 
 @dataclass
 class StoredRun(Settings):
-    """What the folder of a run says about it. One that was begun in Python may have no dataset of ours.
+    """What the folder of a run says about it. One that was begun in Python may lack what was given there.
 
     Args:
         trainer: how to train.
@@ -38,8 +39,8 @@ class StoredRun(Settings):
     """
 
     trainer: BaseTrainer.cfgtype
-    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype
-    optimizer: OptimizerInterface.cfgtype
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | None = None
+    optimizer: OptimizerInterface.cfgtype | None = None
     dataset: DatasetModule.cfgtype | None = None
     seed: Annotated[int, AtLeast(0)] = 42
     num_gpus: Annotated[int, AtLeast(0)] = 1
@@ -49,6 +50,8 @@ class StoredRun(Settings):
 class Experiment(StoredRun):
     """A whole experiment, as a file describes it."""
 
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype = field()
+    optimizer: OptimizerInterface.cfgtype = field()
     dataset: DatasetModule.cfgtype = field()
 
 
@@ -83,6 +86,9 @@ def build(
     dataset: DatasetModule | None = None,
     folder: RunFolder | None = None,
     kind: type[Any] | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Any:
     """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
 
@@ -92,7 +98,10 @@ def build(
         dataset: instead of the one that `run` says.
         folder: of the run, if it was begun before.
         kind: the trainer's class, instead of the one that `run` names.
+        model, optimizer: where `run` has none, because they were given in Python.
+        callbacks: who watches besides those that `run` names.
     """
+    _check_given(run, model=model, optimizer=optimizer)
     mesh, make = _mesh(run.num_gpus), kind or trainer_class(run)  # before the data is loaded
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
@@ -101,8 +110,17 @@ def build(
             raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
         exmp_input = next(iter(dataset.train_loader))
     others = {"seed": run.seed, "num_gpus": run.num_gpus}
-    configs = (run.trainer, run.model, run.optimizer)
-    return make(*configs, exmp_input, mesh=mesh, dataset=dataset, other_configs=others, folder=folder)
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "callbacks": callbacks, "dataset": dataset}
+    options |= {"other_configs": others, "folder": folder}
+    return make(run.trainer, run.model, run.optimizer, exmp_input, mesh, **options)
+
+
+def _check_given(run: StoredRun, **things: Any) -> None:
+    for name, thing in things.items():
+        if getattr(run, name) is None and thing is None:
+            raise _problem(name, f"This run was given its {name} in Python, so it is not stored: pass `{name}` again.")
+        if getattr(run, name) is not None and thing is not None:
+            raise _problem(name, f"This run has a {name} of its own: pass none, or change it by an override.")
 
 
 def _dataset(config: Any) -> DatasetModule:

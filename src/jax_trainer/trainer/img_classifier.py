@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from compoconf import register
 
+from jax_trainer.callbacks import ConfusionMatrixConfig
 from jax_trainer.core import PyTree
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.settings import AtLeast, SettingsError
@@ -26,7 +28,10 @@ class ImgClassifierTrainerConfig(TrainerConfig):
 
 @register
 class ImgClassifierTrainer(TrainerModule):
-    """Trains a model that tells images apart; reports `acc`, its spread and its maximum over batches."""
+    """Trains a model that tells images apart; reports `acc`, its spread and its maximum over batches.
+
+    Labels are numbers, or a share of every class. With a `ConfusionMatrixCallback`, evaluations report `conf_matrix`.
+    """
 
     config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -35,27 +40,50 @@ class ImgClassifierTrainer(TrainerModule):
         return batch.input
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """Cross entropy of an nnx model."""
-        return self._judged(self.model_apply(model, batch.input, train=train), batch)
+        """The loss of an nnx model."""
+        return self._judged(self.model_apply(model, batch.input, train=train), batch.target, train)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """Cross entropy of a linen model."""
+        """The loss of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._judged(logits, batch)
+        loss, metrics = self._judged(logits, batch.target, train)
         return loss, (mutable, metrics)
 
-    def _judged(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
+        """The loss of every example: cross entropy."""
+        if _is_soft(logits, target):
+            return optax.softmax_cross_entropy(logits, target)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, target)
+
+    def _judged(self, logits: jax.Array, target: jax.Array, train: bool) -> tuple[jax.Array, dict[str, Any]]:
         given, expected = logits.shape[-1], self.config.num_classes
         if given != expected:
             text = f"The model gives {given} classes, and `trainer.num_classes` is {expected}. "
             text += "Make them agree, e.g. by `num_classes: ${trainer.num_classes}` in the model's section."
             raise SettingsError([("trainer.num_classes", text)])
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.target).mean()
-        acc = (logits.argmax(-1) == batch.target).mean()
-        return loss, {
+        guessed, label = logits.argmax(-1), target.argmax(-1) if _is_soft(logits, target) else target
+        acc = (guessed == label).mean()
+        metrics: dict[str, Any] = {
             "acc": acc,
             "acc_std": {"value": acc, "mode": "std", "log_mode": "eval"},
             "acc_max": {"value": acc, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         }
+        if self._shows_confusion and not train:
+            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, guessed].add(1)
+            metrics["conf_matrix"] = {"value": matrix, "mode": "sum", "log_mode": "eval"}
+        return self.loss_of(logits, target).mean(), metrics
+
+    @property
+    def _shows_confusion(self) -> bool:
+        return any(isinstance(one, ConfusionMatrixConfig) for one in self.config.callbacks.values())
+
+
+def _is_soft(logits: jax.Array, target: jax.Array) -> bool:
+    return target.ndim == logits.ndim
+
+
+def one_hot(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """The share of every class, for labels of either kind."""
+    return target if _is_soft(logits, target) else jax.nn.one_hot(target, logits.shape[-1])

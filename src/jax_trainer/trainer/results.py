@@ -4,28 +4,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.engine import EvalEnd, Event, FitEnd
+from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
 from jax_trainer.engine.events import Status
+
+TEST = "test"
 
 
 class Results:
-    """Remembers the metrics of every validated epoch, those of the tests under "test", and where training ended."""
+    """Remembers the metrics of every validated epoch, those of the tests under "test", and how training ended."""
 
     def __init__(self) -> None:
         self.metrics: dict[int | str, dict[str, Any]] = {}
         self.status: Status = "failed"
-        self.epoch = 0
 
     def handle(self, event: Event) -> None:
         """Takes the metrics of an evaluation."""
         match event:
             case EvalEnd():
-                self._add("test" if event.name.startswith("test") else event.epoch, event.name, event.metrics)
+                place = TEST if event.name.startswith("test") else event.epoch
+                self._add(place, full_names(event.metrics, event.name))
             case FitEnd():
-                self.status, self.epoch = event.status, event.epoch
+                self.status = event.status
 
-    def _add(self, place: int | str, name: str, metrics: Mapping[str, Any]) -> None:
-        self.metrics[place] = {**self.metrics.get(place, {}), **full_names(metrics, name)}
+    def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
+        """Takes what was found out besides about the weights of an evaluation."""
+        self._add(TEST if all(name.startswith("test") for name in event.metrics) else event.epoch, metrics)
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The metrics of the last validation and of the test."""
+        validated = [epoch for epoch in self.metrics if isinstance(epoch, int)]
+        return {**(self.metrics[max(validated)] if validated else {}), **self.metrics.get(TEST, {})}
+
+    def _add(self, place: int | str, metrics: Mapping[str, Any]) -> None:
+        self.metrics[place] = {**self.metrics.get(place, {}), **metrics}
 
 
 def named_sets(kind: str, loaders: Any) -> dict[str, Any]:

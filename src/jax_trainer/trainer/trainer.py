@@ -1,64 +1,59 @@
 """`TrainerModule`: write the loss, and everything else of training is there."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from copy import copy
-from dataclasses import fields, replace
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
+import numpy as np
 import optax
-from compoconf import register, register_interface, registered
-from flax import nnx
+from compoconf import register, register_interface
 from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import track
 
-from jax_trainer.adapters import linen_program, nnx_program
-from jax_trainer.callbacks import Callback, ProgressBar, Run, full_names, logger_observers
+from jax_trainer.callbacks import Callback, Run, full_names
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.config import dump_config
-from jax_trainer.core import (
-    Batch,
-    CompiledProgram,
-    HeldState,
-    Layout,
-    PyTree,
-    TrainState,
-    compile_program,
-    copy_state,
-    step_of,
-    stream,
-    with_ema,
-    with_finite_guard,
-)
-from jax_trainer.datasets import Data, DatasetModule, Position, with_transforms
-from jax_trainer.engine import Event, Plan, drive, eval_events, evaluate, train_events
-from jax_trainer.interfaces import ModelMode, build_model, model_mode
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.core import Batch, CompiledProgram, HeldState, TrainState, copy_state
+from jax_trainer.datasets import Data, DatasetModule, Position
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, StepEnd, eval_events, run
 from jax_trainer.logger import Logger, run_place
 from jax_trainer.logger.rows import drop_rows_after
-from jax_trainer.optimizer import OptimizerInterface
-from jax_trainer.settings import SettingsError
-from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
+from jax_trainer.settings import SettingsError, config_of
+from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.experiment import StoredRun, build, stored_run, trainer_class
-from jax_trainer.trainer.results import Results, named_sets
+from jax_trainer.trainer.experiment import build, stored_run, trainer_class
+from jax_trainer.trainer.given import one_of
+from jax_trainer.trainer.learner import Learner
+from jax_trainer.trainer.results import named_sets
+from jax_trainer.trainer.session import Session
+from jax_trainer.trainer.stored import configs_of, hparams_of, kind_for, run_and_step, storable, write_configs
+from jax_trainer.trainer.task import Task
 
+LOG = logging.getLogger("jax_trainer")
 WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
+Which = int | Literal["best", "latest"]
 
 
 @register
 @register_interface
-class TrainerModule(BaseTrainer):
+class TrainerModule(Learner):
     """Trains, validates, tests, saves and loads a model; a subclass says what the loss is.
 
     Args:
-        config: how to train.
-        model_config: of a registered model.
-        optimizer_config: of a registered optimizer.
-        exmp_input: an example batch; only its shapes and types matter.
+        config: how to train; instead of it, its keys can be given by name, as in `train_epochs=5`.
+        model_config: of a registered model; or `model`.
+        optimizer_config: of a registered optimizer; or `optimizer`.
+        exmp_input: an example batch, of which only shapes and types matter; left out, the first of `dataset`.
         mesh: devices that share each batch along their axis "data".
+        model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
+        optimizer: an optax optimizer.
         dataset: its device transforms (such as normalising images) become part of every step.
+        callbacks: objects that watch, besides those that `config` names.
         other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. That of a
             `dataset` whose class is registered is stored anyway.
         folder: of an existing run, to load from and to resume; training that does not resume makes a new one.
@@ -68,69 +63,40 @@ class TrainerModule(BaseTrainer):
 
     def __init__(
         self,
-        config: TrainerConfig,
-        model_config: Any,
-        optimizer_config: Any,
-        exmp_input: Batch,
-        *,
+        config: Any = None,
+        model_config: Any = None,
+        optimizer_config: Any = None,
+        exmp_input: Batch = None,
         mesh: Mesh | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
         dataset: DatasetModule | None = None,
+        callbacks: Sequence[Callback] = (),
         other_configs: Mapping[str, Any] | None = None,
         folder: RunFolder | None = None,
+        **settings: Any,
     ) -> None:
-        self.config, self.model_config, self.optimizer_config = config, model_config, optimizer_config
-        self.exmp_input, self.dataset, self.folder = exmp_input, dataset, folder
-        self.other_configs = _storable(other_configs or {})
-        self.model_mode = self._agreed_mode()
-        self._layout = None if mesh is None else Layout(mesh=mesh)
-        self._optimizer: OptimizerInterface = optimizer_config.instantiate(OptimizerInterface)
-        self._program: CompiledProgram | None = None
-        self._held: HeldState | None = None
+        if config is not None and settings:
+            raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
+        super().__init__(
+            config_of(type(self))(**settings) if config is None else config,
+            one_of(model_config, model, ("model_config", "model")),
+            one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer")),
+            _example(exmp_input, dataset),
+            mesh,
+            dataset,
+        )
+        self.folder = folder
+        self.logger: Logger | None = None  # of the last run; it takes something while that lasts
+        self.callbacks: dict[str, Callback] = {}  # that watched it
+        self.other_configs = storable(other_configs or {})
+        self._given_callbacks = _callbacks_by_name(callbacks, self.config.callbacks)
+        self._session: Session | None = None
+        self._at, self._last_metrics = Position(), {}
+        self._has_optimizer = False
 
-    # what a subclass writes
-
-    def batch_to_input(self, batch: Any) -> Any:
-        """What of a batch the model is called with."""
-        raise NotImplementedError(f"{type(self).__name__} must say what of a batch the model gets: `batch_to_input`.")
-
-    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """The loss of an nnx model on a batch, and what else to report."""
-        raise NotImplementedError(f"{type(self).__name__} has no `loss_function`, which an nnx model needs.")
-
-    def loss_function_linen(
-        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
-    ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """The loss of a linen model on a batch, its changed collections, and what else to report."""
-        raise NotImplementedError(f"{type(self).__name__} has no `loss_function_linen`, which a linen model needs.")
-
-    def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
-        """The output of an nnx model. A loss gets it in the right mode; `train` puts it into one."""
-        if train is not None:
-            model.train() if train else model.eval()
-        return model(*inputs, **kwargs) if isinstance(inputs, tuple) else model(inputs, **kwargs)
-
-    def model_linen_apply(
-        self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
-    ) -> tuple[Any, PyTree]:
-        """The output of a linen model, and its changed collections; what is random in it comes from `rng`."""
-        inputs = input if isinstance(input, tuple) else (input,)
-        return state._replace(rng=stream(rng, "model")).apply(params, *inputs, train=train, **kwargs)
-
-    # the state and the program
-
-    @property
-    def state(self) -> TrainState:
-        """All that training changes. Before training it is made from `seed` and the example batch."""
-        if self._held is None:
-            self._held = HeldState.of(self.program.init(jax.random.key(self.config.seed), self.exmp_input))
-        return self._held.state
-
-    @property
-    def program(self) -> CompiledProgram:
-        """What gets compiled. Before training it can evaluate only: the optimizer is made with the run's length."""
-        if self._program is None:
-            self._program = self._compiled(optax.identity())
-        return self._program
+    # before training
 
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
@@ -141,9 +107,20 @@ class TrainerModule(BaseTrainer):
         except SettingsError as error:
             raise error.under("optimizer") from None
 
+    def init_logger(self, folder: RunFolder) -> Logger:
+        """What records the run in `folder`."""
+        return self.config.logger.instantiate(Logger, folder.path)
+
+    def init_callbacks(self, run: Run) -> dict[str, Callback]:
+        """Who watches the run, by name."""
+        made = {name: config.instantiate(Callback, run) for name, config in self.config.callbacks.items()}
+        for callback in self._given_callbacks.values():
+            callback.attach(run)
+        return {**made, **self._given_callbacks}
+
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """The program that trains on this data; nothing has run yet."""
-        return self._compiled(self.init_optimizer(num_epochs, self._steps_per_epoch(train_loader)))
+        return self._use_optimizer(self.init_optimizer(num_epochs, self._steps_per_epoch(train_loader)))
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
         """What would be trained; left out, the loader is the dataset's."""
@@ -152,7 +129,7 @@ class TrainerModule(BaseTrainer):
         steps = self._total_steps(None, self._steps_per_epoch(train_loader))
         report = traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
         has_validation = self.dataset is not None and self.dataset.val_loader is not None
-        self.config.check_monitored(named_sets("val", [] if has_validation else None), report.judged)
+        self._check_monitored(named_sets("val", [] if has_validation else None), report.judged)
         return report
 
     def _steps_per_epoch(self, train_loader: Any) -> int | None:
@@ -164,37 +141,28 @@ class TrainerModule(BaseTrainer):
         steps = None if steps_per_epoch is None else steps_per_epoch * epochs
         return min((limit for limit in (steps, self.config.max_steps) if limit is not None), default=None)
 
-    def _compiled(self, tx: optax.GradientTransformation) -> CompiledProgram:
-        config = self.config
-        options: dict[str, Any] = {
-            "micro_batches": config.accumulate,
-            "precision": config.precision,
-            "log_norms": config.log_grad_norm,
-        }
-        if self.model_mode == "nnx":
-            program = nnx_program(self._nnx_model, self.loss_function, tx, **options)
-        else:
-            model: Any = build_model(self.model_config, self.exmp_input, nnx.Rngs(0))
-            program = linen_program(model, self.loss_function_linen, tx, to_input=self.batch_to_input, **options)
-        if self.dataset is not None:
-            program = with_transforms(program, self.dataset.transforms)
-        if config.ema is not None:
-            program = with_ema(program, config.ema)
-        if config.detect_nans:
-            program = with_finite_guard(program, max_consecutive=0)
-        return compile_program(program, layout=self._layout, debug=config.debug)
+    def _check(self, program: CompiledProgram, evals: Mapping[str, Any]) -> None:
+        """Finds mistakes in the loss before anything is written; debugged code sees no tracers."""
+        if not self.config.debug:
+            _, trained, judged = program.shapes(self._key, self.exmp_input)
+            self._check_monitored(evals, judged.by_name)
+            if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
+                LOG.warning(
+                    "`log_intermediates` is on, and the model sows nothing. Sow what is to be watched: in nnx by "
+                    "`self.sow(nnx.Intermediate, name, value)`, in linen by `self.sow('intermediates', name, value)`."
+                )
 
-    def _nnx_model(self, rngs: nnx.Rngs, example: Batch) -> Any:
-        return build_model(self.model_config, self.batch_to_input(example), rngs)
+    def _check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
+        may_add = type(self).on_validation_epoch_end is not Task.on_validation_epoch_end
+        if not (may_add or self.compares_itself):
+            self.config.check_monitored(evals, judged)
 
-    def _agreed_mode(self) -> ModelMode:
-        mode = model_mode(self.model_config)
-        if self.config.model_mode not in (None, mode):
-            text = f"`model_mode` is {self.config.model_mode}, and {self.model_config.class_name} is a model of {mode}."
-            raise SettingsError([("trainer.model_mode", f"{text} Leave it out: the model says so itself.")])
-        return mode
+    @property
+    def compares_itself(self) -> bool:
+        """Whether this class has its own idea of which weights are the best."""
+        return type(self).is_new_model_better is not Task.is_new_model_better
 
-    # training and judging
+    # training
 
     def train_model(
         self,
@@ -203,7 +171,7 @@ class TrainerModule(BaseTrainer):
         test_loader: Any = None,
         num_epochs: int | None = None,
         *,
-        resume: bool = False,
+        resume: bool | str | Path = False,
         quiet: bool = False,
     ) -> dict[int | str, dict[str, Any]]:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
@@ -211,58 +179,175 @@ class TrainerModule(BaseTrainer):
         Args:
             val_loader, test_loader: one loader, or several by name.
             num_epochs: instead of `train_epochs`.
-            resume: go on from the latest checkpoint of `folder`, whose stored configuration becomes the present one.
+            resume: go on from the latest checkpoint of `folder`, or of the run in the folder given here; the present
+                configuration becomes the stored one.
             quiet: show no progress, whatever the configuration says.
         """
-        plan, program = self.config.plan(num_epochs), self.prepare(train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
-        data, tests = self._data(train_loader, evals), named_sets("test", test_loader)
-        if (
-            not self.config.debug
-        ):  # finds mistakes in the loss before anything is written; debugged code sees no tracers
-            _, _, judged = program.shapes(jax.random.key(self.config.seed), self.exmp_input)
-            self.config.check_monitored(evals, judged.by_name)
-        state, at = self._start(program, resume), Position()
-        folder = self._run_folder(resume)
+        program = self.prepare(train_loader, num_epochs)
+        self._check(program, evals)
+        self._start(program, resume=bool(resume))
+        folder = self._open_folder(resume)
         store = self._store(folder, validates=bool(evals))
-        if resume:
-            state, saved = store.restore("latest", like=state)
-            at = saved.position
-            drop_rows_after(folder.metrics_file, saved.step, saved.epoch)
-        self._program, self._held = program, HeldState.of(state)
-        logger, results = self.config.logger.instantiate(Logger, folder.path), Results()
+        saved = self._restored(store, folder) if resume else None  # before the logger opens what is cut here
+        plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
+        self.logger = self.init_logger(folder)
+        session = Session(
+            self, program, plan, data, named_sets("test", test_loader), folder, store, self.logger, self._at
+        )
         try:
-            run = Run(folder.path, logger, store, self.dataset, validates=bool(evals))
-            records = [*logger_observers(logger), results]  # first: a callback may save what they wrote, or stop
-            watching = [*self._bar(folder, quiet), *records, *self._callbacks(run)]
-            plan = plan.seen_by(watching)
-            drive(self._events(data, plan, at, tests, store), watching, state, at)
-            if tests and "test" not in results.metrics:  # a callback has ended the run, and was told so
-                for event in self._test_events(tests, plan, store, results.epoch):
-                    for observer in records:
-                        observer.handle(event)
+            session.callbacks = self.callbacks = self.init_callbacks(session.run)
+            self._introduce(session.logger) if saved is None else _remind(session.callbacks, saved)
+            self._session = session
+            return session.go(train_loader, quiet=quiet)
         finally:
-            logger.close(results.status)
-        return results.metrics
+            self._session = None
+            if session.results.status in ("completed", "stopped"):
+                session.logger.log_hparams(hparams_of(configs_of(self)), _scalars(session.results.final))
+            session.logger.close(session.results.status)
 
-    def eval_model(self, data_loader: Any, mode: str = "val") -> dict[str, Any]:
-        """The metrics of the current weights on one set; `mode` is what it is called."""
-        return self._metrics_on({mode: data_loader})
+    def train_epoch(
+        self, train_loader: Any, epoch_idx: int, train_metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Trains one epoch, and returns its metrics. By itself, it goes on from the present state.
 
-    def test_model(self, test_loader: Any) -> dict[str, Any]:
-        """The metrics of the current weights on the test set, or on several of them by name."""
-        return self._metrics_on(named_sets("test", test_loader))
+        `train_model` calls it for every epoch. `train_metrics` is of no use here: an epoch's metrics begin anew.
+        """
+        if self._session is not None:
+            return full_names(self._session.train_epoch(), "train")
+        if not self._has_optimizer:
+            program = self.prepare(train_loader)
+            self._check(program, {})
+            self._start(program, resume=False)
+        heard = _EpochMetrics()
+        plan, at = replace(self.config.plan(epoch_idx), max_steps=None), Position(epoch_idx - 1)
+        self.state = run(self.program, self.state, self._data(train_loader, {}), plan, [heard], at)
+        return full_names(heard.metrics, "train")
 
-    def load_model(self, which: str | int = "best") -> None:
-        """Takes the weights of a checkpoint of this run: the "best", the "latest", or those of a step.
+    def test_model(self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0) -> dict[str, Any]:
+        """The metrics of the present weights on the test set, or on several of them by name.
+
+        `apply_callbacks` tells the callbacks of the last run, too, whose logger is closed.
+        """
+        sets = named_sets("test", test_loader)
+        if apply_callbacks and sets:
+            at = Event(int(self.state.step), epoch_idx, HeldState.of(self.state))
+            for event in eval_events(self.program, at, sets, self.config.test_plan):
+                for callback in self.callbacks.values():
+                    callback.handle(event)
+                if isinstance(event, EvalRoundEnd):
+                    return _merged(event)
+        return self._metrics_on(sets, self.config.test_plan.eval_batches)
+
+    def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
+        """`iterator` with a progress bar, where the configuration shows one and this process leads.
+
+        Options: `desc`, what stands beside it, and `total`.
+        """
+        if not self.config.enable_progress_bar or jax.process_index():
+            return iterator
+        console = Console(stderr=True)
+        return track(iterator, options.get("desc", ""), options.get("total"), console=console)
+
+    def follow(self, event: Event) -> None:
+        """Keeps up with a run: the state and the position in the data after each event."""
+        self._held = event.held
+        match event:
+            case StepEnd() | EpochEnd():
+                self._at = event.position
+            case EvalRoundEnd():
+                self._last_metrics = {event.step: _merged(event)}
+
+    def _start(self, program: CompiledProgram, *, resume: bool) -> None:
+        """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
+        had, is_own = self._held, type(self).init_model is not Learner.init_model
+        self._program, self._has_optimizer, self._at, self._last_metrics = program, True, Position(), {}
+        if had is None or resume:
+            self._held = None
+            state = self.state
+        else:
+            state, _ = had.state, program.init(self._key, self.exmp_input)  # an nnx model is built while that is made
+        if (had is not None or is_own) and not resume:
+            averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
+            begun = program.begin(self._key, state.params, state.model_state)
+            self.state = begun.replace(extra={**begun.extra, **averaged})
+
+    def _restored(self, store: CheckpointStore, folder: RunFolder) -> Saved:
+        state, saved = store.restore("latest", like=self.state)
+        self.state, self._at = state, saved.position
+        drop_rows_after(folder.metrics_file, saved.step, saved.epoch)
+        return saved
+
+    def _introduce(self, logger: Logger) -> None:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
+        logger.log_scalar("param/num_model_params", count, 0)
+
+    def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
+        data = Data(train_loader) if self.dataset is None else self.dataset.data()
+        return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
+
+    # the run's folder, saving and loading
+
+    def _open_folder(self, resume: bool | str | Path) -> RunFolder:
+        if isinstance(resume, str | Path):
+            self.folder = RunFolder.open(Path(resume))
+        elif resume and self.folder is None:
+            raise ValueError("There is nothing to resume: pass the run's folder, as in `resume='runs/…'`.")
+        elif not resume:
+            self.folder = RunFolder.create(*run_place(self.config.logger, self._model.name))
+        folder = self._own_folder("record")
+        write_configs(self, folder)
+        return folder
+
+    def _own_folder(self, purpose: str) -> RunFolder:
+        if self.folder is None:
+            raise ValueError(f"This trainer has no run folder yet to {purpose}. Train first, or pass `folder`.")
+        return self.folder
+
+    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
+        saver = self.config.saver
+        options = {} if saver is None else saver.store_options(validates=validates, monitors=not self.compares_itself)
+        if self.compares_itself and validates:
+            options["better"] = self.is_new_model_better
+        return CheckpointStore(folder.checkpoints, **options)
+
+    def with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
+        """The present state with the weights of a checkpoint."""
+        return store.restore(which, like=self.state, only=WEIGHTS)[0]
+
+    def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
+        """Saves the present state as a checkpoint of its run; `metrics` are what it was judged by.
+
+        Left out, they are those of the last evaluation, if that was of this state.
+        """
+        folder, state = self._own_folder("save to"), self.state
+        store = self._session.store if self._session is not None else self._store(folder)
+        known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
+        saver = self.config.saver
+        unknown = {} if saver is None else {saver.monitor: math.nan}  # never the best
+        return store.save(state, self._at, {**unknown, **_scalars(known)})
+
+    def load_model(self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None) -> None:
+        """Takes the weights of a checkpoint of this run.
 
         Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
+
+        Args:
+            epoch_idx: the epoch after which it was saved; -1: the best.
+            raise_if_not_found: otherwise the present weights stay where there is no checkpoint.
+            which: instead of the epoch: "best", "latest", or a step.
         """
-        if self.folder is None:
-            raise ValueError("This trainer has no run folder yet to load from. Train first, or pass `folder`.")
-        store = self._store(self.folder)
-        chosen: Any = store.best() or "latest" if which == "best" else which
-        self._held = HeldState.of(self._with_weights(store, chosen))
+        store = self._store(self._own_folder("load from"))
+        try:
+            self.state = self.with_weights(store, _chosen(store, epoch_idx, which))
+        except CheckpointError:
+            if raise_if_not_found or store.steps():
+                raise
+
+    def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
+        """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
+        logger = self.logger or self.init_logger(self._own_folder("write to"))
+        logger.save_metrics(filename, metrics)
 
     @classmethod
     def load_from_checkpoint(
@@ -270,126 +355,90 @@ class TrainerModule(BaseTrainer):
         checkpoint: str | Path,
         exmp_input: Batch | None = None,
         *,
+        model: Any = None,
+        optimizer: Any = None,
         dataset: DatasetModule | None = None,
-        which: str | int = "best",
+        which: Which = "best",
         overrides: Sequence[str] = (),
     ) -> Self:
         """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
 
         Args:
-            checkpoint: the run's folder, wherever it is now.
+            checkpoint: the run's folder, wherever it is now, or that of one of its checkpoints.
             exmp_input: an example batch, for a run whose dataset is not stored with it.
+            model, optimizer: for a run that was given these in Python.
             dataset: for a run that had one which is not stored with it, or to judge on another.
             which: "best", "latest", or a step.
             overrides: of the stored configuration, such as `num_gpus=1`.
         """
-        folder = RunFolder.open(Path(checkpoint))
-        run = stored_run(folder, overrides).value
-        kind = cls._kind_for(trainer_class(run), folder)
-        trainer = build(run, exmp_input=exmp_input, dataset=dataset, folder=folder, kind=kind)
-        trainer.load_model(which)
+        folder, step = run_and_step(Path(checkpoint))
+        stored = stored_run(folder, overrides).value
+        kind = kind_for(cls, trainer_class(stored), folder)
+        options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind}
+        trainer = build(stored, model=model, optimizer=optimizer, **options)
+        trainer.load_model(which=which if step is None else step)
         return trainer
-
-    @classmethod
-    def _kind_for(cls, stored: type[Any], folder: RunFolder) -> type[Any]:
-        """What to build of a run of class `stored`."""
-        if stored is cls._stored_as():
-            return cls
-        if not issubclass(stored, cls):
-            raise TypeError(f"{folder.path} is a run of {stored.__name__}, not of {cls.__name__}.")
-        return stored
-
-    @classmethod
-    def _stored_as(cls) -> type[Any]:
-        """The class by which its runs are stored: itself, or its parent where it was never registered."""
-        return next(base for base in cls.__mro__ if base.__name__ in registered(BaseTrainer))
-
-    def _metrics_on(self, sets: Mapping[str, Any]) -> dict[str, Any]:
-        if not sets:
-            raise ValueError("There is no data to judge the weights on.")
-        state, metrics = self.state, {}  # the state first: an nnx model is built while it is made
-        for name, values in evaluate(self.program, state, sets).items():
-            metrics |= full_names(values, name)
-        return metrics
-
-    def _start(self, program: CompiledProgram, resume: bool) -> TrainState:
-        fresh = program.init(jax.random.key(self.config.seed), self.exmp_input)
-        if self._held is None or resume:
-            return fresh
-        now = self.state  # loaded, trained before, or looked at: its weights stay, and counters begin again
-        averaged = {name: value for name, value in now.extra.items() if name == "ema"}
-        begun = fresh.replace(params=now.params, model_state=now.model_state, extra={**fresh.extra, **averaged})
-        return copy_state(begun)  # whoever holds `now` keeps it: a step reuses the memory of its state
-
-    def _events(
-        self, data: Data, plan: Plan, at: Position, tests: Mapping[str, Any], store: CheckpointStore
-    ) -> Iterator[Event]:
-        epoch = at.epoch
-        with closing(train_events(self.program, self.state, data, plan, at)) as events:  # type: ignore[type-var]
-            for event in events:
-                self._held, epoch = event.held, event.epoch
-                yield event
-        yield from self._test_events(tests, plan, store, epoch)
-
-    def _test_events(self, tests: Mapping[str, Any], plan: Plan, store: CheckpointStore, epoch: int) -> Iterator[Event]:
-        if tests:
-            best = store.best()
-            state = self.state if best is None else self._with_weights(store, best)
-            limits = Plan(max_steps=0, eval_batches=plan.fast_dev_run or None)
-            yield from eval_events(self.program, Event(step_of(self.state), epoch, HeldState.of(state)), tests, limits)
-
-    def _with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
-        return store.restore(which, like=self.state, only=WEIGHTS)[0]
-
-    def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
-        data = Data(train_loader) if self.dataset is None else self.dataset.data()
-        return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
-
-    # the run's folder and who watches
-
-    def _run_folder(self, resume: bool) -> RunFolder:
-        if resume and self.folder is None:
-            raise ValueError("There is nothing to resume: pass `folder`, the folder of the run.")
-        if not resume or self.folder is None:
-            self.folder = RunFolder.create(*run_place(self.config.logger, self.model_config.class_name))
-        self.folder.write_text(self.folder.config_file.name, dump_config(self.configs))
-        return self.folder
 
     @property
     def configs(self) -> dict[str, Any]:
         """All configurations, as they are stored with the run."""
-        trainer, dataset = _of_class(self.config, self._stored_as()), self.dataset
-        own = {"trainer": trainer, "model": self.model_config, "optimizer": self.optimizer_config}
-        if dataset is not None and type(dataset).__name__ in registered(DatasetModule):
-            own["dataset"] = _of_class(dataset.config, type(dataset))
-        return {**own, **self.other_configs}
-
-    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
-        saver = self.config.saver
-        options = {} if saver is None else saver.store_options(validates=validates)
-        return CheckpointStore(folder.checkpoints, **options)
-
-    def _bar(self, folder: RunFolder, quiet: bool) -> list[ProgressBar]:
-        is_shown = self.config.enable_progress_bar and not quiet
-        return [ProgressBar(title=f"Run folder: {folder.path}")] if is_shown else []
-
-    def _callbacks(self, run: Run) -> list[Any]:
-        return [config.instantiate(Callback, run) for config in self.config.callbacks.values()]
+        return configs_of(self)
 
 
-def _of_class(config: Any, kind: type[Any]) -> Any:
-    """`config` with the name of this class: several may share a configuration, which by itself knows one of them."""
-    named = copy(config)
-    named.class_name = kind.__name__
+class _EpochMetrics:
+    """Takes the metrics of an epoch."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, EpochEnd):
+            self.metrics = event.metrics
+
+
+def _remind(callbacks: Mapping[str, Callback], saved: Saved) -> None:
+    for name, callback in callbacks.items():
+        if name in saved.callbacks:
+            callback.load_state_dict(saved.callbacks[name])
+
+
+def _merged(event: EvalRoundEnd) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name, values in event.metrics.items():
+        merged |= full_names(values, name)
+    return merged
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+
+
+def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:
+    if which is None and epoch != -1:
+        found = [saved for saved in store.all() if saved.epoch == epoch]
+        if not found:
+            epochs = ", ".join(str(saved.epoch) for saved in store.all()) or "none"
+            raise CheckpointError(f"There is no checkpoint of epoch {epoch} in {store.folder}. There are: {epochs}.")
+        return found[-1]
+    return store.best() or "latest" if which in (None, "best") else which
+
+
+def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
+    if exmp_input is None and dataset is None:
+        raise TypeError("Pass `exmp_input`, an example batch, such as `next(iter(train_loader))`.")
+    return next(iter(dataset.train_loader)) if exmp_input is None and dataset is not None else exmp_input
+
+
+def _callbacks_by_name(callbacks: Sequence[Callback], configured: Mapping[str, Any]) -> dict[str, Callback]:
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        base = name = type(callback).__name__
+        number = 1
+        while name in named or name in configured:
+            number += 1
+            name = f"{base}_{number}"
+        named[name] = callback
     return named
-
-
-def _storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
-    """`other_configs`, if a run that is stored with them can be loaded again."""
-    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
-    if unknown := sorted(other_configs.keys() - known):
-        raise ValueError(f"`other_configs` may have {', '.join(sorted(known))}, and has {', '.join(unknown)}.")
-    return dict(other_configs)
 
 
 def _length(loader: Any) -> int | None:

@@ -1,0 +1,105 @@
+"""What a trainer is given to train, and to train with: configurations, or the things themselves."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer.interfaces import BaseModelConfig, ModelMode, build_model, model_mode
+from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.settings import Settings
+
+Module = nnx.Module | nn.Module
+
+
+class Optimizer(Protocol):
+    """What makes the optimizer of a run."""
+
+    def build(self, total_steps: int | None) -> optax.GradientTransformation:
+        """The optimizer of a run of this many steps."""
+        ...
+
+
+class Model:
+    """A model as it was given: a configuration, an nnx or linen module, or what builds an nnx module."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self.config = given if isinstance(given, BaseModelConfig) else None
+        self.mode: ModelMode = _mode(given)
+        self.name = _name(given)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it is an nnx module, which has its first weights already."""
+        return isinstance(self._given, nnx.Module)
+
+    def build(self, inputs: Any, rngs: nnx.Rngs) -> Module:
+        """The module; one that was given is itself."""
+        if self.config is not None:
+            return build_model(self.config, inputs, rngs)
+        if isinstance(self._given, nnx.Module | nn.Module):
+            return self._given
+        return _built(self._given, inputs, rngs)
+
+
+def _mode(given: Any) -> ModelMode:
+    if isinstance(given, BaseModelConfig):
+        return model_mode(given)
+    if isinstance(given, nn.Module):
+        return "linen"
+    if inspect.isclass(given) and issubclass(given, nn.Module):
+        raise TypeError(f"{given.__name__} is a class of linen modules. Pass one of them: `{given.__name__}(…)`.")
+    if isinstance(given, nnx.Module) or callable(given):
+        return "nnx"
+    raise TypeError(
+        f"The model is a {type(given).__name__}. Pass a model's configuration, an nnx or linen module, or a class or "
+        "function that builds an nnx module from `rngs`."
+    )
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, BaseModelConfig):
+        return given.class_name
+    return getattr(given, "__name__", type(given).__name__).strip("<>")
+
+
+def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
+    names = inspect.signature(build).parameters
+    example = {"exmp_input": inputs} if "exmp_input" in names else {}
+    module = build(rngs=rngs, **example) if "rngs" in names else build(rngs, **example)
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"`{_name(build)}` built a {type(module).__name__}, and must build an nnx module.")
+    return module
+
+
+class _Ready:
+    """An optax optimizer, whatever the length of the run."""
+
+    def __init__(self, tx: optax.GradientTransformation) -> None:
+        self._tx = tx
+
+    def build(self, total_steps: int | None) -> optax.GradientTransformation:
+        return self._tx
+
+
+def optimizer_of(given: Any) -> Optimizer:
+    """What makes the optimizer, from a configuration or an optax optimizer."""
+    if isinstance(given, optax.GradientTransformation):
+        return _Ready(given)
+    if isinstance(given, Settings):
+        return given.instantiate(OptimizerInterface)
+    raise TypeError(
+        f"The optimizer is a {type(given).__name__}. Pass an optimizer's configuration, or an optax optimizer such as "
+        "`optax.adamw(1e-3)`."
+    )
+
+
+def one_of(config: Any, thing: Any, names: tuple[str, str]) -> Any:
+    """The one of two arguments that was given."""
+    if (config is None) == (thing is None):
+        raise TypeError(f"Pass either `{names[0]}` or `{names[1]}`{', not both' if thing is not None else ''}.")
+    return thing if config is None else config

@@ -1,0 +1,284 @@
+"""The model, the optimizer and the state of a trainer, and all that can be done with them without a run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jax_trainer.adapters import linen_program, nnx_program, write_back
+from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks.summary import parameter_table
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    HeldState,
+    Layout,
+    Program,
+    TrainState,
+    compile_program,
+    stream,
+    with_ema,
+    with_finite_guard,
+    with_statistics,
+)
+from jax_trainer.datasets import DatasetModule, with_transforms
+from jax_trainer.engine import evaluate, predictions
+from jax_trainer.interfaces import ModelMode
+from jax_trainer.settings import Settings, SettingsError
+from jax_trainer.trainer.custom_steps import with_own_steps
+from jax_trainer.trainer.given import Model, Module, optimizer_of
+from jax_trainer.trainer.task import Task
+
+
+class Learner(Task):
+    """Builds the model and what gets compiled, holds the state, and judges it. See `TrainerModule`."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any,
+        optimizer: Any,
+        exmp_input: Batch,
+        mesh: Mesh | None,
+        dataset: DatasetModule | None,
+    ) -> None:
+        self.config, self.dataset, self.exmp_input = config, dataset, exmp_input
+        self._model, self._optimizer = Model(model), optimizer_of(optimizer)
+        self.model_config, self.optimizer_config = (_config(given) for given in (model, optimizer))
+        self.model_mode: ModelMode = self._agreed_mode()
+        self._layout = None if mesh is None else Layout(mesh=mesh)
+        self._module: Any = None  # of a linen model
+        self._base: Program | None = None  # without what the configuration adds
+        self.tx: optax.GradientTransformation = optax.identity()
+        self._program: CompiledProgram | None = None
+        self._held: HeldState | None = None
+
+    # the model and its first weights
+
+    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Module:
+        """The module, for such inputs. One of linen draws no weights here."""
+        return self._model.build(inputs, rngs)
+
+    def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Any:
+        """The first weights: of linen, the variables; of nnx, the module with them."""
+        inputs = self.batch_to_input(exmp_input)
+        if self.model_mode == "nnx":
+            return self.build_model(inputs, nnx.Rngs(init_rng))
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self._linen_module(inputs).init(self.get_model_rng(init_rng), *inputs)
+
+    def init_model(self, exmp_input: Batch) -> TrainState:
+        """The state before training: weights from `seed`, and an optimizer that has seen nothing."""
+        return self.program.init(self._key, exmp_input)
+
+    def pre_model_init_callback(self) -> None:
+        """Called before `init_model`."""
+
+    def post_model_init_callback(self) -> None:
+        """Called after it, when there is a state."""
+
+    @property
+    def state(self) -> TrainState:
+        """All that training changes. Before training it is made from `seed` and the example batch."""
+        if self._held is None:
+            self.pre_model_init_callback()
+            self.state = self.init_model(self.exmp_input)
+            self.post_model_init_callback()
+            assert self._held is not None
+        return self._held.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._held = HeldState.of(state)
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.config.seed)
+
+    @property
+    def model(self) -> Any:
+        """The module: of linen without, of nnx with the present weights."""
+        return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self.bind_model()
+
+    def bind_model(self) -> Any:
+        """A module with the present weights, to call: in evaluation mode, and apart from what training goes on with."""
+        state = self.state
+        params = state.extra.get("ema", state.params)  # what is judged
+        if self.model_mode == "linen":
+            return self.model.bind({"params": params, **state.model_state})
+        module = nnx.clone(self.run_model_init(self._transformed_example(), stream(self._key, "init")))
+        write_back(module, state, params=params)
+        module.eval()
+        return module
+
+    def _linen_module(self, inputs: Any) -> Any:
+        if self._module is None:
+            self._module = self.build_model(inputs, nnx.Rngs(0))
+        return self._module
+
+    def _transformed_example(self) -> Batch:
+        return self.transform_batch(self._key, self.exmp_input, False)
+
+    def _example_inputs(self) -> Any:
+        return self.batch_to_input(self._transformed_example())
+
+    def _agreed_mode(self) -> ModelMode:
+        mode = self._model.mode
+        if self.config.model_mode not in (None, mode):
+            text = f"`model_mode` is {self.config.model_mode}, and {self._model.name} is a model of {mode}."
+            raise SettingsError([("trainer.model_mode", f"{text} Leave it out: the model says so itself.")])
+        return mode
+
+    # what gets compiled
+
+    @property
+    def program(self) -> CompiledProgram:
+        """What gets compiled. Before training it can evaluate only: the optimizer is made with the run's length."""
+        if self._program is None:
+            self._program = self.create_jitted_functions()
+        return self._program
+
+    def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
+        """What happens to a batch on the device, before the model sees it: what the dataset says."""
+        return batch if self.dataset is None else self.dataset.transforms.apply(key, batch, train=train)
+
+    def create_training_function(self) -> Callable[[Any, Batch], Any]:
+        """The step, uncompiled: `(state, batch) -> (state, metrics)`; one of your own has `state.apply_gradients`."""
+        return self._program_without_options().train_step
+
+    def create_evaluation_function(self) -> Callable[[Any, Batch], Any]:
+        """Judging one batch, uncompiled: `(state, batch) -> metrics`."""
+        return self._program_without_options().eval_step
+
+    def create_functions(self) -> tuple[Callable[[Any, Batch], Any], Callable[[Any, Batch], Any]]:
+        """Both of them."""
+        return self.create_training_function(), self.create_evaluation_function()
+
+    def create_jitted_functions(self) -> CompiledProgram:
+        """Both of them with everything that the configuration adds, ready to run; compiled when they first do."""
+        config = self.config
+        return compile_program(
+            self._program_with_options(), layout=self._layout, debug=config.debug, eval_seed=config.seed_eval
+        )
+
+    def _program_with_options(self) -> Program:
+        config, base = self.config, self._program_without_options()
+        program = with_own_steps(base, *self.create_functions(), self._linen_apply, self.tx)
+        program = with_transforms(program, _Transforms(self))
+        if config.ema is not None:
+            program = with_ema(program, config.ema)
+        if config.log_param_stats or config.log_grad_stats:
+            params = config.param_log_modes if config.log_param_stats else ()
+            grads = config.grad_log_modes if config.log_grad_stats else ()
+            program = with_statistics(program, params=params, grads=grads)
+        if config.guards is not None:
+            limit = config.max_skipped if config.guards == "skip" else 0
+            program = with_finite_guard(program, max_consecutive=limit, watched=config.watched)
+        return program
+
+    def _program_without_options(self) -> Program:
+        if self._base is None:
+            self._base = self._model_program(self.tx)
+        return self._base
+
+    def _model_program(self, tx: optax.GradientTransformation) -> Program:
+        config = self.config
+        options: dict[str, Any] = {
+            "micro_batches": config.accumulate,
+            "precision": config.precision,
+            "log_norms": config.log_grad_norm,
+            "intermediates": config.interm_log_modes if config.log_intermediates else (),
+            "init_is_traced": not self._model.has_weights,
+            "to_input": self.batch_to_input,
+        }
+        if self.model_mode == "nnx":
+            make = lambda key, example: self.run_model_init(example, key)
+            return nnx_program(make, self.loss_function, tx, **options)
+        module = self._linen_module(self.batch_to_input(self.exmp_input))
+        first = lambda key, example: self.run_model_init(example, key)
+        return linen_program(module, self.loss_function_linen, tx, init_variables=first, **options)
+
+    def _linen_apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_mode == "nnx":
+            raise TypeError("A step of your own has `state.apply_fn` for linen models; this is one of nnx.")
+        return self.model.apply(*args, **kwargs)
+
+    def _use_optimizer(self, tx: optax.GradientTransformation) -> CompiledProgram:
+        self.tx, self._base = tx, None
+        return self.create_jitted_functions()
+
+    def set_dataset(self, dataset: DatasetModule | None) -> None:
+        """Takes the transforms of another dataset into the steps, and tells callbacks of it from the next run on."""
+        self.dataset, self._program = dataset, None
+
+    # what can be asked of the present weights
+
+    def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0) -> dict[str, Any]:
+        """The metrics of the present weights on one set; `mode` is what it is called."""
+        return self._metrics_on({mode: data_loader}, self.config.limit_val_batches)
+
+    def test_eval_function(self, val_loader: Any) -> dict[str, Any]:
+        """Judges one batch, to see whether evaluating works."""
+        return self._metrics_on({"val": val_loader}, 1)
+
+    def predict(self, data_loader: Any, max_batches: int | None = None) -> Any:
+        """The outputs of the present weights for all batches, one after the other, on the host.
+
+        A single batch is given as `[batch]`.
+        """
+        state = self.state  # first: an nnx model is built while it is made
+        outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+
+    def tabulate(self, exmp_input: Batch | None = None) -> str:
+        """A table of the model's modules: inputs, outputs, parameters."""
+        batch = self._transformed_example() if exmp_input is None else exmp_input
+        inputs = self.batch_to_input(batch)
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        wide = {"width": 140, "force_terminal": False, "force_jupyter": False}
+        if self.model_mode == "nnx":
+            return nnx.tabulate(self.bind_model(), *inputs, console_kwargs=wide)
+        return self.model.tabulate(self.get_model_rng(self._key), *inputs, console_kwargs=wide)
+
+    def tabulate_params(self) -> str:
+        """A table of the parameters: path, shape, type, numbers."""
+        return parameter_table(self.state.params)
+
+    def print_tabulate(self, exmp_input: Batch | None = None) -> None:
+        """Shows `tabulate`."""
+        self._show(self.tabulate(exmp_input))
+
+    def _metrics_on(self, sets: Mapping[str, Any], max_batches: int | None = None) -> dict[str, Any]:
+        if not sets:
+            raise ValueError("There is no data to judge the weights on.")
+        state, metrics = self.state, {}  # the state first: an nnx model is built while it is made
+        for name, values in evaluate(self.program, state, sets, max_batches=max_batches).items():
+            metrics |= full_names(values, name)
+        return metrics
+
+    def _show(self, text: str) -> None:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Transforms:
+    """What `transform_batch` of a trainer does, as the steps take it."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def __bool__(self) -> bool:
+        dataset = self._learner.dataset
+        is_own = type(self._learner).transform_batch is not Learner.transform_batch
+        return is_own or (dataset is not None and bool(dataset.transforms))
+
+    def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
+        return self._learner.transform_batch(key, batch, train)
+
+
+def _config(given: Any) -> Any:
+    return given if isinstance(given, Settings) else None

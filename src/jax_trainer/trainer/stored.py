@@ -1,0 +1,84 @@
+"""What the folder of a run says about it, and which class of trainer that is."""
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from compoconf import registered
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.config import dump_config, redact
+from jax_trainer.config.dumping import as_data
+from jax_trainer.datasets import DatasetModule
+from jax_trainer.logger.values import flat
+from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.experiment import StoredRun
+
+HPARAMS = "hparams.json"
+_OF_A_CHECKPOINT = "step_"
+
+
+def configs_of(trainer: Any) -> dict[str, Any]:
+    """All configurations of a trainer, as they are stored with its runs; what was given in Python has none."""
+    own = {"trainer": _of_class(trainer.config, stored_as(type(trainer)))}
+    if trainer.model_config is not None:
+        own["model"] = trainer.model_config
+    if trainer.optimizer_config is not None:
+        own["optimizer"] = trainer.optimizer_config
+    dataset = trainer.dataset
+    if dataset is not None and type(dataset).__name__ in registered(DatasetModule):
+        own["dataset"] = _of_class(dataset.config, type(dataset))
+    return {**own, **trainer.other_configs}
+
+
+def write_configs(trainer: Any, folder: RunFolder) -> None:
+    """Writes `config.yaml`, to build the run from again, and `hparams.json`, all values flat, for other programs."""
+    configs = configs_of(trainer)
+    folder.write_text(folder.config_file.name, dump_config(configs))
+    folder.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
+
+
+def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value by its dotted key, without secrets."""
+    return flat(redact(as_data(configs)))
+
+
+def stored_as(kind: type[Any]) -> type[Any]:
+    """The class by which runs of a trainer are stored: itself, or its parent where it was never registered."""
+    return next(base for base in kind.__mro__ if base.__name__ in registered(BaseTrainer))
+
+
+def kind_for(asked: type[Any], stored: type[Any], folder: RunFolder) -> type[Any]:
+    """What to build of a run of class `stored`, when `asked` loads it."""
+    if stored is stored_as(asked):
+        return asked
+    if not issubclass(stored, asked):
+        raise TypeError(f"{folder.path} is a run of {stored.__name__}, not of {asked.__name__}.")
+    return stored
+
+
+def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
+    """`other_configs`, if a run that is stored with them can be loaded again."""
+    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
+    if unknown := sorted(other_configs.keys() - known):
+        raise ValueError(f"`other_configs` may have {', '.join(sorted(known))}, and has {', '.join(unknown)}.")
+    return dict(other_configs)
+
+
+def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
+    """The run that `path` means: its folder, or one of its checkpoints, of which this is the step."""
+    name = path.name.removeprefix(_OF_A_CHECKPOINT)
+    is_checkpoint = path.name.startswith(_OF_A_CHECKPOINT) and name.isdigit()
+    if is_checkpoint and path.absolute().parent.name == RunFolder(path).checkpoints.name:
+        return RunFolder.open(path.absolute().parent.parent), int(name)
+    return RunFolder.open(path), None
+
+
+def _of_class(config: Any, kind: type[Any]) -> Any:
+    """`config` with the name of this class: several may share a configuration, which by itself knows one of them."""
+    named = copy(config)
+    named.class_name = kind.__name__
+    return named

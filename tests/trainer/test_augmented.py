@@ -1,0 +1,124 @@
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compoconf import register
+from flax import nnx
+from trainer_runs import MODELS, digits, settings, train, values
+
+from jax_trainer.config import load_config
+from jax_trainer.interfaces import (
+    BaseAugmentationLinen,
+    BaseAugmentationLinenConfig,
+    BasePreprocessingConfig,
+    BasePreprocessingNNX,
+)
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.testing import assert_same_bits, digest
+from jax_trainer.trainer import AugmentedImgClassifierTrainer, AugmentedImgClassifierTrainerConfig, CropAndFlipConfig
+from jax_trainer.trainer.augmented import CropAndFlip
+
+
+@dataclass
+class InvertConfig(BasePreprocessingConfig):
+    """Nothing to set."""
+
+
+@register
+class Invert(BasePreprocessingNNX):
+    """Turns light into dark."""
+
+    config: InvertConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __call__(self, inputs: Any) -> Any:
+        return -inputs
+
+
+@dataclass
+class NoiseConfig(BaseAugmentationLinenConfig):
+    """How much.
+
+    Args:
+        scale: of the noise.
+    """
+
+    scale: float = 0.1
+
+
+@register
+class Noise(BaseAugmentationLinen):
+    """Adds noise."""
+
+    config: NoiseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __call__(self, inputs: Any) -> Any:
+        return inputs + self.config.scale * jax.random.normal(self.make_rng("augmentation"), inputs.shape)
+
+
+def trainer_with(flavour: str, folder: Any, **changes: Any) -> Any:
+    config = AugmentedImgClassifierTrainerConfig(**settings(folder, **{"train_epochs": 2, **changes}))
+    model, data = MODELS[flavour](c_hid=8), digits()
+    return AugmentedImgClassifierTrainer(config, model, AdamWConfig(learning_rate=0.01), dataset=data)
+
+
+@pytest.mark.parametrize("augmentation", [CropAndFlipConfig(padding=1), NoiseConfig()], ids=["nnx", "linen"])
+def test_models_of_both_flavours_train_with_augmentations_of_both(flavour, tmp_path, augmentation):
+    augmented, plain = (trainer_with(flavour, tmp_path, augmentation=one) for one in (augmentation, None))
+    results = train(augmented)
+    train(plain)
+    assert list(results) == [1, 2, "test"]
+    assert digest(augmented.state.params) != digest(plain.state.params)
+
+
+def test_augmentation_is_for_training_and_preprocessing_for_all(tmp_path):
+    trainer = trainer_with("nnx", tmp_path, augmentation=NoiseConfig(), preprocessing=InvertConfig())
+    batch, key = digits().train[:4], jax.random.key(0)
+    as_the_dataset_says = digits().transforms.apply(key, batch, train=False).input
+    np.testing.assert_array_equal(trainer.transform_batch(key, batch, False).input, -as_the_dataset_says)
+    noisy = trainer.transform_batch(key, batch, True).input
+    assert 0 < jnp.abs(noisy + as_the_dataset_says).max() < 1
+
+
+def test_the_seed_of_the_augmentation_decides_it_and_nothing_else(tmp_path):
+    def run(**changes: Any) -> tuple[Any, str]:
+        trainer = trainer_with("nnx", tmp_path, train_epochs=1, augmentation=NoiseConfig(), **changes)
+        first = trainer.state.params
+        train(trainer)
+        return first, digest(trainer.state.params)
+
+    (first, one), (again, same), (other, another) = run(), run(), run(augmentation_seed=45)
+    assert one == same != another
+    assert_same_bits(first, other)
+    assert_same_bits(first, again)
+
+
+def test_images_keep_their_shape_and_type_when_shifted():
+    images = jnp.arange(2 * 8 * 8, dtype=jnp.uint8).reshape(2, 8, 8)
+    changed = CropAndFlip(CropAndFlipConfig(padding=2), rngs=nnx.Rngs(0))(images)
+    assert (changed.shape, changed.dtype) == (images.shape, images.dtype)
+    same = CropAndFlip(CropAndFlipConfig(padding=0, flip=False), rngs=nnx.Rngs(0))(images)
+    np.testing.assert_array_equal(same, images)
+
+
+def test_binary_cross_entropy_judges_every_class_by_itself(tmp_path):
+    trainer = trainer_with("nnx", tmp_path, loss_type="binary_cross_entropy")
+    logits, labels = jnp.array([[2.0, -1.0, 0.5] + [0.0] * 7]), jnp.array([2])
+    share = jax.nn.one_hot(labels, 10)
+    expected = optax.sigmoid_binary_cross_entropy(logits, share).mean(-1)
+    np.testing.assert_allclose(trainer.loss_of(logits, labels), expected)
+    np.testing.assert_allclose(trainer.loss_of(logits, share), expected)
+    train(trainer)
+    losses = list(values(trainer, "train/loss_epoch"))
+    assert losses[1] < losses[0]
+
+
+def test_a_file_names_them_by_class(tmp_path):
+    file = tmp_path / "augmented.yaml"
+    file.write_text("augmentation: {class_name: CropAndFlip, padding: 2}\npreprocessing: {class_name: Invert}\n")
+    config = load_config(file, AugmentedImgClassifierTrainerConfig).value
+    assert config.augmentation == CropAndFlipConfig(padding=2)
+    assert isinstance(config.preprocessing, InvertConfig)

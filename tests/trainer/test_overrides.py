@@ -1,0 +1,337 @@
+"""Every method of the documents can be overridden, and what is written there happens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from trainer_runs import STEPS, Plain, first_examples, plain_for, rows, train_plain, values
+
+from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
+from jax_trainer.logger import Logger
+from jax_trainer.testing import assert_same_bits, digest, numbered_loader
+
+ONE_EPOCH: dict[str, Any] = {"train_epochs": 1, "check_val_every_n_epoch": 0}
+
+
+def test_init_model_can_begin_from_other_weights(flavour, tmp_path):
+    class Zeros(Plain):
+        """Begins at zero."""
+
+        def init_model(self, exmp_input: Any) -> Any:
+            state = super().init_model(exmp_input)
+            return state.replace(params=jax.tree.map(jnp.zeros_like, state.params))
+
+    trainer = plain_for(flavour, tmp_path, kind=Zeros, max_steps=1, **ONE_EPOCH)
+    train_plain(trainer)
+    assert list(values(trainer, "train/loss_epoch")) == pytest.approx([np.log(4)])  # all classes are alike
+
+
+def test_run_model_init_can_use_other_random_streams(flavour, tmp_path):
+    class Other(Plain):
+        """Ignores the seed."""
+
+        def run_model_init(self, exmp_input: Any, init_rng: jax.Array) -> Any:
+            return super().run_model_init(exmp_input, jax.random.key(99))
+
+    first, second = (plain_for(flavour, tmp_path, kind=Other, seed=seed).state for seed in (1, 2))
+    assert_same_bits(first.params, second.params)
+    assert digest(first.params) != digest(plain_for(flavour, tmp_path, seed=1).state.params)
+
+
+def test_build_model_can_build_another_one(tmp_path):
+    class Own(Plain):
+        """Has its own idea of a model."""
+
+        def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Any:
+            return nnx.Linear(inputs.shape[-1], 4, rngs=rngs)
+
+    trainer = plain_for("nnx", tmp_path, kind=Own, **ONE_EPOCH)
+    train_plain(trainer)
+    assert set(trainer.state.params) == {"bias", "kernel"}
+
+
+def test_get_model_rng_names_the_streams_of_a_linen_model(tmp_path):
+    asked: list[set[str]] = []
+
+    class Streams(Plain):
+        """Has a stream of its own, and looks at what the model is given."""
+
+        def get_model_rng(self, rng: jax.Array) -> dict[str, jax.Array]:
+            return {**super().get_model_rng(rng), "noise": rng}
+
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+            def look(variables: Any, x: Any, *, rngs: Any, **options: Any) -> Any:
+                asked.append(set(rngs))
+                return state.apply_fn(variables, x, rngs=rngs, train=train, **options)
+
+            return super().loss_function_linen(params, state._replace(apply_fn=look), batch, rng, train)
+
+    train_plain(plain_for("linen", tmp_path, kind=Streams, **ONE_EPOCH))
+    assert asked and all(names == {"params", "dropout", "noise"} for names in asked)
+
+
+def test_init_optimizer_can_give_any_optimizer_and_knows_the_length(tmp_path):
+    lengths: list[Any] = []
+
+    class Own(Plain):
+        """Descends plainly."""
+
+        def init_optimizer(self, num_epochs: Any = None, num_train_steps_per_epoch: Any = None) -> Any:
+            lengths.append((num_epochs, num_train_steps_per_epoch))
+            return optax.sgd(0.0)
+
+    trainer = plain_for("nnx", tmp_path, kind=Own, **ONE_EPOCH)
+    before = digest(trainer.state.params)
+    train_plain(trainer, num_epochs=2)
+    assert lengths == [(2, STEPS)]
+    assert digest(trainer.state.params) == before
+
+
+def test_init_logger_can_give_any_logger(tmp_path):
+    written: list[str] = []
+
+    class Loud(Logger):
+        """Tells what it is given."""
+
+        def write(self, step: int, values: Any) -> None:
+            written.extend(values)
+            super().write(step, values)
+
+    class Own(Plain):
+        """Logs so."""
+
+        def init_logger(self, folder: Any) -> Logger:
+            return Loud(self.config.logger, folder.path)
+
+    train_plain(plain_for("nnx", tmp_path, kind=Own, **ONE_EPOCH))
+    assert {"train/loss_step", "train/loss_epoch"} <= set(written)
+
+
+def test_create_functions_can_be_the_steps_of_flax_users(tmp_path):
+    class ByHand(Plain):
+        """Writes the two steps as one does without a trainer."""
+
+        def create_functions(self) -> Any:
+            def loss(params: Any, state: Any, batch: Any) -> jax.Array:
+                logits = state.apply_fn({"params": params}, batch["x"])
+                return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+            def train_step(state: Any, batch: Any) -> Any:
+                value, grads = jax.value_and_grad(loss)(state.params, state, batch)
+                return state.apply_gradients(grads=grads), {"loss": value}
+
+            def eval_step(state: Any, batch: Any) -> Any:
+                return {"loss": loss(state.params, state, batch)}
+
+            return train_step, eval_step
+
+    options: dict[str, Any] = {"train_epochs": 2, "log_grad_norm": False}
+    by_hand, ours = plain_for("linen", tmp_path, kind=ByHand, **options), plain_for("linen", tmp_path, **options)
+    results = train_plain(by_hand), train_plain(ours)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), by_hand.state.params, ours.state.params)
+    assert results[0][2]["val/loss"] == pytest.approx(results[1][2]["val/loss"], rel=1e-5)
+    assert int(by_hand.state.step) == 2 * STEPS
+
+
+def test_a_training_function_can_wrap_the_one_that_is_there(tmp_path):
+    class Wrapped(Plain):
+        """Reports the batch, too."""
+
+        def create_training_function(self) -> Any:
+            step = super().create_training_function()
+
+            def train_step(state: Any, batch: Any) -> Any:
+                state, report = step(state, batch)
+                return state, report._replace(metrics=report.metrics.adding(mean_x=batch["x"].mean()))
+
+            return train_step
+
+    wrapped, ours = (plain_for("nnx", tmp_path, kind=kind, **ONE_EPOCH) for kind in (Wrapped, Plain))
+    train_plain(wrapped)
+    train_plain(ours)
+    assert len(list(values(wrapped, "train/mean_x_epoch"))) == 1
+    assert_same_bits(wrapped.state, ours.state)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda state: state, "A training step returns `state, metrics`"),
+        (lambda state: (state, 3.0), "Metrics are a dict"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_told_what_it_should(tmp_path, returned, message):
+    class Wrong(Plain):
+        """Returns something else."""
+
+        def create_training_function(self) -> Any:
+            return lambda state, batch: returned(state)
+
+    with pytest.raises(TypeError, match=message):
+        train_plain(plain_for("nnx", tmp_path, kind=Wrong, **ONE_EPOCH))
+
+
+def test_train_epoch_is_called_for_every_epoch_and_returns_its_metrics(tmp_path):
+    seen: list[Any] = []
+
+    class Watched(Plain):
+        """Looks at every epoch."""
+
+        def train_epoch(self, train_loader: Any, epoch_idx: int, train_metrics: Any = None) -> Any:
+            metrics = super().train_epoch(train_loader, epoch_idx, train_metrics)
+            seen.append((epoch_idx, metrics["train/loss"], int(self.state.step)))
+            return metrics
+
+    trainer = plain_for("nnx", tmp_path, kind=Watched, train_epochs=2)
+    train_plain(trainer)
+    losses = list(values(trainer, "train/loss_epoch"))
+    assert seen == [(1, losses[0], STEPS), (2, losses[1], 2 * STEPS)]
+
+
+def test_a_train_epoch_that_does_not_train_is_told_so(tmp_path):
+    class Idle(Plain):
+        """Forgets to train."""
+
+        def train_epoch(self, train_loader: Any, epoch_idx: int, train_metrics: Any = None) -> Any:
+            return {}
+
+    with pytest.raises(RuntimeError, match=r"`Idle.train_epoch` did not train. Call `super\(\).train_epoch"):
+        train_plain(plain_for("nnx", tmp_path, kind=Idle))
+
+
+def test_epochs_one_by_one_are_the_epochs_of_a_whole_run(flavour, tmp_path):
+    whole, single = (plain_for(flavour, tmp_path, train_epochs=2, check_val_every_n_epoch=0) for _ in range(2))
+    train_plain(whole)
+    metrics = [single.train_epoch(numbered_loader(32 * STEPS), epoch) for epoch in (1, 2)]
+    assert_same_bits(single.state, whole.state)
+    assert [one["train/loss"] for one in metrics] == list(values(whole, "train/loss_epoch"))
+
+
+HOOKS = [
+    *("on_training_start", "on_training_epoch_start", "on_training_epoch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_training_end"),
+    *("on_test_epoch_start", "on_test_epoch_end"),
+]
+
+
+def test_the_hooks_of_the_trainer_are_called_in_order_and_before_those_of_callbacks(tmp_path):
+    called: list[tuple[str, str]] = []
+    kinds = {hook: lambda self, *_, hook=hook: called.append(("trainer", hook)) for hook in HOOKS}
+    watcher = LambdaCallback(**{hook: lambda *_, hook=hook: called.append(("callback", hook)) for hook in HOOKS})
+    trainer = plain_for("nnx", tmp_path, kind=type("Hooked", (Plain,), kinds), given=[watcher])
+    trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(32))
+    for who in ("trainer", "callback"):
+        assert [hook for whose, hook in called if whose == who] == HOOKS
+    assert all(called.index(("trainer", hook)) < called.index(("callback", hook)) for hook in HOOKS)
+
+
+def test_what_a_hook_adds_to_the_metrics_is_logged_returned_and_monitored(tmp_path):
+    class Scored(Plain):
+        """Prefers the first epoch."""
+
+        def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
+            eval_metrics["val/score"] = 1 / epoch_idx
+
+        def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch_idx: int) -> None:
+            test_metrics["test/score"] = 7.0
+
+    saver = ModelCheckpointConfig(monitor="val/score", mode="max")
+    trainer = plain_for("nnx", tmp_path, kind=Scored, train_epochs=2, callbacks={"saver": saver})
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
+    assert [results[1]["val/score"], results[2]["val/score"], results["test"]["test/score"]] == [1.0, 0.5, 7.0]
+    assert list(values(trainer, "val/score")) == [1.0, 0.5]
+    assert results["test"]["test/loss"] == results[1]["val/loss"]  # the same examples
+
+
+def test_metrics_without_a_prefix_are_not_added(tmp_path):
+    class Bare(Plain):
+        """Forgets the prefix."""
+
+        def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
+            eval_metrics["score"] = 1.0
+
+    with pytest.raises(ValueError, match="Metrics that a hook adds have full names, as in 'val/score'; got score"):
+        train_plain(plain_for("nnx", tmp_path, kind=Bare))
+
+
+class Worst(Plain):
+    """The largest loss is the best."""
+
+    def is_new_model_better(self, new_metrics: Any, old_metrics: Any) -> bool:
+        return old_metrics is None or new_metrics["val/loss"] > old_metrics["val/loss"]
+
+
+@pytest.mark.parametrize("callbacks", [{}, {"saver": ModelCheckpointConfig(monitor="nothing/of/that")}])
+def test_is_new_model_better_decides_which_weights_are_tested(tmp_path, callbacks):
+    trainer = plain_for("nnx", tmp_path, kind=Worst, train_epochs=3, callbacks=callbacks)
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
+    assert results["test"]["test/loss"] == results[1]["val/loss"] > results[3]["val/loss"]
+
+
+def test_without_a_checkpoint_the_best_weights_are_tested_all_the_same(tmp_path):
+    class Drifting(Plain):
+        """Gets worse and worse."""
+
+        def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+            loss, _ = super().loss_function(model, batch, train)
+            return (-loss if train else loss), {}
+
+    trainer = plain_for("nnx", tmp_path, kind=Drifting, train_epochs=3)
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
+    assert results["test"]["test/loss"] == results[1]["val/loss"] < results[3]["val/loss"]
+    assert trainer.test_model(first_examples(64))["test/loss"] == results[3]["val/loss"]  # it has the last ones
+
+
+def test_where_nothing_tells_better_weights_that_is_said(tmp_path):
+    class Mute(Plain):
+        """Has another name for its loss."""
+
+        def is_new_model_better(self, new_metrics: Any, old_metrics: Any) -> bool:
+            return Plain.is_new_model_better(self, {"val/other": 1.0}, old_metrics)
+
+    trainer = plain_for("nnx", tmp_path, kind=Mute)
+    with pytest.raises(ValueError, match="there is no val/val_metric or val/acc or val/loss among the metrics"):
+        trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "better"),
+    [
+        ({"val/acc": 0.5, "val/loss": 9.0}, {"val/acc": 0.4, "val/loss": 1.0}, True),
+        ({"val/val_metric": 2.0, "val/acc": 0.9}, {"val/val_metric": 1.0, "val/acc": 0.1}, False),
+        ({"val/loss": 1.0}, {"val/loss": 1.0}, False),
+        ({"val/loss": float("nan")}, {"val/loss": 1.0}, False),
+        ({"val/loss": 1.0}, {"val/loss": float("nan")}, True),
+        ({"val/loss": 1.0}, None, True),
+    ],
+)
+def test_better_is_what_the_usual_metrics_say(tmp_path, new, old, better):
+    assert plain_for("nnx", tmp_path).is_new_model_better(new, old) is better
+
+
+def test_callbacks_can_be_told_of_a_test_by_itself(tmp_path):
+    told: list[Any] = []
+    watcher = LambdaCallback(on_test_epoch_end=lambda metrics, epoch: told.append((metrics, epoch)))
+    trainer = plain_for("nnx", tmp_path, given=[watcher], **ONE_EPOCH)
+    train_plain(trainer)
+    assert trainer.test_model(first_examples(32)) == trainer.test_model(first_examples(32), True, 7)
+    assert told == [(trainer.test_model(first_examples(32)), 7)]
+
+
+def test_tracker_shows_progress_only_where_it_is_wanted(tmp_path, capsys):
+    shown, silent = (plain_for("nnx", tmp_path, enable_progress_bar=bar) for bar in (True, False))
+    assert list(shown.tracker(range(3), desc="three things")) == [0, 1, 2]
+    assert "three things" in capsys.readouterr().err
+    assert list(silent.tracker(range(3), desc="three things")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_rows_of_a_run_begin_with_its_size(tmp_path):
+    trainer = plain_for("nnx", tmp_path, **ONE_EPOCH)
+    train_plain(trainer)
+    count = sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params))
+    assert rows(trainer)[0] == {"step": 0, "param/num_model_params": count}
