@@ -14,7 +14,9 @@ from jax_trainer.trainer import TrainerModule
 
 
 def rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """What was measured, without what the run was made of."""
+    parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in parsed if "epoch" in row]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -23,7 +25,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
     assert trained.parent.name == "MLP" and trained.parent.parent.name == "runs"
-    assert {path.name for path in trained.iterdir()} == {"config.yaml", "metrics.jsonl", "run.log", "checkpoints"}
+    named = {"config.yaml", "hparams.json", "metrics.jsonl", "metrics", "run.log", "checkpoints"}
+    assert {path.name for path in trained.iterdir()} == named
     stored = yaml.safe_load((trained / "config.yaml").read_text())
     assert stored["model"]["num_classes"] == 10  # the reference is resolved
     assert stored["trainer"]["precision"] == "f32"  # defaults are written out

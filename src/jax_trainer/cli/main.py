@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 import jax_trainer.cli.commands as commands
+import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.secrets import environment_secrets
@@ -33,6 +34,8 @@ Train, test and resume experiments that are described by one YAML file.
   jax-trainer check configs/digits.yaml                            everything but training
   jax-trainer test runs/CNN/20261115-142311                        judge the best weights of a run
   jax-trainer resume runs/CNN/20261115-142311                      go on from its latest checkpoint
+  jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
+                                                                   look for better values
   jax-trainer describe AdamW                                       what can be configured
 """
 _EXIT_CODES = """\
@@ -72,14 +75,16 @@ def parser() -> argparse.ArgumentParser:
     resume = command("resume", commands.resume, "go on with a run from its latest checkpoint")
     describe = command("describe", commands.describe, "show what can be configured")
     command("schema", commands.schema, "print a JSON schema of configurations, for editors")
-    for one in (train, check):
+    tune = command("tune", tuning.tune, "look for the values with which an experiment does best")
+    for one in (train, check, tune):
         one.add_argument("config", metavar="CONFIG", help="a YAML file")
     for one in (test, resume):
         one.add_argument("folder", metavar="RUN", help="the folder of a run")
     given = "other values, such as trainer.train_epochs=3, and files with classes of your own"
-    for one in (train, check, test, resume):
+    for one in (train, check, test, resume, tune):
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given)
     whose = "whose weights: best, latest, or the number of a step (default: best)"
+    tuning.add_options(tune)
     test.add_argument("--which", default="best", type=_which, help=whose)
     describe.add_argument("name", nargs="?", default="", metavar="NAME", help="a class, or a kind such as Callback")
     return whole

@@ -26,6 +26,11 @@ def read_tree(file: Path, overrides: Sequence[str], problems: Problems, *, may_i
     return resolved(overridden(tree, overrides, problems), problems)
 
 
+def read_dotted(file: Path, problems: Problems) -> Node:
+    """The values of a file whose outermost keys are dotted paths, without includes, overrides and references."""
+    return parse(_Files(problems, may_include=False).text(file, Place(str(file))), str(file), problems, dotted=True)
+
+
 class _Files:
     """Reads a file and what it includes: not too many files, and not too much in all of them."""
 
@@ -42,7 +47,7 @@ class _Files:
             raise self._given_up(asked_at, INCLUDE, f"Files include each other in a circle: {chain}.")
         if self._files > MAX_FILES:
             raise self._given_up(asked_at, INCLUDE, f"More than {MAX_FILES} files are included.")
-        tree = parse(self._text(file, asked_at), str(file), self._problems)
+        tree = parse(self.text(file, asked_at), str(file), self._problems)
         if not tree.is_section:
             found = "nothing" if tree.value is None else shown(tree.data())
             raise self._given_up(tree.place, "", f"expected keys and values, found {found}.")
@@ -61,7 +66,8 @@ class _Files:
         text = f"expected the name of a .yaml file, or a list of them, found {shown(node.data())}."
         raise self._given_up(node.place, INCLUDE, text)
 
-    def _text(self, file: Path, asked_at: Place) -> str:
+    def text(self, file: Path, asked_at: Place) -> str:
+        """What stands in `file`, for which `asked_at` asks."""
         try:
             with file.open("rb") as stream:
                 data = stream.read(MAX_BYTES + 1)

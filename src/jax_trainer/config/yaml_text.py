@@ -43,8 +43,10 @@ def scalar_of(text: str) -> Scalar:
     return text
 
 
-def key_problem(key: str) -> str:
-    """What is wrong with the name of a key; "" if nothing is."""
+def key_problem(key: str, *, dotted: bool = False) -> str:
+    """What is wrong with the name of a key, which may be a path where it is `dotted`; "" if nothing is."""
+    if dotted:
+        return key_problem(key.replace(".", "_"))
     if key == "<<":
         return "Merge keys (`<<`) are not read here. Use `include: base.yaml` at the top."
     if not key or "." in key or "=" in key:
@@ -52,15 +54,15 @@ def key_problem(key: str) -> str:
     return f"A key has at most {MAX_KEY} characters." if len(key) > MAX_KEY else ""
 
 
-def parse(text: str, source: str, problems: Problems, *, numbered: bool = True) -> Node:
-    """The one document in `text`, as nodes; `source` is what places call it.
+def parse(text: str, source: str, problems: Problems, *, numbered: bool = True, dotted: bool = False) -> Node:
+    """The one document in `text`, as nodes; `source` is what places call it. Outermost keys may be `dotted` paths.
 
     What is not allowed in it is added to `problems`, and `BROKEN` in its place; what is no YAML at all is raised.
     """
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         size = f"The text is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most."
         raise _given_up(problems, Place(source), size)
-    builder = _Builder(source, numbered, problems)
+    builder = _Builder(source, numbered, problems, dotted)
     try:
         return builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
     except ConfigError:
@@ -118,8 +120,8 @@ class _Open:
 class _Builder:
     """Puts events together without recursion, so that depth is bounded by a number and not by the stack."""
 
-    def __init__(self, source: str, numbered: bool, problems: Problems) -> None:
-        self._source, self._numbered, self._problems = source, numbered, problems
+    def __init__(self, source: str, numbered: bool, problems: Problems, dotted: bool) -> None:
+        self._source, self._numbered, self._problems, self._dotted = source, numbered, problems, dotted
         self.place = Place(source, 1 if numbered else 0)  # how far it has come
         self._open: list[_Open] = []
         self._root: Node | None = None
@@ -174,7 +176,7 @@ class _Builder:
     def _key(self, holder: _Open, key: str, node: Node) -> None:
         assert isinstance(holder.value, dict)
         holder.key, holder.key_place = key[:MAX_KEY], node.place
-        problem = key_problem(key)
+        problem = key_problem(key, dotted=self._dotted and len(self._open) == 1)
         if key in holder.value:
             first = holder.value[key].place
             problem = f"The key `{key}` stands here for the second time; the first is at {first}."

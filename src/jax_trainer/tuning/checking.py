@@ -1,0 +1,61 @@
+"""Tries a space against an experiment before the first trial: every key, and what is tried at the edges."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Place
+from jax_trainer.config.problems import shown
+from jax_trainer.tuning.dimensions import Dimension, Range, Space, Values
+
+Load = Callable[[Values], Loaded[Any]]  # the experiment with these values
+_NOT_IN_A_FILE = Place("command line")  # where values that were put into an experiment stand
+
+
+def checked(space: Space, load: Load) -> Loaded[Any]:
+    """The experiment with the first values of `space`; what cannot be tried is raised, with its place in the space.
+
+    Beginning with the first value of everything, each key is set to all its extremes, one key after the other; then all
+    of them are set to their last one.
+    """
+    first = {one.key: one.extremes[0] for one in space.dimensions}
+    try:
+        loaded = load(first)
+    except ConfigError as error:
+        raise placed(error, space) from None
+    found = [problem for one in space.dimensions for problem in _problems_of(one, first, space, load)]
+    if not found:
+        last = {one.key: one.extremes[-1] for one in space.dimensions}
+        found = list(_refused(last, space, load, "all keys at their last values"))
+    if found:
+        raise ConfigError(dict.fromkeys(found))
+    return loaded
+
+
+def _problems_of(one: Dimension, first: Values, space: Space, load: Load) -> Iterator[ConfigProblem]:
+    for value in one.extremes[1:]:
+        yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`")
+    if isinstance(one, Range) and one.is_whole and one.step is None:
+        between = (one.low + one.high) // 2 + 0.5
+        if not list(_refused({**first, one.key: between}, space, load, "")):
+            text = f"{one.low} and {one.high} are whole, and this key takes other numbers as well: write "
+            yield ConfigProblem(one.place, one.key, f"{text}`{one.low}.0` to try those, or add `step: 1`.")
+
+
+def _refused(values: Values, space: Space, load: Load, trying: str) -> Iterable[ConfigProblem]:
+    try:
+        load(values)
+    except ConfigError as error:
+        return [_placed(problem, space, trying) for problem in error.problems]
+    return ()
+
+
+def placed(error: ConfigError, space: Space) -> ConfigError:
+    """The same error, with the lines of the space where it is about a value of the space."""
+    return ConfigError([_placed(problem, space) for problem in error.problems], more=error.more)
+
+
+def _placed(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
+    owner = space.owner(problem.key)
+    if owner is not None and problem.place == _NOT_IN_A_FILE:
+        return ConfigProblem(owner.place, problem.key, problem.text)
+    return ConfigProblem(problem.place, problem.key, f"{problem.text} (Trying {trying}.)" if trying else problem.text)

@@ -1,0 +1,132 @@
+"""A trial of an experiment: the file with other values, trained and judged on its validation data."""
+
+import gc
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jax_trainer.callbacks import OptunaPruning, full_names
+from jax_trainer.callbacks.monitored import Mode, best_mode
+from jax_trainer.config import Loaded, as_data, dump_config, redact
+from jax_trainer.config.secrets import secret_values
+from jax_trainer.settings import SettingsError
+from jax_trainer.trainer import TrainerModule, build, load_experiment
+from jax_trainer.tuning.checking import checked, placed
+from jax_trainer.tuning.choosing import StudyError
+from jax_trainer.tuning.dimensions import Space, Values, as_overrides
+
+DEFAULT_MONITOR = "val/loss"
+_NO_VALIDATION = "a trial is compared with others by its validations"
+
+
+class NotFinite(FloatingPointError):
+    """What a trial was to be judged by is no number."""
+
+
+class ExperimentTrials:
+    """Trains an experiment with the values of a trial. Making one checks that every key and extreme can be tried.
+
+    Args:
+        file: the experiment.
+        overrides: of it, for all trials.
+        space: what is tuned.
+        monitor: the metric of validations to judge by; None: that of `ModelCheckpoint`, or the loss.
+        mode: whether a small value of it is good or a large one.
+        folder: in which the trials have theirs.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        overrides: Sequence[str],
+        space: Space,
+        *,
+        monitor: str | None = None,
+        mode: Mode = "auto",
+        folder: Path,
+    ) -> None:
+        self._file, self._overrides, self._space, self._folder = file, list(overrides), space, folder
+        self._first = checked(space, self._load)
+        saver = self._first.value.trainer.saver
+        self.monitor = monitor or (DEFAULT_MONITOR if saver is None else saver.monitor)
+        if saver is not None and mode == "auto" and self.monitor == saver.monitor:
+            mode = saver.mode
+        self.mode: Literal["min", "max"] = best_mode(mode, self.monitor)
+
+    def _load(self, values: Values) -> Loaded[Any]:
+        return load_experiment(self._file, [*self._overrides, *as_overrides(values)])
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """What the experiment holds and nobody is to be shown."""
+        return secret_values(self._first.tree.data())
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The experiment without what is tuned, by dotted keys and without secrets."""
+        flat = _flat(redact(as_data(self._first.value)))
+        return {key: json.dumps(value, default=str) for key, value in flat.items() if self._space.owner(key) is None}
+
+    def rehearse(self) -> None:
+        """Everything but training, with the first values: what would fail in every trial is found before the first."""
+        try:
+            trainer = build(self._first.value)
+            if not trainer.config.validates:
+                raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}: it is never judged.")])
+            if trainer.dataset.val_loader is None:
+                raise SettingsError([("dataset", f"{_NO_VALIDATION}: there is no validation data.")])
+            known = full_names(dict.fromkeys(trainer.dry_run().judged), "val")
+        except SettingsError as error:
+            raise placed(self._first.error(error), self._space) from None
+        may_add = type(trainer).on_validation_epoch_end is not TrainerModule.on_validation_epoch_end
+        if self.monitor not in known and not may_add:
+            raise StudyError(f"No metric {self.monitor!r} to monitor. There are {', '.join(sorted(known))}.")
+
+    def __call__(self, values: Values, trial: Any) -> float:
+        """The best value of the monitored metric over all validations of a training."""
+        gc.collect()  # what the last trial has left on the device
+        loaded = self._load(values)
+        _write_into(loaded.value.trainer.logger, self._folder / f"{trial.number:04}")
+        try:
+            trainer = build(loaded.value, callbacks=[OptunaPruning(trial, self.monitor)])
+            data = trainer.dataset
+            results = trainer.train_model(data.train_loader, data.val_loader, quiet=True)
+        except SettingsError as error:
+            raise placed(loaded.error(error), self._space) from None
+        return best_value(results, self.monitor, self.mode)
+
+    def config_text(self, values: Values) -> str:
+        """The whole experiment with these values, as a file."""
+        return dump_config(self._load(values).value)
+
+
+def best_value(results: Mapping[Any, Mapping[str, Any]], monitor: str, mode: str) -> float:
+    """The best value of a metric over the validations in `results`, all of which must be finite.
+
+    >>> best_value({1: {"val/acc": 0.5}, 2: {"val/acc": 0.75}, "test": {}}, "val/acc", "max")
+    0.75
+    """
+    found = {place: float(metrics[monitor]) for place, metrics in results.items() if monitor in metrics}
+    for place, value in found.items():
+        if not math.isfinite(value):
+            raise NotFinite(f"`{monitor}` is {value} in epoch {place}.")
+    if not found:
+        raise ValueError(f"No validation has reported `{monitor}`.")
+    return (max if mode == "max" else min)(found.values())
+
+
+def _write_into(logger: Any, folder: Path) -> None:
+    """What a trial writes belongs into its own folder, also what its tools write."""
+    logger.log_dir = str(folder)
+    tools = logger.tool_config
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        if getattr(tool, "save_dir", ""):
+            tool.save_dir = ""
+
+
+def _flat(data: Any, above: str = "") -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        return {above: data}
+    return {key: value for name in data for key, value in _flat(data[name], f"{above}.{name}".lstrip(".")).items()}

@@ -1,0 +1,90 @@
+"""Makes trials until there are enough of them, whoever makes them."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax_trainer.tuning.dimensions import Space
+from jax_trainer.tuning.experiments import NotFinite
+from jax_trainer.tuning.functions import Objective
+from jax_trainer.tuning.liveness import beating
+from jax_trainer.tuning.storage import optuna
+from jax_trainer.tuning.study import Study
+
+MOST_FAILURES = 3  # in a row, before anything has come out: then something else than the values is wrong
+
+
+class TrialMaker:
+    """Asks for values, has them tried, and tells what came out.
+
+    Args:
+        study: who is asked and told.
+        objective: makes a number of values; it may raise `optuna.TrialPruned`.
+        space: what is tuned.
+        hide: takes the secrets out of a text.
+        after: called with the number of each trial that is over.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        objective: Objective,
+        space: Space,
+        *,
+        hide: Callable[[str], str],
+        after: Callable[[int], None],
+    ) -> None:
+        self._study, self._objective, self._space = study, objective, space
+        self._hide, self._after = hide, after
+        self._failures: int | None = 0  # None from the first trial on that did not fail
+
+    def make(self, wanted: int, timeout: float | None = None) -> None:
+        """Makes trials until `wanted` are over, or under way elsewhere; after `timeout` seconds none begins."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while end is None or time.monotonic() < end:
+            self._study.bury_the_dead()
+            if self._study.finished() + self._study.running() >= wanted:
+                return
+            trial = self._study.ask()
+            if trial is None:
+                return
+            self._try(trial)
+            self._after(trial.number)
+
+    def _try(self, trial: Any) -> None:
+        try:
+            with beating(trial):
+                value = _number(self._objective(self._space.suggest(trial), trial))
+        except optuna().TrialPruned:
+            if self._study.has_lost_its_way(trial):
+                self._fail(trial, NotFinite("The last value that was reported is not finite."))
+            else:
+                self._study.tell_pruned(trial)
+                self._failures = None
+        except Exception as error:
+            self._fail(trial, error)
+        except BaseException:  # Ctrl-C, SIGTERM
+            self._study.tell_interrupted(trial)
+            raise
+        else:
+            self._study.tell(trial, value)
+            self._failures = None
+
+    def _fail(self, trial: Any, error: Exception) -> None:
+        self._study.tell_failed(trial, self._hide(f"{type(error).__name__}: {error}"))
+        if self._failures is None:
+            return
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            error.add_note(f"The first {self._failures} trials have failed, the last one by this: none more is made.")
+            raise error
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"The objective must return a number, got {value!r}.") from None
+    if number != number or number in (float("inf"), -float("inf")):
+        raise NotFinite(f"The objective returned {number}.")
+    return number

@@ -1,0 +1,168 @@
+"""`tune`: looks for the values with which an experiment, or any function, does best."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.callbacks.monitored import Mode
+from jax_trainer.checkpoint import safe_join
+from jax_trainer.config import redact_text
+from jax_trainer.config.secrets import environment_secrets
+from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, Choosing, PrunerName, SamplerName, StudyError, grid_size
+from jax_trainer.tuning.dimensions import Space
+from jax_trainer.tuning.experiments import ExperimentTrials
+from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
+from jax_trainer.tuning.reporting import Report, speaker
+from jax_trainer.tuning.space import read_space
+from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_place
+from jax_trainer.tuning.study import Study, study_exists
+from jax_trainer.tuning.trials import TrialMaker
+from jax_trainer.tuning.tuned import Tuned
+
+PARENT = Path("runs") / "tune"
+TRIALS = "trials"
+
+
+def tune(
+    experiment: str | Path | Function,
+    space: str | Path | Mapping[str, Any],
+    *,
+    trials: int = 20,
+    monitor: str | None = None,
+    mode: Mode = "auto",
+    storage: str | Path | None = None,
+    name: str | None = None,
+    folder: str | Path | None = None,
+    sampler: SamplerName = "tpe",
+    pruner: PrunerName = "median",
+    startup: int = 5,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+    timeout: float | None = None,
+    quiet: bool = False,
+) -> Tuned:
+    """Tries values out of `space` until the study has `trials` trials; calling it again adds what is missing.
+
+    >>> import tempfile
+    >>> space = {"x": {"low": 0, "high": 5}}
+    >>> def distance(values, trial):
+    ...     return (values["x"] - 3) ** 2
+    >>> found = tune(distance, space, sampler="grid", folder=tempfile.mkdtemp(), quiet=True)
+    >>> found.params, found.value
+    ({'x': 3}, 0.0)
+
+    Args:
+        experiment: a YAML file; or a function of the values, by key, and an Optuna trial, that returns a number.
+        space: what to try, by dotted key: a YAML file, or the same as a dict.
+        trials: how many there are to be in the study, including those that were or are being made elsewhere.
+        monitor: the metric of validations by which trials are compared; None: that of `ModelCheckpoint`, or `val/loss`.
+        mode: whether a small value is good or a large one; auto: as `ModelCheckpoint` says, or by the metric's name.
+        storage: a journal file, or the URL of a database; None: a journal in `folder`. Processes and machines that name
+            the same one, and the same study, share the work.
+        name: of the study; None: that of the file or function.
+        folder: where results and the trials' runs go; None: `runs/tune/<name>`.
+        sampler: who chooses: tpe (learns from the trials so far), random, or grid (every combination once).
+        pruner: which trials are cut: median (those below it), halving, hyperband, or none.
+        startup: so many trials are over before the median cuts others, and before the sampler learns.
+        seed: of the sampler; the same seed makes the same trials, in one process.
+        overrides: of the experiment, for all trials.
+        timeout: seconds after which no trial begins.
+        quiet: say nothing.
+    """
+    _check_options(sampler, pruner, trials=trials, startup=startup, seed=seed, timeout=timeout)
+    optuna()  # how to get it is said before any work is done
+    name = name_of(experiment) if name is None else name
+    home, wanted = folder_of(name, folder), read_space(space)
+    job = _Job(
+        objective=_objective(experiment, wanted, overrides, monitor, mode, home),
+        space=wanted,
+        name=name,
+        folder=home,
+        place=home / JOURNAL if storage is None else storage,
+        trials=min(trials, grid_size(wanted)) if sampler == "grid" else trials,
+        choosing=Choosing(sampler, pruner, startup, seed),
+    )
+    with quiet_optuna():
+        return job.run(timeout, speaker(quiet))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A study that is to be made, or gone on with."""
+
+    objective: Objective
+    space: Space
+    name: str
+    folder: Path
+    place: str | Path
+    trials: int
+    choosing: Choosing
+
+    def run(self, timeout: float | None, say: Callable[[str], None]) -> Tuned:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        study = self._study()
+        report = Report(study, self.objective, self.space, self.folder, shown_place(self.place), say)
+        report.begin(self.trials)
+        maker = TrialMaker(study, self.objective, self.space, hide=self._hide, after=report.after)
+        try:
+            maker.make(self.trials, timeout)
+        finally:
+            done = report.tuned()  # also when it was interrupted: there may be something already
+        return done
+
+    def _study(self) -> Study:
+        storage = open_storage(self.place)
+        is_new = not study_exists(storage, self.name)
+        if is_new:
+            self.objective.rehearse()  # first: what a study is about is written down when it is made
+        notes = {"monitor": self.objective.monitor, "mode": self.objective.mode}
+        study = Study(storage, self.name, self.space, notes, self.choosing)
+        study.compare(self.objective.identity)
+        if not is_new and study.finished() < self.trials:
+            self.objective.rehearse()
+        return study
+
+    def _hide(self, text: str) -> str:
+        return redact_text(text, environment_secrets() | secrets_of(self.place) | self.objective.secrets)
+
+
+def _objective(
+    experiment: str | Path | Function,
+    space: Space,
+    overrides: Sequence[str],
+    monitor: str | None,
+    mode: Mode,
+    folder: Path,
+) -> Objective:
+    if not callable(experiment):
+        return ExperimentTrials(Path(experiment), overrides, space, monitor=monitor, mode=mode, folder=folder / TRIALS)
+    if overrides:
+        raise ValueError("A function has no configuration to override: `overrides` are for an experiment.")
+    return FunctionTrials(experiment, monitor, mode)
+
+
+def folder_of(name: str, folder: str | Path | None = None) -> Path:
+    """Where the results of a study go."""
+    try:
+        return (safe_join(PARENT, name) if folder is None else Path(folder)).absolute()
+    except ValueError as error:
+        raise StudyError(f"A study cannot be called that. {error}") from None
+
+
+def name_of(experiment: str | Path | Function) -> str:
+    """What a study is called that nobody has named."""
+    if not callable(experiment):
+        return Path(experiment).stem
+    name = getattr(experiment, "__name__", "")
+    return name if name.isidentifier() else "study"
+
+
+def _check_options(sampler: str, pruner: str, **numbers: float | None) -> None:
+    for what, value, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
+        if value not in known:
+            raise ValueError(f"`{what}` must be one of {', '.join(known)}, got {value!r}.")
+    for what, number in numbers.items():
+        least = 1 if what == "trials" else 0
+        if number is not None and not number >= least:
+            raise ValueError(f"`{what}` must be at least {least}, got {number}.")
