@@ -1,7 +1,8 @@
 """Train JAX and Flax models: one engine, linen and nnx, exact and fast.
 
-A run is a pure `Program`, a `Plan`, and a stream of events. An adapter makes the program from a model and a loss,
-`compile_program` readies it, `run` drives it and tells observers.
+`TrainerModule` trains with a subclass that says what the loss is. Below it, a run is a pure `Program`, a `Plan`, and a
+stream of events: an adapter makes the program from a model and a loss, `compile_program` readies it, `run` drives it
+and tells observers.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,7 @@ from jax_trainer.adapters import (
     stateful_program,
     write_back,
 )
-from jax_trainer.callbacks import LogMetrics, ProgressBar
+from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
     Layout,
     LogFreq,
@@ -48,10 +49,13 @@ from jax_trainer.engine import (
     drive,
     eval_events,
     evaluate,
+    predictions,
     run,
     train_events,
 )
-from jax_trainer.logger import JsonlWriter, MetricWriter
+from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
+from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
+from jax_trainer.tuning import tune
 
 try:
     __version__ = version("jax-trainer")
@@ -61,17 +65,22 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 __all__ = [
     "ArrayLoader",
     "Batch",
+    "Callback",
     "Data",
     "DataError",
     "DatasetConfig",
     "DatasetModule",
     "Every",
+    "ImgClassifierTrainer",
     "JsonlWriter",
+    "LambdaCallback",
     "Layout",
     "LogFreq",
     "LogMetricMode",
     "LogMetrics",
     "LogMode",
+    "Logger",
+    "LoggerConfig",
     "MetricWriter",
     "NonFiniteError",
     "Plan",
@@ -84,6 +93,8 @@ __all__ = [
     "StopTraining",
     "SupervisedBatch",
     "TrainState",
+    "TrainerConfig",
+    "TrainerModule",
     "__version__",
     "compile_program",
     "drive",
@@ -94,9 +105,11 @@ __all__ = [
     "linen_program",
     "load_digits",
     "nnx_program",
+    "predictions",
     "run",
     "stateful_program",
     "train_events",
+    "tune",
     "with_ema",
     "with_finite_guard",
     "write_back",

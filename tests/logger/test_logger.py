@@ -178,8 +178,8 @@ def test_a_process_alone_is_the_lead(tmp_path):
 
 
 def test_closing_twice_is_closing_once(tmp_path, caplog):
-    logger = Logger(LoggerConfig(), tmp_path)
     with caplog.at_level(logging.INFO, "jax_trainer"):
+        logger = Logger(LoggerConfig(), tmp_path)
         logger.close("completed")
         logger.close("failed")
     assert len(caplog.records) == 1

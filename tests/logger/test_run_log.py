@@ -41,6 +41,16 @@ def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys, has
     assert LOG.handlers == []
 
 
+def test_others_hear_no_more_than_without_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
+    log = RunLog(tmp_path / "run.log", "debug")
+    LOG.info("for the file")
+    LOG.warning("for all")
+    log.close()
+    assert capsys.readouterr().err.split("\n") == ["for all", ""]
+    assert kept(tmp_path / "run.log") == ["file", "all"]
+
+
 @pytest.mark.parametrize("how", ["gone", "full"])
 def test_a_file_that_cannot_be_written_is_told_of_once_and_fails_nobody(tmp_path, how, caplog, capsys):
     if how == "full":

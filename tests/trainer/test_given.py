@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings
 
+from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.models import SimpleClassifierConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
@@ -120,6 +121,19 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
 def test_what_is_given_wrongly_is_told_at_once(given, message):
     with pytest.raises(TypeError, match=message):
         Plain(**{"exmp_input": EXAMPLE, **given})
+
+
+def test_callbacks_are_objects_or_configurations_in_a_list_or_by_name(tmp_path):
+    saver, watcher = ModelCheckpointConfig(monitor="val/acc", mode="max"), LambdaCallback()
+    listed = plain(tmp_path, Dense(), callbacks=[saver, watcher, LambdaCallback()])
+    assert listed.config.callbacks == {"ModelCheckpoint": saver}  # stored with the run
+    listed.train_model(numbered_loader(32 * STEPS), first_examples(64), num_epochs=1)
+    assert list(listed.callbacks) == ["ModelCheckpoint", "LambdaCallback", "LambdaCallback_2"]
+    assert any(listed.folder.checkpoints.iterdir())
+    by_name = plain(tmp_path, Dense(), callbacks={"best": saver, "mine": watcher})
+    assert by_name.config.callbacks == {"best": saver}
+    with pytest.raises(TypeError, match="The callback 'int' is a int. Pass a callback, or the configuration of one"):
+        plain(tmp_path, Dense(), callbacks=[3])
 
 
 def test_configurations_and_objects_can_be_mixed(tmp_path):

@@ -36,16 +36,18 @@ def predictions(
 
 def _outputs(program: CompiledProgram, held: HeldState, feed: Feed, limit: int | None) -> Iterator[PyTree]:
     asked: deque[PyTree] = deque()
+    is_empty = True
     with closing(eval_takes(program, feed, limit, lambda: not asked)) as batches:
         while (taken := batches.next(PATIENCE)) is not None:
             if taken is not LATE:
                 asked.append(_asked(program, held, taken, feed.name))
+                is_empty = False
             # while there is no next batch, what is there need not wait for it
             while len(asked) > (taken is not LATE):
                 yield jax.device_get(asked.popleft())
-    if not asked:
+    if is_empty:
         raise feed.used_up(1)
-    yield jax.device_get(asked.popleft())
+    yield from map(jax.device_get, asked)
 
 
 def _asked(program: CompiledProgram, held: HeldState, taken: Taken, name: str) -> PyTree:

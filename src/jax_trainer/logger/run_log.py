@@ -33,22 +33,34 @@ class _File(logging.FileHandler):
             super().close()
 
 
+class _Onward(logging.Handler):
+    """Passes on, to the loggers above, what they would hear without the files."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Passes `record` on; where nobody at all listens, Python shows warnings by itself."""
+        above = LOG.parent
+        others = [handler for handler in LOG.handlers if not isinstance(handler, _File | _Onward)]
+        if above is not None and (above.hasHandlers() or not others):
+            above.callHandlers(record)
+
+
 class RunLog:
     """Appends the messages of the logger "jax_trainer", from the level `verbosity` on, to `path` until it is closed.
 
-    The file appears with the first message. What is shown elsewhere stays shown there. Where nothing can be written,
-    that is said once, elsewhere, and is nobody's failure.
+    The file appears with the first message. What is shown elsewhere stays shown there, and no more than that. Where
+    nothing can be written, that is said once, elsewhere, and is nobody's failure.
     """
 
     _open: ClassVar[list["RunLog"]] = []  # several runs of a process may overlap
-    _level_before: ClassVar[int] = logging.NOTSET
+    _before: ClassVar[tuple[int, bool]] = (logging.NOTSET, True)
+    _onward: ClassVar[_Onward] = _Onward()
 
     def __init__(self, path: Path, verbosity: Verbosity) -> None:
         self._handler = _File(path, encoding="utf-8", delay=True)
         self._handler.setLevel(verbosity.upper())
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         if not RunLog._open:
-            RunLog._level_before = LOG.level
+            RunLog._before = LOG.level, LOG.propagate
         RunLog._open.append(self)
         LOG.addHandler(self._handler)
         self._let_through()
@@ -61,13 +73,17 @@ class RunLog:
             self._handler.close()
             self._let_through()
 
-    @staticmethod
-    def _let_through() -> None:
-        files = [log._handler for log in RunLog._open]
-        LOG.setLevel(RunLog._level_before)
-        LOG.setLevel(min([LOG.getEffectiveLevel(), *(file.level for file in files)]) if files else LOG.level)
-        if (fallback := logging.lastResort) is not None:
-            LOG.removeHandler(fallback)
-            is_heard = set(LOG.handlers) - set(files) or (LOG.parent and LOG.parent.hasHandlers())
-            if files and not is_heard:  # Python shows warnings by itself only while nobody at all handles them
-                LOG.addHandler(fallback)
+    @classmethod
+    def _let_through(cls) -> None:
+        """Opens the logger as far as the files want, without letting others hear more than before."""
+        level, propagates = cls._before
+        LOG.setLevel(level)
+        LOG.propagate = propagates
+        LOG.removeHandler(cls._onward)
+        if cls._open:
+            heard = LOG.getEffectiveLevel()
+            LOG.setLevel(min(heard, *(log._handler.level for log in cls._open)))
+            cls._onward.setLevel(heard)
+            if propagates:
+                LOG.propagate = False
+                LOG.addHandler(cls._onward)

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register what a file can name
-from jax_trainer.callbacks import Callback
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded, load_config
 from jax_trainer.core import Batch
@@ -21,6 +20,7 @@ from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.watchers import Given
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -88,7 +88,7 @@ def build(
     kind: type[Any] | None = None,
     model: Any = None,
     optimizer: Any = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Given = (),
 ) -> Any:
     """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
 

@@ -33,6 +33,7 @@ from jax_trainer.trainer.results import named_sets
 from jax_trainer.trainer.session import Session
 from jax_trainer.trainer.stored import configs_of, hparams_of, kind_for, run_and_step, storable, write_configs
 from jax_trainer.trainer.task import Task
+from jax_trainer.trainer.watchers import Given, taken_in
 
 LOG = logging.getLogger("jax_trainer")
 WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
@@ -53,7 +54,8 @@ class TrainerModule(Learner):
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
         optimizer: an optax optimizer.
         dataset: its device transforms (such as normalising images) become part of every step.
-        callbacks: objects that watch, besides those that `config` names.
+        callbacks: who watches, besides those that `config` names: callbacks or configurations of them, in a list or by
+            name.
         other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. That of a
             `dataset` whose class is registered is stored anyway.
         folder: of an existing run, to load from and to resume; training that does not resume makes a new one.
@@ -72,15 +74,16 @@ class TrainerModule(Learner):
         model: Any = None,
         optimizer: Any = None,
         dataset: DatasetModule | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Given = (),
         other_configs: Mapping[str, Any] | None = None,
         folder: RunFolder | None = None,
         **settings: Any,
     ) -> None:
         if config is not None and settings:
             raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
+        config, objects = taken_in(config_of(type(self))(**settings) if config is None else config, callbacks)
         super().__init__(
-            config_of(type(self))(**settings) if config is None else config,
+            config,
             one_of(model_config, model, ("model_config", "model")),
             one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer")),
             _example(exmp_input, dataset),
@@ -91,7 +94,7 @@ class TrainerModule(Learner):
         self.logger: Logger | None = None  # of the last run; it takes something while that lasts
         self.callbacks: dict[str, Callback] = {}  # that watched it
         self.other_configs = storable(other_configs or {})
-        self._given_callbacks = _callbacks_by_name(callbacks, self.config.callbacks)
+        self._given_callbacks = objects
         self._session: Session | None = None
         self._at, self._last_metrics = Position(), {}
         self._has_optimizer = False
@@ -427,18 +430,6 @@ def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
     if exmp_input is None and dataset is None:
         raise TypeError("Pass `exmp_input`, an example batch, such as `next(iter(train_loader))`.")
     return next(iter(dataset.train_loader)) if exmp_input is None and dataset is not None else exmp_input
-
-
-def _callbacks_by_name(callbacks: Sequence[Callback], configured: Mapping[str, Any]) -> dict[str, Callback]:
-    named: dict[str, Callback] = {}
-    for callback in callbacks:
-        base = name = type(callback).__name__
-        number = 1
-        while name in named or name in configured:
-            number += 1
-            name = f"{base}_{number}"
-        named[name] = callback
-    return named
 
 
 def _length(loader: Any) -> int | None:

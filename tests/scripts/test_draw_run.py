@@ -1,0 +1,27 @@
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "draw_run.py"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rows = [f'{{"step": {10 * n}, "epoch": {n}, "train/acc_epoch": 0.{n}, "val/acc": 0.{n}}}' for n in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "param/num_model_params": 5}\n' + "\n".join(rows))
+    return tmp_path
+
+
+def test_the_curves_of_a_run_are_drawn(run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draw_run.py", str(run), str(run / "c.svg"), "train/acc_epoch", "val/acc"])
+    runpy.run_path(str(SCRIPT))["main"]()
+    assert "<svg" in (run / "c.svg").read_text()
+
+
+def test_a_number_that_is_not_there_is_told_with_those_that_are(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["draw_run.py", str(run), str(run / "c.svg"), "val/loss"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT))["main"]()
+    assert "there is no val/loss in this run. There are train/acc_epoch, val/acc." in capsys.readouterr().err
