@@ -1,5 +1,6 @@
 """Every method of the documents can be overridden, and what is written there happens."""
 
+import json
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from trainer_runs import STEPS, Plain, first_examples, plain_for, rows, train_plain, values
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
+from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.logger import Logger
 from jax_trainer.testing import assert_same_bits, digest, numbered_loader
 
@@ -247,6 +249,24 @@ def test_what_a_hook_adds_to_the_metrics_is_logged_returned_and_monitored(tmp_pa
     assert results["test"]["test/loss"] == results[1]["val/loss"]  # the same examples
 
 
+def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tmp_path):
+    judged: list[Any] = []
+
+    class Counting(Plain):
+        """Adds how many batches there were."""
+
+        def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0) -> dict[str, Any]:
+            metrics = super().eval_model(data_loader, mode, epoch_idx)
+            judged.append((mode, epoch_idx, metrics[f"{mode}/loss"]))
+            return {**metrics, f"{mode}/batches": len(data_loader)}
+
+    trainer = plain_for("nnx", tmp_path, kind=Counting, callbacks={"s": ModelCheckpointConfig(monitor="val/batches")})
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(32))
+    assert (results[1]["val/batches"], results["test"]["test/batches"]) == (2, 1)
+    assert list(values(trainer, "val/batches")) == [2]
+    assert judged == [("val", 1, results[1]["val/loss"]), ("test", 1, results["test"]["test/loss"])]
+
+
 def test_metrics_without_a_prefix_are_not_added(tmp_path):
     class Bare(Plain):
         """Forgets the prefix."""
@@ -320,6 +340,47 @@ def test_callbacks_can_be_told_of_a_test_by_itself(tmp_path):
     train_plain(trainer)
     assert trainer.test_model(first_examples(32)) == trainer.test_model(first_examples(32), True, 7)
     assert told == [(trainer.test_model(first_examples(32)), 7)]
+
+
+def test_metrics_can_be_saved_whether_a_run_is_on_or_over(tmp_path):
+    class Saving(Plain):
+        """Saves while it trains."""
+
+        def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch_idx: int) -> None:
+            self.save_metrics("during", train_metrics)
+
+    trainer = plain_for("nnx", tmp_path, kind=Saving, **ONE_EPOCH)
+    with pytest.raises(ValueError, match="no run folder yet to write to"):
+        trainer.save_metrics("before", {})
+    train_plain(trainer)
+    trainer.save_metrics("after", {"a/b": np.float32(0.5), "matrix": np.eye(2)})
+    folder = trainer.folder.path / "metrics"
+    assert "train/loss" in json.loads((folder / "during.json").read_text())
+    assert json.loads((folder / "after.json").read_text()) == {"a/b": 0.5, "matrix": [[1.0, 0.0], [0.0, 1.0]]}
+
+
+def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
+    class Saving(Plain):
+        """Saves every epoch."""
+
+        def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
+            kept.append(jax.tree.map(jnp.copy, self.state.params))
+            self.save_model()
+
+    kept: list[Any] = []
+    saver = ModelCheckpointConfig(every_n_epochs=0, save_top_k=2)
+    trainer = plain_for("nnx", tmp_path, kind=Saving, train_epochs=2, callbacks={"saver": saver})
+    train_plain(trainer)
+    for epoch in (1, 2):
+        trainer.load_model(epoch)
+        assert_same_bits(trainer.state.params, kept[epoch - 1])
+    with pytest.raises(CheckpointError, match="There is no checkpoint of epoch 7 in .* There are: 1, 2"):
+        trainer.load_model(7)
+    empty = plain_for("nnx", tmp_path, **ONE_EPOCH)
+    train_plain(empty)
+    before = digest(empty.state)
+    empty.load_model(raise_if_not_found=False)
+    assert digest(empty.state) == before
 
 
 def test_tracker_shows_progress_only_where_it_is_wanted(tmp_path, capsys):

@@ -6,7 +6,7 @@ from jax_trainer.callbacks.classification import ConfusionMatrixCallback, Confus
 from jax_trainer.callbacks.disable_gc import DisableGC, DisableGCConfig
 from jax_trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
 from jax_trainer.callbacks.lambda_callback import LambdaCallback
-from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers
+from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     GradientSpikeMonitor,
     GradientSpikeMonitorConfig,
@@ -52,5 +52,6 @@ __all__ = [
     "Windows",
     "full_names",
     "logger_observers",
+    "merged_names",
     "parameter_table",
 ]

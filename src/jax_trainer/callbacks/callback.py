@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, Run
 from jax_trainer.core import StepRows, TrainState
 from jax_trainer.datasets import DatasetModule
@@ -204,9 +204,7 @@ class Callback(RegistrableConfigInterface):
             self.on_filtered_validation_epoch_start(event.epoch)
 
     def _tell_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
-        metrics: dict[str, Any] = {}
-        for name, values in event.metrics.items():
-            metrics |= full_names(values, name)
+        metrics = merged_names(event.metrics)
         if all(name.startswith("test") for name in event.metrics):
             self.on_test_epoch_end(metrics, event.epoch)
             return

@@ -94,3 +94,8 @@ def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     {'train/acc': 0.5, 'optimizer/lr': 0.1}
     """
     return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def merged_names(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of several evaluation sets in one dict, by the names that people see."""
+    return {full: value for name, metrics in by_set.items() for full, value in full_names(metrics, name).items()}

@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.logger.files import file_name_of, write_whole
 from jax_trainer.logger.pictures import png_of
-from jax_trainer.logger.values import bins_of, json_safe
+from jax_trainer.logger.values import bins_of, json_safe, plain_of
 from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface
 from jax_trainer.settings import Settings
 
@@ -66,8 +66,7 @@ class JSONLToolLogger(ToolLoggerInterface):
 
     def save(self, file_name: str, data: Mapping[str, Any]) -> None:
         """Writes plain data to a file of its own, `metrics/<file_name>.json`."""
-        text = json.dumps(json_safe(data), allow_nan=False, indent=1)
-        write_whole(self.folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())
+        save_metrics(self.folder, file_name, data)
 
     def close(self, status: str) -> None:
         """Closes the file."""
@@ -77,3 +76,9 @@ class JSONLToolLogger(ToolLoggerInterface):
         if self._writer.is_deleted:
             raise FileNotFoundError(f"{self._writer.path} was deleted while the run wrote to it.")
         self._writer.append(row)
+
+
+def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
+    """Writes metrics, arrays among them, to `metrics/<file_name>.json` in the folder of a run."""
+    text = json.dumps(json_safe(plain_of(metrics)), allow_nan=False, indent=1)
+    write_whole(folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())

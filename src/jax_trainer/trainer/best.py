@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks import merged_names
 from jax_trainer.core import TrainState, copy_state
 from jax_trainer.engine import EvalRoundEnd, Event
 
@@ -22,9 +22,7 @@ class BestWeights:
         """Looks at what an evaluation found."""
         if not isinstance(event, EvalRoundEnd) or all(name.startswith("test") for name in event.metrics):
             return
-        metrics: dict[str, Any] = {}
-        for name, values in event.metrics.items():
-            metrics |= full_names(values, name)
+        metrics = merged_names(event.metrics)
         if self._better(metrics, self._metrics):
             self._metrics = metrics
             state = event.state

@@ -1,11 +1,13 @@
 """The trainer's own hooks, told like those of a callback."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jax_trainer.callbacks import Callback, CallbackConfig, Run
+from jax_trainer.callbacks import Callback, CallbackConfig, Run, full_names
 from jax_trainer.engine import EvalRoundEnd
+from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import Results
 
 
@@ -14,9 +16,9 @@ class TrainerHooks(Callback):
 
     config: CallbackConfig
 
-    def __init__(self, run: Run, results: Results) -> None:
+    def __init__(self, run: Run, results: Results, loaders: Mapping[str, Any]) -> None:
         super().__init__(CallbackConfig(), run)
-        self._results = results
+        self._results, self._loaders = results, loaders
 
     def on_training_start(self) -> None:
         """Passes it on."""
@@ -41,6 +43,7 @@ class TrainerHooks(Callback):
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Passes it on, and takes in what was added."""
         before = dict(eval_metrics)
+        eval_metrics |= self._asked_for_more(epoch)
         self.trainer.on_validation_epoch_end(eval_metrics, epoch)
         self._add(before, eval_metrics)
 
@@ -51,8 +54,20 @@ class TrainerHooks(Callback):
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
         """Passes it on, and takes in what was added."""
         before = dict(test_metrics)
+        test_metrics |= self._asked_for_more(epoch)
         self.trainer.on_test_epoch_end(test_metrics, epoch)
         self._add(before, test_metrics)
+
+    def _asked_for_more(self, epoch: int) -> dict[str, Any]:
+        """What `eval_model` of a subclass finds out about the sets besides their metrics, which it need not repeat."""
+        trainer, event = self.trainer, self.event
+        if type(trainer).eval_model is Learner.eval_model or not isinstance(event, EvalRoundEnd):
+            return {}
+        found: dict[str, Any] = {}
+        with trainer.having_judged({name: full_names(one, name) for name, one in event.metrics.items()}):
+            for name in event.metrics:
+                found |= trainer.eval_model(self._loaders[name], name, epoch)
+        return found
 
     def _add(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         added = {name: value for name, value in now.items() if name not in before}

@@ -1,6 +1,7 @@
 """The model, the optimizer and the state of a trainer, and all that can be done with them without a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jax_trainer.adapters import linen_program, nnx_program, write_back
-from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks import merged_names
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
     Batch,
@@ -57,6 +58,7 @@ class Learner(Task):
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
         self._held: HeldState | None = None
+        self._just_judged: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
 
     # the model and its first weights
 
@@ -219,8 +221,22 @@ class Learner(Task):
     # what can be asked of the present weights
 
     def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0) -> dict[str, Any]:
-        """The metrics of the present weights on one set; `mode` is what it is called."""
+        """The metrics of the present weights on one set; `mode` is what it is called.
+
+        One of your own is asked after every evaluation of a run, and what it adds is added there.
+        """
+        if mode in self._just_judged:
+            return dict(self._just_judged[mode])
         return self._metrics_on({mode: data_loader}, self.config.limit_val_batches)
+
+    @contextmanager
+    def having_judged(self, metrics: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+        """Meanwhile `eval_model` knows the metrics of these sets."""
+        self._just_judged = dict(metrics)
+        try:
+            yield
+        finally:
+            self._just_judged = {}
 
     def test_eval_function(self, val_loader: Any) -> dict[str, Any]:
         """Judges one batch, to see whether evaluating works."""
@@ -256,10 +272,8 @@ class Learner(Task):
     def _metrics_on(self, sets: Mapping[str, Any], max_batches: int | None = None) -> dict[str, Any]:
         if not sets:
             raise ValueError("There is no data to judge the weights on.")
-        state, metrics = self.state, {}  # the state first: an nnx model is built while it is made
-        for name, values in evaluate(self.program, state, sets, max_batches=max_batches).items():
-            metrics |= full_names(values, name)
-        return metrics
+        state = self.state  # first: an nnx model is built while it is made
+        return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
     def _show(self, text: str) -> None:
         Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
 from jax_trainer.datasets import Position
@@ -85,9 +85,7 @@ class WatchedEvaluations:
         """Looks at what an evaluation found."""
         if not isinstance(event, EvalRoundEnd):
             return
-        found: dict[str, Any] = {}
-        for name, values in event.metrics.items():
-            found |= full_names(values, name)
+        found = merged_names(event.metrics)
         bad = [name for name in self._names if name in found and not np.isfinite(found[name]).all()]
         if bad:
             text = f"Step {event.step}: the metric {_listed(bad)} of an evaluation is not finite."

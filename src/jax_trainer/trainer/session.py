@@ -141,12 +141,16 @@ class Session:
         """In the order in which they are told: who saves comes last, and saves what the others have learnt."""
         config, run = self.trainer.config, self.run
         watched = WatchedEvaluations(config.watched_evaluations, config.guards or "raise")
-        records = [*logger_observers(self.logger), self.results, TrainerHooks(run, self.results)]
+        records = [*logger_observers(self.logger), self.results, TrainerHooks(run, self.results, self._loaders)]
         records += [self.best] if self.best is not None else []
         records += [watched] if config.guards and config.watched_evaluations else []
         savers = [one for one in self.callbacks.values() if isinstance(one, ModelCheckpoint)]
         others = [one for one in self.callbacks.values() if not isinstance(one, ModelCheckpoint)]
         return [*self._bar(others, quiet), *records, *others, *savers]
+
+    @property
+    def _loaders(self) -> dict[str, Any]:
+        return {**self.data.evals, **self.tests}
 
     def _bar(self, callbacks: list[Callback], quiet: bool) -> list[ProgressBar]:
         is_shown = self.trainer.config.enable_progress_bar and not quiet

@@ -2,47 +2,44 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 from compoconf import register, register_interface
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
-from jax_trainer.callbacks import Callback, Run, full_names
+from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
-from jax_trainer.core import Batch, CompiledProgram, HeldState, TrainState, copy_state
+from jax_trainer.checkpoint.store import CheckpointStore, Saved
+from jax_trainer.core import Batch, CompiledProgram, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, Position
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, StepEnd, eval_events, run
-from jax_trainer.logger import Logger, run_place
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
+from jax_trainer.logger import Logger
 from jax_trainer.logger.rows import drop_rows_after
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.given import one_of
+from jax_trainer.trainer.keeper import Keeper, scalars_of
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import named_sets
 from jax_trainer.trainer.session import Session
-from jax_trainer.trainer.stored import configs_of, hparams_of, kind_for, run_and_step, storable, write_configs
+from jax_trainer.trainer.stored import configs_of, hparams_of
 from jax_trainer.trainer.task import Task
 from jax_trainer.trainer.watchers import Given, taken_in
 
 LOG = logging.getLogger("jax_trainer")
-WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
-Which = int | Literal["best", "latest"]
 
 
 @register
 @register_interface
-class TrainerModule(Learner):
+class TrainerModule(Keeper):
     """Trains, validates, tests, saves and loads a model; a subclass says what the loss is.
 
     Args:
@@ -89,14 +86,13 @@ class TrainerModule(Learner):
             _example(exmp_input, dataset),
             mesh,
             dataset,
+            other_configs,
+            folder,
         )
-        self.folder = folder
         self.logger: Logger | None = None  # of the last run; it takes something while that lasts
         self.callbacks: dict[str, Callback] = {}  # that watched it
-        self.other_configs = storable(other_configs or {})
         self._given_callbacks = objects
         self._session: Session | None = None
-        self._at, self._last_metrics = Position(), {}
         self._has_optimizer = False
 
     # before training
@@ -156,14 +152,11 @@ class TrainerModule(Learner):
                 )
 
     def _check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
-        may_add = type(self).on_validation_epoch_end is not Task.on_validation_epoch_end
+        own = type(self)
+        may_add = own.on_validation_epoch_end is not Task.on_validation_epoch_end
+        may_add |= own.eval_model is not Learner.eval_model
         if not (may_add or self.compares_itself):
             self.config.check_monitored(evals, judged)
-
-    @property
-    def compares_itself(self) -> bool:
-        """Whether this class has its own idea of which weights are the best."""
-        return type(self).is_new_model_better is not Task.is_new_model_better
 
     # training
 
@@ -206,7 +199,7 @@ class TrainerModule(Learner):
         finally:
             self._session = None
             if session.results.status in ("completed", "stopped"):
-                session.logger.log_hparams(hparams_of(configs_of(self)), _scalars(session.results.final))
+                session.logger.log_hparams(hparams_of(configs_of(self)), scalars_of(session.results.final))
             session.logger.close(session.results.status)
 
     def train_epoch(
@@ -239,7 +232,7 @@ class TrainerModule(Learner):
                 for callback in self.callbacks.values():
                     callback.handle(event)
                 if isinstance(event, EvalRoundEnd):
-                    return _merged(event)
+                    return merged_names(event.metrics)
         return self._metrics_on(sets, self.config.test_plan.eval_batches)
 
     def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
@@ -251,15 +244,6 @@ class TrainerModule(Learner):
             return iterator
         console = Console(stderr=True)
         return track(iterator, options.get("desc", ""), options.get("total"), console=console)
-
-    def follow(self, event: Event) -> None:
-        """Keeps up with a run: the state and the position in the data after each event."""
-        self._held = event.held
-        match event:
-            case StepEnd() | EpochEnd():
-                self._at = event.position
-            case EvalRoundEnd():
-                self._last_metrics = {event.step: _merged(event)}
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
         """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
@@ -289,104 +273,6 @@ class TrainerModule(Learner):
         data = Data(train_loader) if self.dataset is None else self.dataset.data()
         return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
 
-    # the run's folder, saving and loading
-
-    def _open_folder(self, resume: bool | str | Path) -> RunFolder:
-        if isinstance(resume, str | Path):
-            self.folder = RunFolder.open(Path(resume))
-        elif resume and self.folder is None:
-            raise ValueError("There is nothing to resume: pass the run's folder, as in `resume='runs/…'`.")
-        elif not resume:
-            self.folder = RunFolder.create(*run_place(self.config.logger, self._model.name))
-        folder = self._own_folder("record")
-        write_configs(self, folder)
-        return folder
-
-    def _own_folder(self, purpose: str) -> RunFolder:
-        if self.folder is None:
-            raise ValueError(f"This trainer has no run folder yet to {purpose}. Train first, or pass `folder`.")
-        return self.folder
-
-    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
-        saver = self.config.saver
-        options = {} if saver is None else saver.store_options(validates=validates, monitors=not self.compares_itself)
-        if self.compares_itself and validates:
-            options["better"] = self.is_new_model_better
-        return CheckpointStore(folder.checkpoints, **options)
-
-    def with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
-        """The present state with the weights of a checkpoint."""
-        return store.restore(which, like=self.state, only=WEIGHTS)[0]
-
-    def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
-        """Saves the present state as a checkpoint of its run; `metrics` are what it was judged by.
-
-        Left out, they are those of the last evaluation, if that was of this state.
-        """
-        folder, state = self._own_folder("save to"), self.state
-        store = self._session.store if self._session is not None else self._store(folder)
-        known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
-        saver = self.config.saver
-        unknown = {} if saver is None else {saver.monitor: math.nan}  # never the best
-        return store.save(state, self._at, {**unknown, **_scalars(known)})
-
-    def load_model(self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None) -> None:
-        """Takes the weights of a checkpoint of this run.
-
-        Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
-
-        Args:
-            epoch_idx: the epoch after which it was saved; -1: the best.
-            raise_if_not_found: otherwise the present weights stay where there is no checkpoint.
-            which: instead of the epoch: "best", "latest", or a step.
-        """
-        store = self._store(self._own_folder("load from"))
-        try:
-            self.state = self.with_weights(store, _chosen(store, epoch_idx, which))
-        except CheckpointError:
-            if raise_if_not_found or store.steps():
-                raise
-
-    def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
-        """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
-        logger = self.logger or self.init_logger(self._own_folder("write to"))
-        logger.save_metrics(filename, metrics)
-
-    @classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint: str | Path,
-        exmp_input: Batch | None = None,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
-        dataset: DatasetModule | None = None,
-        which: Which = "best",
-        overrides: Sequence[str] = (),
-    ) -> Self:
-        """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
-
-        Args:
-            checkpoint: the run's folder, wherever it is now, or that of one of its checkpoints.
-            exmp_input: an example batch, for a run whose dataset is not stored with it.
-            model, optimizer: for a run that was given these in Python.
-            dataset: for a run that had one which is not stored with it, or to judge on another.
-            which: "best", "latest", or a step.
-            overrides: of the stored configuration, such as `num_gpus=1`.
-        """
-        folder, step = run_and_step(Path(checkpoint))
-        stored = stored_run(folder, overrides).value
-        kind = kind_for(cls, trainer_class(stored), folder)
-        options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind}
-        trainer = build(stored, model=model, optimizer=optimizer, **options)
-        trainer.load_model(which=which if step is None else step)
-        return trainer
-
-    @property
-    def configs(self) -> dict[str, Any]:
-        """All configurations, as they are stored with the run."""
-        return configs_of(self)
-
 
 class _EpochMetrics:
     """Takes the metrics of an epoch."""
@@ -403,27 +289,6 @@ def _remind(callbacks: Mapping[str, Callback], saved: Saved) -> None:
     for name, callback in callbacks.items():
         if name in saved.callbacks:
             callback.load_state_dict(saved.callbacks[name])
-
-
-def _merged(event: EvalRoundEnd) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for name, values in event.metrics.items():
-        merged |= full_names(values, name)
-    return merged
-
-
-def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-
-
-def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:
-    if which is None and epoch != -1:
-        found = [saved for saved in store.all() if saved.epoch == epoch]
-        if not found:
-            epochs = ", ".join(str(saved.epoch) for saved in store.all()) or "none"
-            raise CheckpointError(f"There is no checkpoint of epoch {epoch} in {store.folder}. There are: {epochs}.")
-        return found[-1]
-    return store.best() or "latest" if which in (None, "best") else which
 
 
 def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:

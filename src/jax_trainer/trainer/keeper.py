@@ -1,0 +1,168 @@
+"""The folder of a trainer's run: saving to it, and loading from it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_trainer.callbacks import merged_names
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import Batch, TrainState
+from jax_trainer.datasets import DatasetModule, Position
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, StepEnd
+from jax_trainer.logger import run_place
+from jax_trainer.logger.jsonl import save_metrics
+from jax_trainer.trainer.experiment import build, stored_run, trainer_class
+from jax_trainer.trainer.learner import Learner
+from jax_trainer.trainer.stored import configs_of, kind_for, run_and_step, storable, write_configs
+from jax_trainer.trainer.task import Task
+
+WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
+Which = int | Literal["best", "latest"]
+
+
+class Keeper(Learner):
+    """Knows the folder of its run, and where in the data and among the validations the state stands."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any,
+        optimizer: Any,
+        exmp_input: Batch,
+        mesh: Mesh | None,
+        dataset: DatasetModule | None,
+        other_configs: Mapping[str, Any] | None,
+        folder: RunFolder | None,
+    ) -> None:
+        super().__init__(config, model, optimizer, exmp_input, mesh, dataset)
+        self.folder = folder
+        self.other_configs = storable(other_configs or {})
+        self._at, self._last_metrics = Position(), {}
+
+    @property
+    def compares_itself(self) -> bool:
+        """Whether this class has its own idea of which weights are the best."""
+        return type(self).is_new_model_better is not Task.is_new_model_better
+
+    def follow(self, event: Event) -> None:
+        """Keeps up with a run: the state and the position in the data after each event."""
+        self._held = event.held
+        match event:
+            case StepEnd() | EpochEnd():
+                self._at = event.position
+            case EvalRoundEnd():
+                self._last_metrics = {event.step: merged_names(event.metrics)}
+
+    def _open_folder(self, resume: bool | str | Path) -> RunFolder:
+        if isinstance(resume, str | Path):
+            self.folder = RunFolder.open(Path(resume))
+        elif resume and self.folder is None:
+            raise ValueError("There is nothing to resume: pass the run's folder, as in `resume='runs/…'`.")
+        elif not resume:
+            self.folder = RunFolder.create(*run_place(self.config.logger, self._model.name))
+        folder = self._own_folder("record")
+        write_configs(self, folder)
+        return folder
+
+    def _own_folder(self, purpose: str) -> RunFolder:
+        if self.folder is None:
+            raise ValueError(f"This trainer has no run folder yet to {purpose}. Train first, or pass `folder`.")
+        return self.folder
+
+    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
+        saver = self.config.saver
+        options = {} if saver is None else saver.store_options(validates=validates, monitors=not self.compares_itself)
+        if self.compares_itself and validates:
+            options["better"] = self.is_new_model_better
+        return CheckpointStore(folder.checkpoints, **options)
+
+    def with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
+        """The present state with the weights of a checkpoint."""
+        return store.restore(which, like=self.state, only=WEIGHTS)[0]
+
+    def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
+        """Saves the present state as a checkpoint of its run; `metrics` are what it was judged by.
+
+        Left out, they are those of the last evaluation, if that was of this state.
+        """
+        folder, state = self._own_folder("save to"), self.state
+        known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
+        saver = self.config.saver
+        unknown = {} if saver is None else {saver.monitor: math.nan}  # never the best
+        return self._store(folder).save(state, self._at, {**unknown, **scalars_of(known)})
+
+    def load_model(self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None) -> None:
+        """Takes the weights of a checkpoint of this run.
+
+        Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
+
+        Args:
+            epoch_idx: the epoch after which it was saved; -1: the best.
+            raise_if_not_found: otherwise the present weights stay where there is no checkpoint.
+            which: instead of the epoch: "best", "latest", or a step.
+        """
+        store = self._store(self._own_folder("load from"))
+        try:
+            self.state = self.with_weights(store, _chosen(store, epoch_idx, which))
+        except CheckpointError:
+            if raise_if_not_found or store.steps():
+                raise
+
+    def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
+        """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
+        save_metrics(self._own_folder("write to").path, filename, metrics)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint: str | Path,
+        exmp_input: Batch | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        dataset: DatasetModule | None = None,
+        which: Which = "best",
+        overrides: Sequence[str] = (),
+    ) -> Self:
+        """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
+
+        Args:
+            checkpoint: the run's folder, wherever it is now, or that of one of its checkpoints.
+            exmp_input: an example batch, for a run whose dataset is not stored with it.
+            model, optimizer: for a run that was given these in Python.
+            dataset: for a run that had one which is not stored with it, or to judge on another.
+            which: "best", "latest", or a step.
+            overrides: of the stored configuration, such as `num_gpus=1`.
+        """
+        folder, step = run_and_step(Path(checkpoint))
+        stored = stored_run(folder, overrides).value
+        kind = kind_for(cls, trainer_class(stored), folder)
+        options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind}
+        trainer = build(stored, model=model, optimizer=optimizer, **options)
+        trainer.load_model(which=which if step is None else step)
+        return trainer
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """All configurations, as they are stored with the run."""
+        return configs_of(self)
+
+
+def scalars_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `metrics` that are single numbers."""
+    return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+
+
+def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:
+    if which is None and epoch != -1:
+        found = [saved for saved in store.all() if saved.epoch == epoch]
+        if not found:
+            epochs = ", ".join(str(saved.epoch) for saved in store.all()) or "none"
+            raise CheckpointError(f"There is no checkpoint of epoch {epoch} in {store.folder}. There are: {epochs}.")
+        return found[-1]
+    return store.best() or "latest" if which in (None, "best") else which
