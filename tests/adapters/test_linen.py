@@ -1,3 +1,6 @@
+from functools import cache
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +9,14 @@ import pytest
 from flax import linen as nn
 
 from jax_trainer.adapters import flax_state_program, linen_program
-from jax_trainer.core import TrainState, compile_program
+from jax_trainer.core import TrainState, compile_program, stream
 from jax_trainer.testing import (
     TinyLinen,
+    assert_close,
     assert_same_bits,
     linen_loss,
     numbered_data,
+    numbered_loader,
     short_run,
 )
 
@@ -141,3 +146,168 @@ def test_clipping_a_state_that_brings_its_optimizer_is_refused_with_the_cure():
     mine = TrainState.create(apply_fn=TinyLinen().apply, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="Clip in its `tx`"):
         flax_state_program(mine, linen_loss, clip_norm=1.0)
+
+
+def test_variables_can_be_made_in_another_way_than_by_the_models_first_call(key):
+    keys = []
+
+    def init_variables(key, batch):
+        keys.append(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+        return {**TinyLinen().init(key, batch["x"]), "intermediates": {"of": "no use"}}
+
+    program = linen_program(TinyLinen(), linen_loss, optax.sgd(0.1), init_variables=init_variables)
+    state = compile_program(program).init(key, EXAMPLE)
+    expected = TinyLinen().init(stream(key, "init"), EXAMPLE["x"])
+    assert_close(state.params, expected["params"])
+    assert (set(state.model_state), set(keys)) == ({"batch_stats"}, {True})
+
+
+def test_variables_without_parameters_are_refused(key):
+    for made, told in [({"kernel": 1, "bias": 2}, "has kernel, bias"), ([1], "has a list"), ({}, "has nothing")]:
+        program = linen_program(TinyLinen(), linen_loss, optax.sgd(0.1), init_variables=lambda key, batch: made)  # noqa: B023
+        with pytest.raises(ValueError, match=f'`init_variables` must return .*a dict with "params".*{told}'):
+            program.init(key, EXAMPLE)
+
+
+def test_arguments_of_a_first_call_that_never_happens_are_refused():
+    with pytest.raises(ValueError, match="`init_kwargs` are for the model's `init`, which `init_variables` replaces"):
+        linen_program(
+            TinyLinen(), linen_loss, optax.sgd(0.1), init_variables=lambda key, batch: {}, init_kwargs={"train": True}
+        )
+
+
+def test_a_model_of_several_inputs_and_streams_predicts(key):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x, scale, train: bool = False):
+            noise = jax.random.normal(self.make_rng("noise"), ())
+            return nn.Dense(1)(x) * scale, noise * (2 if train else 1), scale
+
+    program = linen_program(
+        Two(), linen_loss, optax.sgd(0.1), to_input=lambda batch: (batch["x"], 3.0), init_rngs=("params", "noise")
+    )
+    compiled = compile_program(program)
+    state = compiled.init(key, EXAMPLE)
+    out, noise, scale = compiled.predict(state, EXAMPLE)
+    assert_close(out, 3 * EXAMPLE["x"] @ np.asarray(state.params["Dense_0"]["kernel"]), rtol=1e-5, atol=1e-5)
+    assert float(scale) == 3
+    assert float(noise) == float(compiled.predict(state, EXAMPLE)[1]) != float(compiled.predict(state, EXAMPLE, 1)[1])
+
+
+def flax_state():
+    model = TinyLinen()
+    variables = model.init(jax.random.key(3), EXAMPLE["x"])
+    return TrainState.create(
+        apply_fn=model.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=optax.adam(1e-2)
+    )
+
+
+def test_a_flax_style_state_predicts(key):
+    mine = flax_state()
+    compiled = compile_program(flax_state_program(mine, linen_loss, to_input=lambda batch: batch["x"]))
+    outputs = compiled.predict(compiled.init(key, EXAMPLE), EXAMPLE)
+    variables = {"params": mine.params, "batch_stats": mine.batch_stats}
+    assert_close(outputs, TinyLinen().apply(variables, EXAMPLE["x"]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_flax_style_state_has_its_own_beginning(key):
+    compiled = compile_program(flax_state_program(flax_state(), linen_loss))
+    with pytest.raises(ValueError, match="cannot begin from given weights: .*goes on from a state of its own"):
+        compiled.begin(key, flax_state().params, {})
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="layer")(x)
+        self.sow("intermediates", "act", x)
+        return nn.relu(x)
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        block = Block(name="block")
+        for _ in range(2):
+            x = block(x)
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(Block(name="last")(x))
+        self.sow("intermediates", "largest", x.max())
+        self.sow("intermediates", "whole", jnp.arange(3))
+        return nn.Dense(4, name="out")(x)
+
+
+@cache
+def sown(micro_batches: int = 1, modes: tuple[str, ...] = ("mean", "max", "val"), **options: Any) -> Any:
+    program = linen_program(
+        *(Sowing(), linen_loss, optax.sgd(0.1, momentum=0.9)),
+        to_input=lambda batch: batch["x"],
+        micro_batches=micro_batches,
+        intermediates=modes,
+        **options,
+    )
+    return program, *short_run(program, 4)
+
+
+def told(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name.startswith("intermediate/")}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_what_a_model_sows_is_reported_in_training(micro_batches, key):
+    program, _, seen = sown(micro_batches)
+    start = compile_program(program).init(jax.random.key(0), EXAMPLE)
+    batch = next(iter(numbered_loader().epoch(1)))
+    layer = jax.tree.map(np.asarray, start.params["block"]["layer"])
+    first = batch["x"] @ layer["kernel"] + layer["bias"]
+    second = np.maximum(first, 0) @ layer["kernel"] + layer["bias"]
+    found = told(seen.steps[1])
+    assert {name: found[f"intermediate/block.act.{name}"] for name in ("0_mean", "0_max", "1_mean", "1_max")} == (
+        pytest.approx(
+            {"0_mean": first.mean(), "0_max": first.max(), "1_mean": second.mean(), "1_max": second.max()}, rel=1e-5
+        )
+    )
+    assert set(found) == {
+        *(f"intermediate/block.act.{call}_{mode}" for call in (0, 1) for mode in ("mean", "max")),
+        *("intermediate/last.act_mean", "intermediate/last.act_max", "intermediate/largest_val"),
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_reporting_what_is_sown_changes_no_bit(micro_batches):
+    _, state, _ = sown(micro_batches)
+    _, plain, seen = sown(micro_batches, ())
+    assert not told(seen.steps[1])
+    assert_same_bits(state, plain)
+
+
+def test_what_is_sown_is_computed_as_the_model_does_and_reported_in_float32():
+    program, _, seen = sown(precision="bf16")
+    state = jax.eval_shape(program.init, jax.random.key(0), EXAMPLE)
+    report = jax.eval_shape(program.train_step, state, EXAMPLE)[1]
+    dtypes = {metric.value.dtype for name, metric in report.metrics.by_name.items() if name.startswith("intermediate")}
+    assert dtypes == {jnp.dtype(jnp.float32)}
+    assert np.isfinite(list(told(seen.steps[4]).values())).all()
+
+
+def test_evaluations_report_nothing_that_is_sown():
+    program = compile_program(sown()[0])
+    _, trained, judged = program.shapes(jax.random.key(0), EXAMPLE)
+    assert told(trained.by_name)
+    assert not told(judged.by_name)
+
+
+def test_a_loss_that_asks_for_what_is_sown_has_it_reported_too():
+    def loss(params, state, batch, rng, train):
+        variables = {"params": params, **state.mutable_variables}
+        logits, changed = state.apply_fn(variables, batch["x"], train=train, mutable=["batch_stats", "intermediates"])
+        return (logits**2).mean() + changed["intermediates"]["largest"][0], (changed, {})
+
+    program = linen_program(Sowing(), loss, optax.sgd(0.01), to_input=lambda batch: batch["x"], intermediates=("val",))
+    assert set(told(short_run(program, 1)[1].steps[1])) == {"intermediate/largest_val"}
+
+
+def test_a_model_that_sows_nothing_has_nothing_to_report():
+    program = linen_program(
+        TinyLinen(), linen_loss, optax.sgd(0.1), to_input=lambda batch: batch["x"], intermediates=("mean",)
+    )
+    assert not told(short_run(program, 1)[1].steps[1])

@@ -1,3 +1,6 @@
+from functools import cache
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer.adapters import linen_program, nnx_program, write_back
-from jax_trainer.core import Layout, compile_program, with_ema
+from jax_trainer.core import Layout, compile_program, stream, with_ema
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, evaluate, run
 from jax_trainer.testing import (
@@ -18,6 +21,7 @@ from jax_trainer.testing import (
     nnx_loss,
     nnx_with_weights_of,
     numbered_data,
+    numbered_loader,
     short_run,
 )
 
@@ -210,3 +214,124 @@ def test_a_loss_may_report_nothing_else():
 
     _, seen = short_run(nnx_program(TinyNNX, loss, optax.sgd(0.1)))
     assert set(seen.steps[1]) >= {"loss"}
+
+
+def test_a_model_may_be_built_from_a_key(key):
+    class FromKey(nnx.Module):
+        def __init__(self, key: jax.Array, example):
+            assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            self.w = nnx.Param(jax.random.normal(key, (example["x"].shape[-1],)))
+
+    def both(rngs, key):
+        assert isinstance(rngs, nnx.Rngs)
+        return nnx.Linear(8, 4, rngs=nnx.Rngs(jax.random.fold_in(key, 1)))
+
+    loss = lambda model, batch, train: (model.w[...] ** 2).sum()
+    state = compile_program(nnx_program(FromKey, loss, optax.sgd(0.1))).init(key, EXAMPLE)
+    assert_same_bits(state.params["w"], jax.random.normal(stream(key, "init"), (8,)))
+    assert compile_program(nnx_program(both, loss, optax.sgd(0.1))).init(key, EXAMPLE).params["kernel"].shape == (8, 4)
+
+
+def test_a_given_model_predicts_and_begins_from_other_weights(key):
+    program = nnx_program(TinyNNX(nnx.Rngs(7)), nnx_loss, optax.sgd(0.1), to_input=lambda batch: (batch["x"],))
+    compiled, other = compile_program(program), TinyNNX(nnx.Rngs(8))
+    state = compiled.init(key, EXAMPLE)
+    weights = jax.tree.map(lambda leaf: leaf[...], nnx.to_pure_dict(nnx.state(other, nnx.Param)))
+    begun = compiled.begin(key, weights, state.model_state)
+    other.eval()
+    assert_close(compiled.predict(begun, EXAMPLE), other(jnp.asarray(EXAMPLE["x"])), rtol=1e-5, atol=1e-5)
+    run(compiled, begun, Data([EXAMPLE] * 2), Plan(max_epochs=1))
+    assert_same_bits(weights["out"]["kernel"], other.out.kernel[...])
+
+
+def test_a_model_that_was_only_traced_can_begin_from_weights(key):
+    start = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
+    again = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1)))
+    again.shapes(key, EXAMPLE)
+    begun = again.begin(key, start.params, start.model_state)
+    assert_same_bits(begun, start)
+    assert int(run(again, begun, Data([EXAMPLE]), Plan(max_epochs=1)).step) == 1
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        self.sow(nnx.Intermediate, "act", x)
+        return nnx.relu(x)
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.norm, self.out = nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        x = self.norm(x)
+        self.sow(nnx.Intermediate, "largest", x.max())
+        return self.out(x)
+
+
+@cache
+def sown(micro_batches=1, modes=("mean", "max", "val"), loss=nnx_loss):
+    options: Any = {"micro_batches": micro_batches, "intermediates": modes}
+    tx = optax.sgd(0.1, momentum=0.9)
+    program = nnx_program(Sowing, loss, tx, to_input=lambda batch: batch["x"], **options)
+    return program, *short_run(program, 4)
+
+
+def told(metrics):
+    return {name: value for name, value in metrics.items() if name.startswith("intermediate/")}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_what_a_model_sows_is_reported_in_training(micro_batches):
+    program, state, seen = sown(micro_batches)
+    start = compile_program(program).init(jax.random.key(0), EXAMPLE)
+    layer = jax.tree.map(np.asarray, start.params["blocks"][0]["layer"])
+    first = next(iter(numbered_loader().epoch(1)))["x"] @ layer["kernel"] + layer["bias"]
+    found = told(seen.steps[1])
+    assert found["intermediate/blocks.0.act.0_mean"] == pytest.approx(first.mean(), rel=1e-5)
+    assert found["intermediate/blocks.0.act.0_max"] == pytest.approx(first.max(), rel=1e-5)
+    acts = ("blocks.0.act.0", "blocks.0.act.1", "blocks.1.act")
+    assert set(found) == {
+        "intermediate/largest_val",
+        *(f"intermediate/{act}_{mode}" for act in acts for mode in ("mean", "max")),
+    }
+    assert set(state.model_state) == {"norm"}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_reporting_what_is_sown_changes_no_bit(micro_batches):
+    _, state, _ = sown(micro_batches)
+    _, plain, seen = sown(micro_batches, ())
+    assert not told(seen.steps[1])
+    assert_same_bits(state, plain)
+
+
+def test_evaluations_and_predictions_leave_what_is_sown_alone(key):
+    compiled = compile_program(sown()[0])
+    _, trained, judged = compiled.shapes(key, EXAMPLE)
+    assert told(trained.by_name)
+    assert not told(judged.by_name)
+    assert compiled.predict(compiled.init(key, EXAMPLE), EXAMPLE).shape == (32, 4)
+
+
+def test_a_loss_may_take_away_what_the_model_has_sown():
+    def loss(model, batch, train):
+        value, metrics = nnx_loss(model, batch, train)
+        sown: Any = nnx.pop(model, nnx.Intermediate)
+        return value + 0.1 * sown["largest"][0], metrics
+
+    _, _, seen = sown(loss=loss)
+    assert seen.steps[4]["loss"] > 0
+    assert not told(seen.steps[1])
+
+
+def test_a_model_that_sows_nothing_has_nothing_to_report():
+    _, seen = short_run(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1), intermediates=("mean",)), 1)
+    assert not told(seen.steps[1])

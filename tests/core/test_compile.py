@@ -8,7 +8,19 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Program, StepRows, TrainState, compile_program
+from jax_trainer.core import (
+    BatchChangedError,
+    Layout,
+    Precision,
+    Program,
+    RecompileWarning,
+    StepRows,
+    TrainState,
+    compile_program,
+    make_predict_step,
+    with_ema,
+    with_finite_guard,
+)
 from jax_trainer.testing import (
     assert_close,
     assert_no_implicit_transfers,
@@ -273,6 +285,150 @@ def test_metrics_that_change_between_batches_are_refused(report, key):
     with pytest.raises(ValueError, match="The reported metrics changed while training, from .* to "):
         program.train_step(state, tape, np.ones((5, 3), np.float32))
     assert not state.params.is_deleted()
+
+
+TRAINED = {"w": jnp.array([3.0, 4.0, 5.0])}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_state_begins_around_given_weights_which_stay_alive(debug):
+    program = with_finite_guard(with_ema(regression(), 0.9))
+    run = Run(program, debug=debug)
+    run.state = run.compiled.begin(jax.random.key(1), TRAINED, {})
+    fresh = run.compiled.init(jax.random.key(1), BATCH)
+    extra = {**fresh.extra, "ema": TRAINED}
+    assert_same_bits(run.state, fresh.replace(params=TRAINED, extra=extra))
+    run.step()
+    assert_same_bits(TRAINED, {"w": np.array([3.0, 4.0, 5.0], np.float32)})
+
+
+def test_weights_may_come_as_numpy_arrays_and_begin_where_the_layout_says():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = lambda path, shape: jax.sharding.PartitionSpec("data")
+    compiled = compile_program(
+        function_program(lambda key, batch: jnp.zeros(16), squares, optax.adam(0.1)),
+        layout=Layout(mesh=mesh, param_spec=split),
+    )
+    mine = jax.device_put(jnp.arange(16.0), jax.devices()[3])
+    for given in (np.arange(16, dtype=np.float32), mine):
+        state = compiled.begin(jax.random.key(0), given, {})
+        assert_same_bits(state.params, jnp.arange(16.0))
+        for leaf in (state.params, state.opt_state[0].mu):
+            assert {shard.data.shape for shard in leaf.addressable_shards} == {(2,)}
+    assert not mine.is_deleted()
+
+
+def test_a_program_without_a_way_to_begin_says_so():
+    compiled = compile_program(regression()._replace(begin=None))
+    with pytest.raises(ValueError, match="cannot begin from given weights.*adapter"):
+        compiled.begin(jax.random.key(0), TRAINED, {})
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_predictions_are_what_the_model_says_in_evaluation_mode(flavour, debug):
+    batch = numbered_data(8)
+    run = Run(tiny_program(flavour, dropout=0.5), batch, debug=debug)
+    before = jax.tree.map(np.asarray, run.state)
+    logits = run.compiled.predict(run.state, batch)
+    hidden = batch["x"] @ before.params["hidden"]["kernel"]  # biases, means are 0, variances and scales 1
+    expected = np.maximum(hidden / np.sqrt(1 + 1e-5), 0) @ before.params["out"]["kernel"]
+    assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert_same_bits(run.state, before)
+
+
+def asked(predict_step: Any, **options: Any) -> Any:
+    program = regression()._replace(predict_step=predict_step)
+    compiled = compile_program(program, **options)
+    state = compiled.init(jax.random.key(0), BATCH)
+    return lambda batch, number=0: compiled.predict(state, batch, number)
+
+
+def test_outputs_may_be_any_tree_of_arrays():
+    ask = asked(lambda state, batch: [batch["x"], {"sum": batch["x"].sum(), "nothing": None}])
+    (same, rest), n = ask(BATCH), len(BATCH["x"])
+    assert_same_bits(same, jnp.asarray(BATCH["x"]))
+    assert rest["nothing"] is None
+    assert rest["sum"].shape == ()
+    assert asked(lambda state, batch: [batch["x"]])(BATCH)[0].shape == (n, 3)
+
+
+def test_every_batch_that_is_predicted_draws_what_it_draws_in_an_evaluation():
+    run = Run(regression())
+    drawn = evaluated(run, [BATCH] * 3)["draw"]
+    program = regression()
+    step = lambda state, batch: program.eval_step(state, batch).by_name["draw"].value
+    ask = asked(step)
+    np.testing.assert_array_equal([ask(BATCH, number) for number in range(3)], drawn.astype(np.float32))
+
+
+def test_predicting_batches_of_many_shapes_warns():
+    ask = asked(lambda state, batch: batch["x"] * 2)
+    sized = lambda size: {"x": np.ones((size, 3), np.float32)}
+    for number, size in enumerate((8, 7, 6, 5)):
+        ask(sized(size), number)
+    with pytest.warns(RecompileWarning, match="`predict_step` was compiled again"):
+        ask(sized(4), 4)
+
+
+def test_a_set_to_predict_has_batches_of_one_kind_and_the_next_set_may_have_another():
+    ask = asked(lambda state, batch: batch["x"] * 2)
+    ask(BATCH, 0)
+    whole = {"x": np.ones((6, 3), np.int32)}
+    with pytest.raises(BatchChangedError, match="batch.x changed from float32.* to int32"):
+        ask(whole, 1)
+    assert ask(whole, 0).dtype == jnp.int32
+
+
+def test_a_program_that_knows_no_model_says_how_it_could_predict():
+    compiled = compile_program(regression())
+    with pytest.raises(ValueError, match="cannot predict.*`linen_program` or `nnx_program`.*predict_step="):
+        compiled.predict(compiled.init(jax.random.key(0), BATCH), BATCH)
+
+
+def test_predictions_compute_as_evaluations_do():
+    seen = []
+
+    def predict_fn(params, model_state, batch, rng):
+        seen.append((params["hidden"]["kernel"].dtype, batch["x"].dtype))
+        return batch["x"]
+
+    tiny = tiny_program("linen", precision="bf16")
+    assert tiny.predict_step is not None
+    state = tiny.init(jax.random.key(0), numbered_data(8))
+    assert jax.eval_shape(tiny.predict_step, state, numbered_data(8)).dtype == jnp.float32
+    step = make_predict_step(predict_fn, Precision.named("bf16"))
+    assert step(state, numbered_data(8)).dtype == jnp.float32
+    assert seen == [(jnp.bfloat16, jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_with_a_seed_of_their_own_evaluations_do_not_depend_on_that_of_training(impl):
+    def draws(seed: int, **options: Any) -> list[float]:
+        run = Run(regression(), **options)
+        run.state = run.compiled.init(jax.random.key(seed, impl=impl), BATCH)
+        return [*evaluated(run, [BATCH] * 2)["draw"]]
+
+    assert draws(0, eval_seed=7) == draws(1, eval_seed=7)
+    assert len({*draws(0, eval_seed=7), *draws(0, eval_seed=8), *draws(0), *draws(1)}) == 8
+
+
+def test_a_seed_for_evaluations_changes_no_bit_of_training():
+    runs = [Run(regression(), **options) for options in ({}, {"eval_seed": 7})]
+    for run in runs:
+        evaluated(run, [BATCH])
+        run.step()
+    assert_same_bits(runs[1].state, runs[0].state)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_report_tells_what_a_step_would_tell_and_takes_none(debug):
+    run = Run(regression(), debug=debug)
+    report = run.compiled.report(run.state, BATCH)
+    _, expected = regression().train_step(run.state, BATCH)
+    assert_close(report.grads, expected.grads)
+    assert_close(report.metrics.by_name["loss"].value, expected.metrics.by_name["loss"].value)
+    assert "judged" not in report.metrics.by_name
+    assert int(run.state.step) == 0
 
 
 def test_an_unknown_choice_for_recompiling_is_refused():

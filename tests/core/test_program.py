@@ -109,6 +109,33 @@ def test_parameters_are_drawn_from_a_stream_of_their_own():
     assert_same_bits(state.params, init(stream(jax.random.key(0), "init"), BATCH))
 
 
+def test_a_fresh_state_begins_with_fresh_weights_like_any_others():
+    program = function_program(init, linear, optax.adam(0.5), precision="bf16_full")
+    fresh, given = program.init(jax.random.key(3), BATCH), init(stream(jax.random.key(3), "init"), BATCH)
+    assert program.begin is not None
+    assert_same_bits(program.begin(jax.random.key(3), given, {}), fresh)
+
+
+SLOW_WEIGHTS = optax.GradientTransformation(
+    lambda params: {"slow": params}, lambda updates, state, params=None: (updates, state)
+)
+
+
+@pytest.mark.parametrize("tx", [optax.contrib.schedule_free_adamw(0.1), SLOW_WEIGHTS])
+def test_an_optimizer_that_copies_weights_sees_those_that_are_given(tx):
+    given = {"w": jnp.array([1.0, 2.0, 3.0])}
+    program = function_program(init, linear, tx)
+    assert program.begin is not None
+    state = program.begin(jax.random.key(0), given, {})
+    (copy,) = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (3,) and bool(leaf.any())]
+    assert_same_bits(copy, given["w"])
+
+
+def test_unknown_modes_for_intermediates_are_refused():
+    with pytest.raises(ValueError, match="`intermediates` has 'median'; use some of min"):
+        function_program(init, linear, optax.sgd(0.5), intermediates=("median",))
+
+
 def test_an_unknown_option_is_refused_by_name():
     with pytest.raises(TypeError, match="No such option: microbatches. There are micro_batches"):
         tiny_program("linen", microbatches=3)

@@ -206,6 +206,28 @@ def test_a_compiled_program_reports_epoch_means_over_all_examples(every):
     np.testing.assert_array_equal(found["seen"], x[:, 0], strict=True)
 
 
+def test_one_metric_can_be_read_alone():
+    rows = numbered_rows(4, first=5)
+    assert list(rows.values_of("mean")) == list(rows.values_of("concat")) == [5, 6, 7, 8]
+
+
+def test_a_long_epoch_has_the_same_bits_whatever_the_windows_it_arrives_in():
+    values = np.random.default_rng(0).normal(loc=5, size=3 * FOLD_AFTER + 5).astype(np.float32)
+    metrics = as_metrics({"m": values[0], "spread": {"value": values[0], "mode": "std"}}, 3)
+    fmt = TapeFormat.of(metrics)
+    words = np.repeat(np.asarray(fmt.append(fmt.blank(1), metrics)[0]), len(values), axis=0)
+    for name in ("m", "spread"):
+        words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
+    found = []
+    for window in (1, 8, 50, 5000, len(values)):
+        meter = RowMeter(LogMode.TRAIN)
+        for start in range(0, len(values), window):
+            meter.add(StepRows(start + 1, fmt, words[start : start + window]))
+        found.append(meter.compute())
+    assert found[1:] == found[:-1]
+    assert found[0] == pytest.approx({"m": values.mean(dtype=np.float64), "spread": values.std(dtype=np.float64)})
+
+
 def test_a_long_epoch_is_folded_in_parts_and_comes_out_the_same():
     rows = numbered_rows(7)
     many, meter = -(-3 * FOLD_AFTER // 7), RowMeter(LogMode.TRAIN)

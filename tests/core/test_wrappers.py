@@ -69,6 +69,27 @@ def test_evaluation_judges_the_averaged_weights_or_the_current_ones(evaluate):
     assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((judged - GOOD) ** 2).mean())
 
 
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate):
+    asked = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
+    program = with_ema(asked, 0.9, warmup=False, evaluate=evaluate)
+    state = trained(program, [GOOD] * 3)[0][-1]
+    assert program.predict_step is not None
+    weights = state.extra["ema"] if evaluate else state.params
+    assert_close(program.predict_step(state, GOOD), float(weights["w"]) * GOOD)
+    assert with_ema(fit_mean(), 0.9).predict_step is None
+
+
+def test_a_state_that_begins_with_given_weights_has_what_wrappers_keep():
+    program = with_finite_guard(with_ema(fit_mean(), 0.9))
+    assert program.begin is not None
+    given = {"w": jnp.float32(7)}
+    state = program.begin(jax.random.key(0), given, {})
+    fresh = program.init(jax.random.key(0), GOOD)
+    assert_same_bits(state, fresh.replace(params=given, extra={**fresh.extra, "ema": given}))
+    assert with_finite_guard(fit_mean()._replace(begin=None)).begin is None
+
+
 @pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
 def test_a_decay_outside_0_to_1_is_an_error(decay):
     with pytest.raises(ValueError, match=rf"`decay` must be at least 0 and below 1, got {decay}"):
@@ -171,6 +192,56 @@ def test_a_run_may_allow_no_bad_step_at_all():
 def test_a_negative_number_of_allowed_skips_is_an_error():
     with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 0, got -1"):
         with_finite_guard(fit_mean(), max_consecutive=-1)
+
+
+def test_the_error_has_the_step_and_room_for_its_batch():
+    program = with_finite_guard(fit_mean(), max_consecutive=1)
+    _, rows = trained(program, [GOOD, BAD, BAD, BAD])
+    with pytest.raises(NonFiniteError) as caught:
+        check(program, replace(rows, first=11))
+    assert (caught.value.step, caught.value.batch) == (13, None)
+
+
+@pytest.mark.parametrize(
+    ("watched", "kept", "told"),
+    [
+        (("loss", "last"), [True, False, False], "the loss, the last or a gradient"),
+        (("last",), [True, False, False], "the last or a gradient"),
+        ((), [True, True, False], "a gradient"),
+        (("loss",), [True, True, False], "the loss or a gradient"),
+    ],
+)
+def test_metrics_that_are_watched_must_be_finite_too(watched, kept, told):
+    def loss(params, batch, *, rng, train):
+        value, _ = distance(params, batch[:2], rng=rng, train=train)
+        return value, {"last": batch[-1]}
+
+    program = with_finite_guard(fit_mean(loss=loss), 1, watched=watched)
+    fine, odd, bad = (np.array([*xs, x], np.float32) for xs, x in [(GOOD, 0), (GOOD, np.inf), (BAD, np.inf)])
+    states, _ = trained(program, [fine, odd, bad])
+    assert [bool(a.params["w"] != b.params["w"]) for a, b in zip(states, states[1:], strict=False)] == kept
+    _, rows = trained(program, [bad, bad])
+    with pytest.raises(NonFiniteError, match=rf"Step 2: {told} was not finite 2 times"):
+        check(program, rows)
+
+
+def test_watching_what_is_not_reported_in_training_is_an_error_that_lists_what_is():
+    def loss(params, batch, *, rng, train):
+        return params["w"] ** 2, {"judged": {"value": 1.0, "log_mode": "eval"}, "acc": 0.5}
+
+    for name in ("los", "judged", "train/loss"):
+        program = with_finite_guard(fit_mean(loss=loss), watched=("loss", name))
+        with pytest.raises(
+            ValueError, match=rf"No metric '{name}' to watch in training. There are acc, loss, optimizer"
+        ):
+            trained(program, [GOOD])
+    with pytest.raises(TypeError, match=r"got 'loss'. Write `watched=\('loss',\)`"):
+        with_finite_guard(fit_mean(), watched="loss")
+
+
+def test_only_a_guarded_program_has_its_batches_kept():
+    assert not with_ema(fit_mean(), 0.9).keeps_batches
+    assert with_ema(with_finite_guard(fit_mean()), 0.9).keeps_batches
 
 
 def test_checks_of_inner_programs_are_kept():

@@ -469,6 +469,41 @@ def test_a_model_is_initialised_from_the_images_it_will_see(flavour):
     assert_same_bits(compile_program(wrapped).init(KEY, SMALL), compile_program(plain).init(KEY, features))
 
 
+def test_predictions_are_made_of_the_images_that_evaluations_see(flavour):
+    plain, wrapped = (
+        compile_program(p) for p in (tiny_program(flavour), with_transforms(tiny_program(flavour), small()))
+    )
+    state = wrapped.init(KEY, SMALL)
+    plain.init(KEY, {**SMALL, "x": np.zeros((16, 8), np.float32)})
+    scaled = {**SMALL, "x": ((SMALL["x"] / 255 - 0.5) / 0.25).astype(np.float32).reshape(16, 8)}
+    assert_close(wrapped.predict(state, SMALL), plain.predict(state, scaled), rtol=1e-5, atol=1e-5)
+
+
+def test_transforms_of_a_prediction_draw_what_those_of_an_evaluation_draw():
+    noisy = DeviceTransforms(eval=(lambda key, images: images + jax.random.normal(key, images.shape),))
+
+    def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+        return params, {"sum": batch["input"].sum()}
+
+    asked = function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1))
+    asked = asked._replace(predict_step=lambda state, batch: batch["input"].sum())
+    compiled = compile_program(with_transforms(asked, noisy))
+    batch = {"input": np.zeros((2, 4, 4), np.float32)}
+    state = compiled.init(KEY, batch)
+    judged = evaluate(compiled, state, {"val": [batch] * 3})["val"]["sum"]
+    predicted = [float(compiled.predict(state, batch, number)) for number in range(3)]
+    assert len(set(predicted)) == 3
+    assert judged == pytest.approx(np.mean(predicted), rel=1e-6)
+
+
+def test_transforms_leave_a_program_its_way_to_begin_and_none_where_there_is_none():
+    program = with_transforms(tiny_program("linen"), small())
+    assert program.begin is not None
+    assert program.predict_step is not None
+    plain = function_program(lambda key, batch: jnp.zeros(()), lambda *args, **kwargs: 0.0, optax.sgd(0.1))
+    assert with_transforms(plain, small()).predict_step is None
+
+
 def test_the_example_goes_through_the_transforms_of_evaluation():
     program = function_program(lambda key, batch: batch["input"], lambda *_, **__: jnp.zeros(()), optax.sgd(0.1))
     transforms = DeviceTransforms(train=(lambda key, images: images * 0.0,), eval=(lambda key, images: images + 1.0,))

@@ -8,7 +8,7 @@ import optax
 import pytest
 from compoconf import register
 from flax import nnx
-from trainer_runs import MODELS, digits, settings, train, values
+from trainer_runs import MODELS, digits, settings, values
 
 from jax_trainer.config import load_config
 from jax_trainer.interfaces import (
@@ -18,7 +18,7 @@ from jax_trainer.interfaces import (
     BasePreprocessingNNX,
 )
 from jax_trainer.optimizer import AdamWConfig
-from jax_trainer.testing import assert_same_bits, digest
+from jax_trainer.testing import digest
 from jax_trainer.trainer import AugmentedImgClassifierTrainer, AugmentedImgClassifierTrainerConfig, CropAndFlipConfig
 from jax_trainer.trainer.augmented import CropAndFlip
 
@@ -65,12 +65,14 @@ def trainer_with(flavour: str, folder: Any, **changes: Any) -> Any:
     return AugmentedImgClassifierTrainer(config, model, AdamWConfig(learning_rate=0.01), dataset=data)
 
 
-@pytest.mark.parametrize("augmentation", [CropAndFlipConfig(padding=1), NoiseConfig()], ids=["nnx", "linen"])
-def test_models_of_both_flavours_train_with_augmentations_of_both(flavour, tmp_path, augmentation):
-    augmented, plain = (trainer_with(flavour, tmp_path, augmentation=one) for one in (augmentation, None))
-    results = train(augmented)
-    train(plain)
-    assert list(results) == [1, 2, "test"]
+@pytest.mark.parametrize(
+    ("flavour", "augmentation"), [("nnx", NoiseConfig()), ("linen", CropAndFlipConfig(padding=1))], ids=["nnx", "linen"]
+)
+def test_models_train_with_augmentations_of_the_other_flavour(flavour, augmentation, tmp_path):
+    short = {"train_epochs": 1, "max_steps": 2, "check_val_every_n_epoch": 0}
+    augmented, plain = (trainer_with(flavour, tmp_path, augmentation=one, **short) for one in (augmentation, None))
+    for trainer in (augmented, plain):
+        trainer.train_model(digits().train_loader)
     assert digest(augmented.state.params) != digest(plain.state.params)
 
 
@@ -84,16 +86,14 @@ def test_augmentation_is_for_training_and_preprocessing_for_all(tmp_path):
 
 
 def test_the_seed_of_the_augmentation_decides_it_and_nothing_else(tmp_path):
-    def run(**changes: Any) -> tuple[Any, str]:
-        trainer = trainer_with("nnx", tmp_path, train_epochs=1, augmentation=NoiseConfig(), **changes)
-        first = trainer.state.params
-        train(trainer)
-        return first, digest(trainer.state.params)
+    def seen(**changes: Any) -> tuple[str, str]:
+        trainer = trainer_with("nnx", tmp_path, augmentation=NoiseConfig(), **changes)
+        batch = trainer.transform_batch(jax.random.key(1), digits().train[:4], True)
+        return digest(batch), digest(trainer.state)
 
-    (first, one), (again, same), (other, another) = run(), run(), run(augmentation_seed=45)
-    assert one == same != another
-    assert_same_bits(first, other)
-    assert_same_bits(first, again)
+    (images, state), again, (others, same) = seen(), seen(), seen(augmentation_seed=45)
+    assert (images, state) == again
+    assert images != others and state == same
 
 
 def test_images_keep_their_shape_and_type_when_shifted():
@@ -111,9 +111,9 @@ def test_binary_cross_entropy_judges_every_class_by_itself(tmp_path):
     expected = optax.sigmoid_binary_cross_entropy(logits, share).mean(-1)
     np.testing.assert_allclose(trainer.loss_of(logits, labels), expected)
     np.testing.assert_allclose(trainer.loss_of(logits, share), expected)
-    train(trainer)
-    losses = list(values(trainer, "train/loss_epoch"))
-    assert losses[1] < losses[0]
+    trainer.train_model(digits().train_loader, num_epochs=1)
+    (loss,) = values(trainer, "train/loss_epoch")
+    assert 0.3 < loss < 0.8  # ten classes, most of them 0: about log 2 each at first
 
 
 def test_a_file_names_them_by_class(tmp_path):

@@ -174,7 +174,7 @@ def test_limits_end_evaluations_early(tmp_path):
     assert trainer.test_eval_function(first_examples(128))["val/batches"] == 1
 
 
-def test_a_breakpoint_in_the_loss_shows_values_in_debug_mode(flavour, tmp_path, monkeypatch):
+def test_a_breakpoint_in_the_loss_shows_values_in_debug_mode(tmp_path, monkeypatch):
     seen: list[Any] = []
 
     def stop_here() -> None:
@@ -190,8 +190,8 @@ def test_a_breakpoint_in_the_loss_shows_values_in_debug_mode(flavour, tmp_path, 
             return loss, metrics
 
     monkeypatch.setattr(sys, "breakpointhook", stop_here)
-    debugged = plain_for(flavour, tmp_path, kind=Debugged, debug=True, max_steps=2)
-    compiled = plain_for(flavour, tmp_path, max_steps=2)
+    debugged = plain_for("nnx", tmp_path, kind=Debugged, debug=True, max_steps=2)
+    compiled = plain_for("nnx", tmp_path, max_steps=2)
     results = train_plain(debugged), train_plain(compiled)
     assert len(seen) >= 2 + 2  # steps, and batches of the validation
     assert_close(debugged.state.params, compiled.state.params, rtol=1e-4, atol=1e-6)

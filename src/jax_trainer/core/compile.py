@@ -88,8 +88,7 @@ class CompiledProgram:
         if shardings is not None:  # they may come from other devices than those of the layout
             there = (shardings.rng, shardings.params, shardings.model_state)
             key, params, model_state = jax.device_put((key, params, model_state), there)
-        copied = lambda *given: copy_state(begin(*given))
-        return jax.jit(copied, out_shardings=shardings)(key, params, model_state)
+        return jax.jit(begin, out_shardings=shardings)(key, params, model_state)  # which returns nothing it was given
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
         """The shapes of a fresh state, and of what training and judging it report; nothing is computed.

@@ -103,7 +103,7 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         grads, model_state, metrics = grad_fn(state, batch, rng)
-        # whoever else looks at gradients (norms, a guard, statistics) would otherwise change how they are computed
+        # without it, on a GPU, statistics of gradients change how the update is fused, and its last bits
         grads = jax.lax.optimization_barrier(grads)
         loss = metrics.by_name["loss"].value
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)

@@ -1,0 +1,105 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import CompiledProgram, Examination, TrainState, compile_program, examine, with_finite_guard
+from jax_trainer.testing import assert_same_bits, numbered_data, tiny_program
+
+NORMS = tuple(f"optimizer/{name}" for name in ("grad_global_norm", "grad_global_norm_max", "params_global_norm"))
+
+
+def stepped(program: CompiledProgram, batches: list[Any]) -> TrainState:
+    state = program.init(jax.random.key(0), batches[0])
+    _, tape = program.train_tape(state, batches[0], 4)
+    for batch in batches:
+        state, tape, _ = program.train_step(state, tape, batch)
+    return state
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_a_bad_batch_spoils_is_named_in_the_order_of_the_tree(flavour, debug):
+    program = compile_program(with_finite_guard(tiny_program(flavour), 0), debug=debug)
+    good, bad = numbered_data(8), numbered_data(8, seed=1)
+    bad["x"][3, 2] = np.nan
+    state = stepped(program, [good, bad, good])
+    before = jax.tree.map(np.array, state)
+    found = examine(program, state, bad, 2)
+    assert found.metrics == ("loss", *NORMS)
+    # the bias of the norm is fine: the slope of relu is 0 where its input is nan
+    assert found.gradients == ("hidden.bias", "hidden.kernel", "norm.scale", "out.bias", "out.kernel")
+    assert (found.parameters, found.batch) == ((), ("x",))
+    assert_same_bits(state, before)
+    assert examine(program, state, good, 3) == Examination((), (), (), ())
+
+
+def spiking(step_of_trouble: int) -> CompiledProgram:
+    """A program in whose random numbers something is not finite at one step."""
+    draw = np.asarray(jax.random.normal(_rng(step_of_trouble)))
+
+    def loss(params, batch, *, rng, train):
+        odd = jnp.where(jax.random.normal(rng) == draw, jnp.inf, 1.0)
+        return (params["a"] * odd * batch[1]["x"]).sum() + params["b"].sum()
+
+    start = lambda key, batch: {"a": jnp.ones(3), "b": jnp.ones(2)}
+    return compile_program(with_finite_guard(function_program(start, loss, optax.sgd(0.1)), 0))
+
+
+def _rng(step: int) -> jax.Array:
+    seen = []
+
+    def loss(params, batch, *, rng, train):
+        seen.append(rng)
+        return params
+
+    program = function_program(lambda key, batch: jnp.ones(()), loss, optax.sgd(0.1))
+    state = program.init(jax.random.key(0), np.ones(1))
+    program.train_step(state.replace(step=jnp.int32(step - 1)), np.ones(1))
+    return seen[0]
+
+
+def test_the_step_is_taken_again_with_its_own_random_numbers():
+    program = spiking(step_of_trouble=3)
+    batch = (np.arange(3), {"x": np.ones(3, np.float32)})
+    state = stepped(program, [batch] * 5)
+    assert int(state.step) == 5
+    assert examine(program, state, batch, 3).gradients == ("a",)
+    for other in (2, 4):
+        assert examine(program, state, batch, other) == Examination((), (), (), ())
+
+
+def test_a_state_that_a_guard_has_frozen_is_thawed():
+    guarded = with_finite_guard(tiny_program("linen"), 0)
+
+    def train_step(state, batch):
+        new, report = guarded.train_step(state, batch)
+        moved = (new.params["out"]["bias"] != state.params["out"]["bias"]).any()
+        return new, report._replace(metrics=report.metrics.adding(moved=jnp.where(moved, jnp.inf, 0.0)))
+
+    program = compile_program(guarded._replace(train_step=train_step))
+    good, bad = numbered_data(8), numbered_data(8)
+    bad["x"][:] = np.nan
+    state = stepped(program, [good, bad, good])
+    assert examine(program, state, good, 3).metrics == ("moved",)
+
+
+def test_parameters_that_were_bad_before_are_told():
+    program = spiking(step_of_trouble=9)
+    state = program.init(jax.random.key(0), None)
+    state = state.replace(params={**state.params, "b": jnp.array([1.0, jnp.nan])})
+    found = examine(program, state, (np.arange(3), {"x": np.array([1, 2, np.inf], np.float16)}), 1)
+    assert found.parameters == ("b",)
+    assert found.batch == ("1.x",)
+    assert found.metrics[0] == "loss"
+
+
+def test_a_bare_array_is_called_so():
+    loss = lambda params, batch, *, rng, train: (params * batch).sum()
+    program = compile_program(function_program(lambda key, batch: jnp.ones(2, jnp.bfloat16), loss, optax.sgd(0.1)))
+    state = program.init(jax.random.key(0), np.ones(2, np.float32))
+    found = examine(program, state, np.array([1, np.inf], np.float32), 1)
+    assert (found.gradients, found.parameters, found.batch) == (("the array",), (), ("the array",))

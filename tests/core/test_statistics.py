@@ -1,0 +1,126 @@
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import (
+    STATISTICS,
+    LogMode,
+    Program,
+    StepReport,
+    TrainState,
+    with_ema,
+    with_finite_guard,
+    with_statistics,
+)
+from jax_trainer.testing import assert_close, assert_same_bits, short_run, tiny_program
+
+BATCH = np.array([[1.0, 2.0], [3.0, -4.0]], np.float32)
+
+
+def init(key: jax.Array, batch: Any) -> Any:
+    return {"w": jnp.array([0.5, -1.5]), "b": jnp.zeros(()), "n": jnp.ones(2)}
+
+
+def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+    return ((batch @ params["w"] + params["b"]) ** 2).mean() + 0 * params["n"].sum()
+
+
+def fit(**options: Any) -> Program:
+    return function_program(init, loss, optax.sgd(0.1), **options)
+
+
+@cache
+def one_step() -> tuple[TrainState, StepReport]:
+    program = with_statistics(fit(clip_norm=0.01), params=("min", "max", "val"), grads=("mean", "std"))
+    return program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
+
+
+def values(report: StepReport, prefix: str) -> dict[str, float]:
+    return {
+        name: float(metric.value) for name, metric in report.metrics.by_name.items() if name.startswith(f"{prefix}/")
+    }
+
+
+def test_parameters_are_those_after_the_step():
+    state, report = one_step()
+    w = np.asarray(state.params["w"])
+    expected = {"param/w_min": w.min(), "param/w_max": w.max(), "param/b_val": float(state.params["b"])}
+    assert values(report, "param") == pytest.approx({**expected, "param/n_min": 1, "param/n_max": 1})
+
+
+def test_gradients_are_those_before_clipping():
+    errors = BATCH.astype(np.float64) @ [0.5, -1.5]
+    w, b = (errors[:, None] * BATCH).mean(0) * 2, errors.mean() * 2
+    assert values(one_step()[1], "grad") == pytest.approx(
+        {
+            "grad/w_mean": w.mean(),
+            "grad/w_std": w.std(),
+            "grad/b_mean": b,
+            "grad/b_std": 0,
+            "grad/n_mean": 0,
+            "grad/n_std": 0,
+        },
+        rel=1e-6,
+    )
+
+
+def test_they_are_reported_in_training_only():
+    for name, metric in one_step()[1].metrics.by_name.items():
+        assert name == "loss" or metric.log_mode is LogMode.TRAIN
+    state, seen = short_run(with_statistics(tiny_program("linen"), params=("mean",)), 3)
+    assert seen.steps[3]["param/out.kernel_mean"] == pytest.approx(
+        np.asarray(state.params["out"]["kernel"], np.float64).mean(), rel=1e-4
+    )
+
+
+def test_asking_for_nothing_changes_nothing():
+    program = fit()
+    assert with_statistics(program) is program
+
+
+@pytest.mark.parametrize("name", ["params", "grads"])
+def test_an_unknown_mode_is_refused(name):
+    with pytest.raises(ValueError, match=f"`{name}` has 'norm'; use some of min, max"):
+        with_statistics(fit(), **{name: ("norm",)})
+
+
+@cache
+def bare(flavour: str, micro_batches: int) -> TrainState:
+    return short_run(tiny_program(flavour, optax.sgd(0.1, momentum=0.9), micro_batches=micro_batches), 8)[0]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_looking_at_a_run_changes_no_bit_of_it(flavour, micro_batches):
+    tiny = tiny_program(
+        flavour, optax.sgd(0.1, momentum=0.9), micro_batches=micro_batches, log_norms=False, intermediates=STATISTICS
+    )
+    watched = with_finite_guard(with_statistics(tiny, params=STATISTICS, grads=STATISTICS), 3)
+    state, _ = short_run(watched, 8)
+    plain = bare(flavour, micro_batches)
+    assert_same_bits(state.replace(extra={}), plain)
+
+
+@pytest.mark.parametrize("name", ["params", "grads", "guard", "ema"])
+def test_each_way_of_looking_alone_changes_no_bit(name):
+    tiny = tiny_program("linen", optax.sgd(0.1, momentum=0.9))
+    wrapped = {
+        "params": lambda: with_statistics(tiny, params=STATISTICS),
+        "grads": lambda: with_statistics(tiny, grads=STATISTICS),
+        "guard": lambda: with_finite_guard(tiny),
+        "ema": lambda: with_ema(tiny, 0.9),
+    }[name]()
+    assert_same_bits(short_run(wrapped, 8)[0].replace(extra={}), bare("linen", 1))
+
+
+def test_statistics_of_a_skipped_step_count_for_nothing():
+    program = with_finite_guard(with_statistics(fit(), params=("max",)))
+    state = program.init(jax.random.key(0), BATCH)
+    _, report = program.train_step(state, np.full_like(BATCH, np.nan))
+    assert int(report.metrics.weight_of("param/w_max")) == 0
+    assert_close(program.train_step(state, BATCH)[1].metrics.weight_of("param/w_max"), 2)
