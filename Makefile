@@ -1,12 +1,12 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests
+#   make test    environment, install, lint, types, tests (`make slow` has what takes longer: whole examples)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests bench bench-peers bench-loaders data configs clean
+.PHONY: demo test lint types tests slow bench bench-peers bench-loaders data configs clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -21,7 +21,10 @@ types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py

@@ -1,6 +1,6 @@
 """Draws curves of a run from its `metrics.jsonl`. Needs the extra `plots`.
 
-    python scripts/draw_run.py runs/CNN/20261115-142311 curve.svg train/acc_epoch val/acc
+python scripts/draw_run.py runs/CNN/20261115-142311 curve.svg train/acc_epoch val/acc
 """
 
 import argparse

@@ -9,14 +9,15 @@ os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer 
 import tempfile
 from pathlib import Path
 
+# many tests compile the same small programs: what one of them compiled, the others load, also in other processes
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="jax-trainer-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import pytest
-
-# many tests compile the same small programs: what one of them compiled, the others load
-_CACHE = tempfile.TemporaryDirectory(prefix="jax-trainer-tests-")
-jax.config.update("jax_compilation_cache_dir", _CACHE.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -55,6 +55,7 @@ def test_the_digits_example_reaches_97_percent(tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.rglob("metrics.jsonl"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--resident"]])
 def test_the_images_example_learns_the_digits(options, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["images.py", "--epochs", "12", *options])

@@ -24,6 +24,7 @@ def test_what_comes_out_is_compared_with_the_promise(tmp_path: Path):
         SCRIPT["Promise"].of(file)
 
 
+@pytest.mark.slow
 def test_the_digits_keep_their_promise(tmp_path: Path):
     digits = ROOT / "configs" / "digits.yaml"
     assert SCRIPT["Promise"].of(digits).is_kept_by(SCRIPT["run"](digits, tmp_path))

@@ -21,7 +21,6 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import evaluate
-from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
 from jax_trainer.trainer import TrainerConfig
@@ -42,25 +41,6 @@ def trained(folder, **changes: Any) -> Plain:
 
 def judged_steps() -> list[int]:
     return list(Watcher.last.judged)
-
-
-def test_debug_lets_the_loss_see_values(tmp_path):
-    seen: list[tuple[list[int], float]] = []
-
-    class Curious(Plain):
-        """Looks at numbers while it runs."""
-
-        def _judge(self, logits: Any, batch: Any) -> Any:
-            loss, metrics = super()._judge(logits, batch)
-            seen.append((np.asarray(batch["id"]).tolist(), float(jax.lax.stop_gradient(loss))))
-            return loss, metrics
-
-    options: Any = {"optimizer": SGDConfig(learning_rate=0.1), "log_grad_norm": False, "check_val_every_n_epoch": 0}
-    trainer = plain_for("nnx", tmp_path, kind=Curious, debug=True, max_steps=1, **options)
-    train_plain(trainer)
-    first = next(numbered_loader(32 * STEPS).epoch(1))
-    assert seen[-1][0] == first["id"].tolist()
-    assert seen[-1][1] == pytest.approx(next(values(trainer, "train/loss_epoch")), rel=1e-6)
 
 
 class Seeing(Plain):

@@ -33,15 +33,16 @@ class _File(logging.FileHandler):
             super().close()
 
 
-class _Onward(logging.Handler):
-    """Passes on, to the loggers above, what they would hear without the files."""
+class _Fork(logging.Filter):
+    """Gives every message to the files that want it, and lets others hear what they would hear without the files."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Passes `record` on; where nobody at all listens, Python shows warnings by itself."""
-        above = LOG.parent
-        others = [handler for handler in LOG.handlers if not isinstance(handler, _File | _Onward)]
-        if above is not None and (above.hasHandlers() or not others):
-            above.callHandlers(record)
+    heard = logging.NOTSET  # from which level on
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether others hear of `record`."""
+        for log in RunLog._open:
+            log.take(record)
+        return record.levelno >= self.heard
 
 
 class RunLog:
@@ -52,38 +53,36 @@ class RunLog:
     """
 
     _open: ClassVar[list["RunLog"]] = []  # several runs of a process may overlap
-    _before: ClassVar[tuple[int, bool]] = (logging.NOTSET, True)
-    _onward: ClassVar[_Onward] = _Onward()
+    _level_before: ClassVar[int] = logging.NOTSET
+    _fork: ClassVar[_Fork] = _Fork()
 
     def __init__(self, path: Path, verbosity: Verbosity) -> None:
-        self._handler = _File(path, encoding="utf-8", delay=True)
-        self._handler.setLevel(verbosity.upper())
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._file = _File(path, encoding="utf-8", delay=True)
+        self._file.setLevel(verbosity.upper())
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         if not RunLog._open:
-            RunLog._before = LOG.level, LOG.propagate
-        RunLog._open.append(self)
-        LOG.addHandler(self._handler)
+            RunLog._level_before = LOG.level
+        RunLog._open = [*RunLog._open, self]  # another list: messages may come from other threads meanwhile
         self._let_through()
+
+    def take(self, record: logging.LogRecord) -> None:
+        """Writes a message, if it is important enough."""
+        if record.levelno >= self._file.level:
+            self._file.handle(record)
 
     def close(self) -> None:
         """Leaves the logger as it was; closing again does nothing."""
         if self in RunLog._open:
-            RunLog._open.remove(self)
-            LOG.removeHandler(self._handler)
-            self._handler.close()
+            RunLog._open = [log for log in RunLog._open if log is not self]
+            self._file.close()
             self._let_through()
 
     @classmethod
     def _let_through(cls) -> None:
-        """Opens the logger as far as the files want, without letting others hear more than before."""
-        level, propagates = cls._before
-        LOG.setLevel(level)
-        LOG.propagate = propagates
-        LOG.removeHandler(cls._onward)
+        """Opens the logger as far as the files want."""
+        LOG.setLevel(cls._level_before)
+        LOG.removeFilter(cls._fork)
         if cls._open:
-            heard = LOG.getEffectiveLevel()
-            LOG.setLevel(min(heard, *(log._handler.level for log in cls._open)))
-            cls._onward.setLevel(heard)
-            if propagates:
-                LOG.propagate = False
-                LOG.addHandler(cls._onward)
+            cls._fork.heard = LOG.getEffectiveLevel()
+            LOG.setLevel(min(cls._fork.heard, *(log._file.level for log in cls._open)))
+            LOG.addFilter(cls._fork)
