@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests (`make slow` has what takes longer: whole examples)
+#   make test    environment, install, lint, types, tests (`make slow` has what takes longer)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,10 +21,10 @@ types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
 
 slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py

@@ -45,6 +45,7 @@ def test_links_between_pages_lead_somewhere(page: Path):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+@pytest.mark.slow
 def test_the_digits_example_reaches_97_percent(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["digits.py", "--out", str(tmp_path)])
     metrics = runpy.run_path(str(ROOT / "examples" / "digits.py"))["main"]()

@@ -124,6 +124,7 @@ def test_a_storage_that_is_not_there_ends_with_1(tmp_path: Path):
     assert CANARY not in said.err and "Traceback" not in said.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(tmp_path: Path):
     text = TINY.replace("callbacks:", "callbacks:\n    OwnPause:").replace("train_epochs: 2", "train_epochs: 3")
     arguments = ["tune", *experiment(tmp_path, text), "--trials", "2", "--seed", "0", "--pruner", "none"]

@@ -22,6 +22,8 @@ from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import Batch
 from jax_trainer.datasets.records import GrainLoader, LoaderError
 
+pytestmark = pytest.mark.slow  # `make slow` runs them
+
 
 @flax.struct.dataclass
 class Record(Batch):

@@ -14,6 +14,8 @@ from jax_trainer.datasets import resident as resident_module
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.testing import Recorder, assert_close, assert_same_bits, numbered_data, numbered_loader, tiny_program
 
+pytestmark = pytest.mark.slow  # `make slow` runs them
+
 
 @functools.cache
 def compiled(flavour, layout):

@@ -19,6 +19,8 @@ from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data, DataError
 from jax_trainer.engine import Plan, run
 
+pytestmark = pytest.mark.slow  # `make slow` runs them
+
 
 class Troubled(Dataset):
     """Sixty examples, and something that happens at the fortieth."""

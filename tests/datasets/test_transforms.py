@@ -391,6 +391,7 @@ def added(transforms: DeviceTransforms, plan: Plan) -> tuple[Any, dict[int, Any]
     return state, {step: np.asarray(metrics["code"]) for step, metrics in seen.steps.items()}
 
 
+@pytest.mark.slow
 def test_the_size_of_chunks_and_who_looks_on_change_no_bit():
     transforms = DeviceTransforms(train=RANDOM)
     one, codes = added(transforms, Plan(max_epochs=2))
@@ -431,6 +432,7 @@ def test_training_resumed_in_the_middle_gives_the_same_bits(flavour):
         assert_same_bits(rest, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flavour", "outermost"), [("linen", True), ("nnx", False)])
 def test_averages_guards_and_accumulation_work_with_transforms(flavour, outermost):
     program = tiny_program(flavour, micro_batches=2)
@@ -447,6 +449,7 @@ def test_averages_guards_and_accumulation_work_with_transforms(flavour, outermos
     assert len(program.checks) == 1
 
 
+@pytest.mark.slow
 def test_micro_batches_see_the_images_of_the_whole_batch():
     def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
         return ((params - batch["input"]) ** 2).mean()

@@ -128,6 +128,7 @@ def test_max_time_ends_the_run_inside_an_epoch(prepared):
     assert seen.names[-2:] == ["EpochEnd", "FitEnd"]
 
 
+@pytest.mark.slow
 def test_every_step_reports_once_whatever_the_window(prepared):
     program, fresh = prepared
     for every in (1, 7, 50):
@@ -184,6 +185,7 @@ def test_val_and_test_sets_report_their_own_metrics(key):
     assert {m for m in seen.epochs[1] if "/" not in m} == own | {"train"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [4, 25, "epoch"])
 def test_chunks_change_no_step_number_and_weights_only_to_tolerance(prepared, steps_per_call):
     program, fresh = prepared
