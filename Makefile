@@ -24,7 +24,7 @@ tests: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
 
 slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow
+	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py
