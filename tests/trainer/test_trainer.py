@@ -23,7 +23,7 @@ from trainer_runs import (
     values,
 )
 
-from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.callbacks import ModelCheckpointConfig, ProgressConfig
 from jax_trainer.engine import evaluate
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
 from jax_trainer.models import SimpleClassifierConfig
@@ -231,8 +231,9 @@ def test_what_was_measured_is_recorded_before_a_callback_acts_on_it(tmp_path):
     assert [row["epoch"] for row in rows(trainer) if "train/loss_epoch" in row] == [1, 2]
 
 
-def test_quiet_shows_nothing(tmp_path, capsys):
-    train_plain(plain_for("nnx", tmp_path, enable_progress_bar=True), quiet=True)
+@pytest.mark.parametrize("callbacks", [{}, {"bar": ProgressConfig(refresh_seconds=0)}], ids=["own bar", "Progress"])
+def test_quiet_shows_nothing(tmp_path, capsys, callbacks):
+    train_plain(plain_for("nnx", tmp_path, enable_progress_bar=True, callbacks=callbacks), quiet=True)
     assert capsys.readouterr() == ("", "")
 
 

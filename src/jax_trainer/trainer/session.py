@@ -145,7 +145,8 @@ class Session:
         records += [self.best] if self.best is not None else []
         records += [watched] if config.guards and config.watched_evaluations else []
         savers = [one for one in self.callbacks.values() if isinstance(one, ModelCheckpoint)]
-        others = [one for one in self.callbacks.values() if not isinstance(one, ModelCheckpoint)]
+        apart = (ModelCheckpoint, Progress) if quiet else ModelCheckpoint  # a bar that nobody is to see hears nothing
+        others = [one for one in self.callbacks.values() if not isinstance(one, apart)]
         return [*self._bar(others, quiet), *records, *others, *savers]
 
     @property
