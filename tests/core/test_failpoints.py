@@ -67,6 +67,12 @@ def test_enospc_is_what_a_full_disk_raises():
     assert error.value.errno == errno.ENOSPC
 
 
+def test_eio_is_what_failing_storage_raises():
+    with fault("x:eio"), pytest.raises(OSError, match="Input/output error") as error:
+        failpoint("x")
+    assert error.value.errno == errno.EIO
+
+
 def test_sleep_holds_up_the_process():
     with fault("x:sleep=0.05"):
         started = time.perf_counter()
@@ -76,7 +82,7 @@ def test_sleep_holds_up_the_process():
 
 @pytest.mark.parametrize("spec", ["x", "x:explode", "x:raise:soon", "x:raise:-1", ""])
 def test_a_bad_spec_is_an_error_that_names_the_actions(spec):
-    with pytest.raises(ValueError, match=r"`name:action:nth`.*kill, raise, sleep, enospc"):
+    with pytest.raises(ValueError, match=r"`name:action:nth`.*kill, raise, sleep, enospc, eio"):
         arm(spec)
 
 

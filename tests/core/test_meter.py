@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -192,3 +193,91 @@ def test_an_infinite_value_is_an_infinite_mean_in_any_window(cut):
     for part in (values[:cut], values[cut:]):
         meter.add({"m": Column(LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY, part, np.ones(len(part)))})
     assert meter.compute() == {"m": np.inf}
+
+
+ANY_FLOAT = st.floats() | st.sampled_from([0.0, -0.0, 1e308, -1e308, np.inf])
+
+
+@st.composite
+def wild_runs(draw: st.DrawFn) -> Run:
+    steps, shape = draw(st.integers(1, 30)), draw(st.sampled_from([(), (3,)]))
+    values = draw(arrays(np.float64, (steps, *shape), elements=ANY_FLOAT))
+    weights = draw(arrays(np.float64, steps, elements=st.floats(0, 64) | st.just(0.0)))
+    return Run(values, weights, sorted(draw(st.lists(st.integers(0, steps), max_size=4))))
+
+
+def bits(value: Any) -> bytes:
+    found = np.array(value, np.float64)
+    found[np.isnan(found)] = np.nan  # there are many kinds of it, and all are written alike
+    return found.tobytes()
+
+
+@pytest.mark.parametrize("mode", LogMetricMode)
+@settings(deadline=None, max_examples=40)
+@given(run=wild_runs())
+def test_wherever_it_is_cut_saved_and_loaded_the_result_has_the_same_bits(mode, run):
+    meter = Meter()
+    for window in run.windows(mode):
+        meter.add(window)
+        kept, meter = meter.state(), Meter()
+        meter.load(kept)
+    once = metered([{"m": column(mode, run.values, run.weights)}])
+    assert {name: bits(value) for name, value in meter.compute().items()} == {k: bits(v) for k, v in once.items()}
+
+
+@pytest.mark.parametrize("mode", [LogMetricMode.MAX, LogMetricMode.MIN])
+def test_which_zero_is_larger_does_not_depend_on_the_windows(mode):
+    values = np.where(np.random.default_rng(0).random(40) < 0.5, 0.0, -0.0)
+    found = {bits(metered(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
+    assert found == {bits(0.0)}
+
+
+@pytest.mark.parametrize("steps", [7, 50, 1000])
+def test_steps_are_added_up_one_after_the_other(steps):
+    rng = np.random.default_rng(steps)
+    values, weights = rng.normal(size=steps), rng.uniform(1, 2, steps)
+    total, weighted, weight = values[0], values[0] * weights[0], weights[0]
+    for value, own in zip(values[1:], weights[1:], strict=True):
+        total, weighted, weight = total + value, weighted + value * own, weight + own
+    columns = {mode.value: column(mode, values, weights) for mode in (LogMetricMode.SUM, LogMetricMode.MEAN)}
+    assert metered([columns]) == {"sum": total, "mean": weighted / weight}
+
+
+@pytest.mark.parametrize("mode", FOLDED)
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come(mode, shape):
+    meter, more = Meter(), {"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])}
+    meter.add(more)
+    kept = meter.state()
+    name, folded = kept["m"]
+    parts = folded if isinstance(folded, tuple) else (folded,)
+    before = [np.copy(part) for part in parts]
+    assert name == mode.value
+    assert all(type(part) is float or (part.shape == shape and part.base is None) for part in parts)
+    meter.add({"m": column(mode, -np.ones((5, *shape)))})
+    np.testing.assert_equal(list(parts), before)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int32])
+@pytest.mark.parametrize("sizes", [[2, 1], [0]])
+def test_concat_is_kept_as_one_array_of_its_own_type(dtype, sizes):
+    values = [np.asarray(np.arange(3 * size).reshape(size, 3), dtype) for size in sizes]
+    meter, second = Meter(), Meter()
+    meter.add({"m": column(LogMetricMode.CONCAT, values)})
+    mode, (kept,) = meter.state()["m"]
+    assert mode == "concat"
+    second.load(meter.state())
+    for found in (kept, second.compute()["m"], meter.compute()["m"]):
+        np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
+
+
+def test_a_metric_that_is_folded_in_another_way_than_before_is_refused():
+    meter = Meter()
+    meter.load({"loss": ("mean", (1.0, 2.0))})
+    with pytest.raises(ValueError, match="'loss' has the mode 'sum', and its earlier steps were folded as 'mean'"):
+        meter.add({"loss": column(LogMetricMode.SUM, np.ones(1))})
+
+
+def test_std_stays_accurate_when_the_first_step_is_far_from_all_others():
+    values = np.concatenate([[1e6], 1 + 1e-3 * np.random.default_rng(0).normal(size=999)])
+    assert metered([{"m": column(LogMetricMode.STD, values)}])["m"] == pytest.approx(values.std(), rel=1e-9)

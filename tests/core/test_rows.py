@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -223,6 +224,9 @@ def test_a_long_epoch_has_the_same_bits_whatever_the_windows_it_arrives_in():
         meter = RowMeter(LogMode.TRAIN)
         for start in range(0, len(values), window):
             meter.add(StepRows(start + 1, fmt, words[start : start + window]))
+            if window > 8:  # a run that is interrupted after every window
+                kept, meter = meter.state(), RowMeter(LogMode.TRAIN)
+                meter.load(kept)
         found.append(meter.compute())
     assert found[1:] == found[:-1]
     assert found[0] == pytest.approx({"m": values.mean(dtype=np.float64), "spread": values.std(dtype=np.float64)})
@@ -249,3 +253,31 @@ def test_a_meter_over_rows_hears_only_its_phase_and_frequency():
     meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
     meter.add(rows)
     assert meter.compute() == {"epoch": 2.0, "any": 3.0}
+
+
+def test_a_state_is_all_that_was_taken_in_and_loading_one_forgets_the_rest():
+    meter, other = RowMeter(LogMode.TRAIN), RowMeter(LogMode.TRAIN)
+    assert meter.state() == {}
+    meter.add(numbered_rows(3))
+    other.add(numbered_rows(2, first=50))
+    other.load(meter.state())
+    for each in (meter, other):
+        each.add(numbered_rows(4, first=4))
+    found, expected = other.compute(), meter.compute()
+    np.testing.assert_array_equal(found.pop("concat"), [1, 2, 3, 4, 5, 6, 7])
+    expected.pop("concat")
+    assert found == expected == {"mean": np.average(np.arange(1, 8), weights=np.arange(1, 8))}
+
+
+def test_large_arrays_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr("jax_trainer.core.rows.FOLD_BYTES", 3 * 4 * (LARGEST_ON_TAPE + 1))
+    metrics = as_metrics({"big": np.ones(LARGEST_ON_TAPE + 1, np.float32)}, 1)
+    fmt, meter = TapeFormat.of(metrics), RowMeter(LogMode.TRAIN)
+    words, seen = np.asarray(fmt.append(fmt.blank(1), metrics)[0]), []
+    for step in range(1, 9):
+        array = np.full(LARGEST_ON_TAPE + 1, step, np.float32)
+        seen.append(weakref.ref(array))
+        meter.add(StepRows(step, fmt, words, ({"big": array},)))
+        del array
+    assert [there() is not None for there in seen] == [False] * 6 + [True] * 2
+    np.testing.assert_array_equal(meter.compute()["big"], np.full(LARGEST_ON_TAPE + 1, 4.5))

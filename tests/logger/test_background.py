@@ -198,3 +198,57 @@ def test_what_is_missing_is_told_at_once_and_no_thread_begins(caplog):
     tool.finish("completed")
     tool.join(time.monotonic())
     assert tool.losses.count == 3
+
+
+def asked(tool: Background) -> Callable[[float], int | None]:
+    return tool.ask(lambda tool: len(tool.given))
+
+
+def test_a_question_is_answered_when_all_before_it_is_written_and_nothing_after():
+    tool = begun(FaultyConfig(blocks_in="write"))
+    give(tool, 1, 2)
+    answer = asked(tool)
+    give(tool, 3)
+    assert answer(0.01) is None
+    FaultyTool.gate.set()
+    assert answer(5.0) == answer(0.0) == 2
+    assert steps(ended(tool)) == [1, 2, 3]
+    assert answer(0.0) == 2
+    assert tool.losses.count == 0
+
+
+def test_a_question_finds_room_in_a_full_queue():
+    tool = begun(FaultyConfig(blocks_in="write"))
+    give(tool, *range(9))
+    answer = asked(tool)
+    FaultyTool.gate.set()
+    assert answer(5.0) == len(steps(ended(tool)))
+    assert tool.losses.count
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_tool_that_is_given_up_on_answers_nothing_and_nobody_waits(when):
+    tool, began = begun(FaultyConfig("write", "init"), most=50), time.monotonic()
+    give(tool, *range(FAILURES_IN_A_ROW))
+    answer = asked(tool) if when == "before" else None
+    FaultyTool.gate.set()
+    if answer is None:
+        wait_until(lambda: not threads_of_tools())
+        answer = asked(tool)
+    assert answer(60.0) is None
+    assert time.monotonic() - began < 30
+    ended(tool)
+
+
+def test_a_question_that_cannot_be_answered_costs_a_warning_and_has_no_answer(caplog):
+    tool = begun()
+    assert tool.ask(lambda tool: 1 // 0)(5.0) is None
+    give(tool, 1)
+    assert steps(ended(tool)) == [1]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_after_the_end_nothing_is_asked():
+    tool = begun()
+    ended(tool)
+    assert asked(tool)(5.0) is None

@@ -8,7 +8,7 @@ import pytest
 from logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
 
 from jax_trainer.logger import JSONLConfig, Logger, LoggerConfig
-from jax_trainer.logger.rows import drop_rows_after
+from jax_trainer.logger.rows import cut
 from jax_trainer.logger.values import bins_of
 
 
@@ -57,19 +57,19 @@ def test_what_is_not_finite_is_text(tmp_path):
 
 
 def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
-    logger = logger_with(tmp_path)
+    logger, marks = logger_with(tmp_path), []
     for epoch in (1, 2):
         logger.write(4 * epoch, {"epoch": epoch, "val/loss": 0.5})
         logger.log_figure("val/curve", a_figure(), epoch)
         logger.log_text("notes", str(epoch), epoch)
         logger.log_histogram("h", np.arange(3), epoch)
+        marks.append(logger.mark())
     logger.log_hparams({"lr": 0.1}, {"acc": 1})
     logger.close("interrupted")
     whole = rows_in(tmp_path)
-    drop_rows_after(tmp_path / "metrics.jsonl", 4, 1)
-    assert rows_in(tmp_path) == whole[:4] != whole
-    drop_rows_after(tmp_path / "metrics.jsonl", 8, 2)
-    assert rows_in(tmp_path) == whole[:4]
+    for mark, kept in reversed([*zip(marks, (4, 8), strict=True)]):
+        cut(tmp_path / "metrics.jsonl", mark())
+        assert rows_in(tmp_path) == whole[:kept]
 
 
 def test_metrics_with_arrays_have_files_of_their_own(tmp_path):

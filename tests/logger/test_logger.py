@@ -1,7 +1,9 @@
 import json
 import logging
 import math
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +249,38 @@ def test_an_impossible_section_is_refused():
         SettingsError, match="`log_file_verbosity` must be one of debug, info, warning, error, got 'loud'"
     ):
         LoggerConfig(log_file_verbosity="loud")  # type: ignore[arg-type]
+
+
+def test_a_mark_is_the_size_of_the_record_at_its_point_whoever_asks_when(tmp_path):
+    logger, file, marks = logger_with(tmp_path), tmp_path / "metrics.jsonl", []
+    for step in range(300):
+        marks.append(logger.mark())
+        logger.write(step, {"epoch": 1, "train/loss_step": step / 7})
+    with ThreadPoolExecutor(2) as pool:
+        sizes = list(pool.map(lambda mark: mark(), marks))
+    logger.close("completed")
+    lengths = [len(line) + 1 for line in file.read_bytes().splitlines()]
+    assert sizes == [sum(lengths[:step]) for step in range(300)]
+    assert marks[-1]() == sizes[-1]
+
+
+def test_what_a_mark_counts_is_on_the_disk(tmp_path, monkeypatch):
+    logger, synced = logger_with(tmp_path), []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    logger.write(1, {"epoch": 1, "val/loss": 0.5})
+    mark = logger.mark()
+    assert logger.flush() and not synced
+    size = mark()
+    assert synced == [size]
+    assert size == (tmp_path / "metrics.jsonl").stat().st_size
+    logger.close("completed")
+
+
+def test_there_is_no_mark_where_nothing_is_written(tmp_path):
+    other, closed, deleted = logger_with(tmp_path, is_lead=False), logger_with(tmp_path), logger_with(tmp_path / "new")
+    closed.close("completed")
+    deleted.write(1, {"loss": 0.5})
+    assert deleted.flush()
+    (tmp_path / "new" / "metrics.jsonl").unlink()
+    assert [logger.mark()() for logger in (other, closed, deleted)] == [None, None, None]
+    deleted.close("completed")

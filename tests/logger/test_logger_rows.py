@@ -1,83 +1,92 @@
 import json
+import logging
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.logger.rows import drop_rows_after
+from jax_trainer.logger.rows import cut, last_step
 
-EPOCH_1 = [
+ROWS = [
     {"step": 0, "epoch": 0, "optimizer/lr": 0.1},
-    {"step": 0, "epoch": 1, "optimizer/lr": 0.1},
-    {"step": 2, "epoch": 1, "train/loss_step": 0.5},
-    {"step": 4, "epoch": 1, "train/loss_epoch": 0.4, "train/time_epoch": 1.0},
-    {"step": 4, "epoch": 1, "val/loss": 0.3, "val/time": 1.0},
+    {"step": 4, "epoch": 1, "train/loss_step": 0.5},
+    {"step": 8, "epoch": 2, "val/loss": "nan"},
 ]
-EPOCH_2 = [
-    {"step": 4, "epoch": 2, "optimizer/lr": 0.05},
-    {"step": 6, "epoch": 2, "train/loss_step": 0.5},
-    {"step": 8, "epoch": 2, "val/loss": "nan", "val/time": 1.0},
-]
-TEST = {"step": 8, "epoch": 2, "test_far/loss": 0.3, "test_far/time": 1.0}
+LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
 
 
-def left(folder: Path, lines: list[Any], *, step: int, epoch: int, end: str = "\n") -> list[Any]:
-    """What is left of these rows, or lines."""
+def written(folder: Path, *lines: bytes) -> Path:
     file = folder / "metrics.jsonl"
-    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
-    drop_rows_after(file, step, epoch)
-    assert [entry.name for entry in folder.iterdir()] == ["metrics.jsonl"]
-    assert file.read_text() == "" or file.read_text().endswith("}\n")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_bytes(b"".join(lines))
+    return file
 
 
-def test_later_rows_go_and_earlier_ones_stay(tmp_path):
-    assert left(tmp_path, [*EPOCH_1, *EPOCH_2], step=4, epoch=1) == EPOCH_1
-    assert left(tmp_path, [*EPOCH_1, *EPOCH_2], step=8, epoch=2) == [*EPOCH_1, *EPOCH_2]
-    assert left(tmp_path, [*EPOCH_1, *EPOCH_2], step=6, epoch=2) == [*EPOCH_1, *EPOCH_2[:2]]
-    assert left(tmp_path, [*EPOCH_1, *EPOCH_2], step=0, epoch=0) == EPOCH_1[:1]
+@pytest.mark.parametrize("kept", range(4))
+@pytest.mark.parametrize("torn", [b"", b'{"step": 12, "epo', b"\0\xff\n"])
+def test_what_was_written_after_the_checkpoint_goes(tmp_path, caplog, kept, torn):
+    file, before = written(tmp_path, *LINES, torn), b"".join(LINES[:kept])
+    cut(file, len(before))
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert not caplog.records
 
 
-def test_a_test_came_after_the_checkpoint_of_its_own_step(tmp_path):
-    assert left(tmp_path, [*EPOCH_1, *EPOCH_2, TEST], step=8, epoch=2) == [*EPOCH_1, *EPOCH_2]
+def test_what_is_cut_is_cut_on_the_disk(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
+    cut(written(tmp_path, *LINES), len(LINES[0]))
+    assert sizes == [len(LINES[0])]
 
 
-def test_a_metric_that_is_only_called_like_a_test_is_none(tmp_path):
-    row = {"step": 8, "epoch": 2, "testing/loss_epoch": 0.3, "train/time_epoch": 1.0}
-    assert left(tmp_path, [row], step=8, epoch=2) == [row]
-
-
-@pytest.mark.parametrize("end", ["", "\n"])
 @pytest.mark.parametrize(
-    "torn", ['{"step": 6, "epo', '{"step": 4', "{", "6", '{"epoch": 2}', "\0\0\0", '{"step": "6"}']
+    ("size", "text"),
+    [
+        (None, "was not followed by the checkpoint"),
+        (10_000, f"has {sum(map(len, LINES))} bytes, and had 10000 at the checkpoint"),
+        (len(LINES[0]) + 3, f"has no line that ends after {len(LINES[0]) + 3} bytes"),
+    ],
 )
-def test_a_line_that_was_cut_off_goes(tmp_path, torn, end):
-    assert left(tmp_path, [*EPOCH_1, torn], step=4, epoch=1, end=end) == EPOCH_1
+def test_a_file_that_does_not_fit_the_checkpoint_stays_as_it_is_with_one_warning(tmp_path, caplog, size, text):
+    file = written(tmp_path, *LINES)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        cut(file, size)
+    assert file.read_bytes() == b"".join(LINES)
+    assert text in caplog.text
+    assert "may be in it twice" in caplog.text
+    assert len(caplog.records) == 1
 
 
-def test_bytes_that_are_no_text_go(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(json.dumps(TEST).encode() + b'\n{"step": 8\xff\xfe')
-    drop_rows_after(file, 9, 2)
-    assert json.loads(file.read_text()) == TEST
-
-
-def test_rows_with_an_axis_of_their_own_stay_or_go_with_those_around_them(tmp_path):
-    early, late = {"step": 64_000, "samples/seen": 1.0}, {"step": 1, "patience/left": 2.0}
-    lines = [EPOCH_1[0], early, *EPOCH_1[1:], late, EPOCH_2[0], late, *EPOCH_2[1:]]
-    assert left(tmp_path, lines, step=4, epoch=1) == [EPOCH_1[0], early, *EPOCH_1[1:], late]
-
-
-def test_where_nothing_was_written_nothing_is(tmp_path):
-    drop_rows_after(tmp_path / "metrics.jsonl", 3, 1)
+@pytest.mark.parametrize(("size", "warnings"), [(None, 0), (0, 0), (7, 1)])
+def test_a_file_that_is_gone_costs_a_warning_if_it_had_anything(tmp_path, caplog, size, warnings):
+    cut(tmp_path / "metrics.jsonl", size)
     assert not list(tmp_path.iterdir())
+    assert len(caplog.records) == warnings
 
 
 def test_the_record_goes_on_where_it_was_cut(tmp_path):
-    left(tmp_path, [*EPOCH_1, '{"step": 6'], step=4, epoch=1, end="")
+    cut(written(tmp_path, *LINES, b'{"step"'), len(LINES[0]))
     logger = Logger(LoggerConfig(), tmp_path)
-    logger.write(6, {"epoch": 2, "train/loss_step": 0.5})
+    logger.write(4, {"epoch": 1, "train/loss_step": 0.5})
     logger.close("completed")
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert written == [*EPOCH_1, EPOCH_2[1]]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(LINES[:2])
+
+
+def test_a_run_that_goes_on_and_logs_no_row_knows_its_last_step(tmp_path):
+    picture = b'{"step": 2, "media": {"val/x": "media/val_x_2.png"}}\n'
+    written(tmp_path, *LINES, picture)
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_hparams({"lr": 0.1}, {"val/loss": 0.5})
+    logger.close("completed")
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last) == {"step": 8, "hparams": {"lr": 0.1}, "metrics": {"val/loss": 0.5}}
+
+
+@pytest.mark.parametrize("lines", [[], [b'{"step'], [b"7\n", b'{"step": "x"}\n'], [b"\xff\xfe\n"]])
+def test_without_a_row_the_last_step_is_0(tmp_path, lines):
+    assert last_step(tmp_path / "metrics.jsonl") == 0
+    assert last_step(written(tmp_path, *lines)) == 0
+
+
+def test_the_last_step_is_found_at_the_end_of_a_long_record(tmp_path):
+    assert last_step(written(tmp_path, *LINES * 30_000)) == 8

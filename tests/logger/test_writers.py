@@ -16,3 +16,20 @@ def test_an_existing_file_is_continued(tmp_path):
         writer.write(step, {})
         writer.close("completed")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"ste')
+    writer = JsonlWriter(file)
+    writer.write(2, {})
+    writer.close("completed")
+    assert file.read_bytes() == b'{"step": 1}\n{"ste\n{"step": 2}\n'
+
+
+def test_the_size_is_that_of_the_lines(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    assert writer.size == 0
+    writer.write(1, {})
+    assert writer.size == len(b'{"step": 1}\n')
+    writer.close("completed")

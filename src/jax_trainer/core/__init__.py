@@ -10,6 +10,7 @@ from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.late import load_late
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_statistics
+from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.meter import Column, Columns, Meter, reported_in
 from jax_trainer.core.metrics import (
     Batch,
@@ -69,6 +70,7 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
+    "OutOfMemoryError",
     "Precision",
     "PredictFn",
     "Program",
@@ -99,6 +101,7 @@ __all__ = [
     "make_program",
     "make_train_step",
     "new_state",
+    "readable_bytes",
     "replicate",
     "reported_in",
     "resized",

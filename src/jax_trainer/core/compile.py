@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.layout import Layout
+from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
@@ -71,7 +72,7 @@ class CompiledProgram:
         if self.debug or not self._program.init_is_traced:
             return self._placed(copy_state(init(key, example)))
         example = jax.tree.map(jnp.asarray, example)
-        return jax.jit(init, out_shardings=self._shardings(init, key, example))(key, example)
+        return _made("init", init, self._shardings(init, key, example), key, example)
 
     def begin(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         """A fresh state around these weights, which stay the caller's; with a layout, placed as it says."""
@@ -88,7 +89,7 @@ class CompiledProgram:
         if shardings is not None:  # they may come from other devices than those of the layout
             there = (shardings.rng, shardings.params, shardings.model_state)
             key, params, model_state = jax.device_put((key, params, model_state), there)
-        return jax.jit(begin, out_shardings=shardings)(key, params, model_state)  # which returns nothing it was given
+        return _made("begin", begin, shardings, key, params, model_state)  # which returns nothing it was given
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
         """The shapes of a fresh state, and of what training and judging it report; nothing is computed.
@@ -244,8 +245,8 @@ class CompiledProgram:
         self, name: str, function: Callable[..., Any], donated: tuple[int, ...], *more: str
     ) -> Callable[..., Any]:
         if self.debug:
-            return _held(_without_jit(function))
-        return Guarded(
+            return _held(name, _without_jit(function))
+        return Measured(
             name,
             ("state", "number" if name == "predict_step" else "tape", "batch", *more),
             function,
@@ -338,9 +339,20 @@ def _begin(*functions: Any) -> None:
             function.begin()
 
 
-def _held(function: Callable[..., Any]) -> Callable[..., Any]:
+def _made(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:
+    """A fresh state, once it is there: whether it fits into the memory shows only then."""
+    try:
+        return jax.block_until_ready(jax.jit(make, out_shardings=shardings)(*args))
+    except jax.errors.JaxRuntimeError as error:
+        raise explained(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
+
+
+def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(held: HeldState, *more: Any) -> Any:
-        first, *rest = function(held.state, *more)
+        try:
+            first, *rest = jax.block_until_ready(function(held.state, *more))
+        except jax.errors.JaxRuntimeError as error:
+            raise explained(error, name, held.state, more[1])  # noqa: B904 - the same error, or one from it
         return (HeldState.of(first) if isinstance(first, TrainState) else first, *rest)
 
     return run

@@ -1,7 +1,8 @@
 """Faults on purpose: `failpoint("name")` does nothing unless the environment or a test switches it on.
 
 `JAXTRAINER_FAILPOINT=name:action:nth` lets the nth passage (from 1; default 1) of the point called `name` fail.
-Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SECONDS`), `enospc`.
+Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SECONDS`), `enospc` (the disk is full) and
+`eio` (the storage failed).
 """
 
 import errno
@@ -10,6 +11,7 @@ import signal
 import time
 
 ENVIRONMENT = "JAXTRAINER_FAILPOINT"
+_ACTIONS = ("kill", "raise", "sleep", "enospc", "eio")
 
 
 class FaultInjected(RuntimeError):
@@ -21,11 +23,11 @@ class _Armed:
         name, _, rest = spec.partition(":")
         action, _, nth = rest.partition(":")
         self.name, (self.action, _, self.argument) = name, action.partition("=")
-        known = self.action in ("kill", "raise", "sleep", "enospc")
+        known = self.action in _ACTIONS
         seconds = self.argument.replace(".", "", 1)
         if not name or not known or (nth and not nth.isdigit()) or nth == "0" or (seconds and not seconds.isdigit()):
             raise ValueError(
-                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with an action out of kill, raise, sleep, enospc."
+                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with an action out of {', '.join(_ACTIONS)}."
             )
         self.left = int(nth or 1)
 
@@ -57,3 +59,5 @@ def _fail(armed: _Armed) -> None:
             time.sleep(float(armed.argument or 60))
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), armed.name)
+        case "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), armed.name)

@@ -2,9 +2,12 @@
 
 `Columns` are the values of consecutive steps, one array per metric. A step whose weight is 0 has nothing
 to say (a skipped update, an empty mask) and is left out of every mode.
+
+Steps are taken in one after the other, so the result has the same bits whatever blocks they arrive in, and also where
+a run was interrupted between two of them and goes on from the meter's `state`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,42 +33,96 @@ Columns = dict[str, Column]
 
 
 class Fold(NamedTuple):
-    """How a mode folds: `start` from a block of steps, `join` two blocks, `finish` into the result."""
+    """How a mode folds: `add` more steps to what was folded so far (None: nothing), `finish` into the result.
 
-    start: Callable[[Any, np.ndarray], Any]
-    join: Callable[[Any, Any], Any]
-    finish: Callable[[Any], Any] = lambda partial: partial
+    What was folded is never changed in place: it may be on its way into a checkpoint. `keep` makes of it what is kept
+    there, and `back` undoes that.
+    """
 
-
-def _sums(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
-    return np.tensordot(weights, values, 1) if values.ndim > 1 else weights @ values, weights.sum()
-
-
-def _join_sums(a: Any, b: Any) -> tuple[np.ndarray, float]:
-    return a[0] + b[0], a[1] + b[1]
+    add: Callable[[Any, Any, "_Weights"], Any]
+    finish: Callable[[Any], Any] = lambda folded: folded
+    keep: Callable[[Any], Any] = lambda folded: _each(_plain, folded)
+    back: Callable[[Any], Any] = lambda kept: _each(_exact, kept)
 
 
-def _moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    spread = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
-    total = weights.sum()
-    mean = (values * spread).sum(0) / total
-    return total, mean, (spread * (values - mean) ** 2).sum(0)
+def _each(change: Callable[[Any], Any], folded: Any) -> Any:
+    return tuple(map(change, folded)) if isinstance(folded, list | tuple) else change(folded)
 
 
-def _join_moments(a: Any, b: Any) -> tuple[float, np.ndarray, np.ndarray]:
-    # Chan's update: E[x^2] - E[x]^2 would cancel when the spread is small against the mean
-    total, delta = a[0] + b[0], b[1] - a[1]
-    return total, a[1] + delta * (b[0] / total), a[2] + b[2] + delta**2 * (a[0] * b[0] / total)
+def _plain(value: Any) -> Any:
+    return float(value) if np.ndim(value) == 0 else value
+
+
+def _exact(value: Any) -> Any:
+    return np.asarray(value, np.float64)[()]  # python's own floats raise where numpy's become infinite
+
+
+def _running(total: Any, terms: np.ndarray) -> Any:
+    """`total` and `terms` added up in order; `terms` is used up."""
+    if total is not None:
+        terms[0] += total
+    # numpy's `sum` goes in pairs and blocks, whose rounding depends on how many there are; this cannot
+    np.add.accumulate(terms, out=terms)
+    return terms[-1].copy()  # not a view, which would keep all terms
+
+
+class _Weights:
+    """The weights of consecutive steps, without those that are 0. Most metrics share them: they are added up once."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.kept = np.flatnonzero(weights > 0)
+        self.are_whole = len(self.kept) == len(weights)
+        self._values = weights if self.are_whole else weights[self.kept]
+        self._totals: dict[Any, Any] = {}
+
+    def beside(self, values: np.ndarray) -> np.ndarray:
+        """The weights, one per row of `values`."""
+        return self._values if values.ndim == 1 else self._values.reshape(-1, *(1,) * (values.ndim - 1))
+
+    def added_to(self, total: Any) -> Any:
+        """`total`, which may be None, and all of them."""
+        if total not in self._totals:
+            self._totals[total] = _running(total, self._values.copy())
+        return self._totals[total]
+
+
+def _sums(sums: Any, values: np.ndarray, weights: _Weights) -> tuple[Any, Any]:
+    total, weight = sums or (None, None)
+    return _running(total, values * weights.beside(values)), weights.added_to(weight)
+
+
+def _moments(moments: Any, values: np.ndarray, weights: _Weights) -> tuple[Any, Any, Any, Any]:
+    # E[x^2] - E[x]^2 would cancel when the spread is small against the mean; seen from one of the values it does not
+    center, weight, first, second = moments or (values[0].copy(), None, None, None)
+    offsets = values - center
+    terms = offsets * weights.beside(values)
+    second = _running(second, terms * offsets)
+    return center, weights.added_to(weight), _running(first, terms), second
+
+
+def _spread(moments: Any) -> Any:
+    _, weight, first, second = moments
+    return np.sqrt(np.maximum(second / weight - (first / weight) ** 2, 0))
+
+
+def _extreme(ufunc: np.ufunc) -> Fold:
+    def add(found: Any, values: np.ndarray, weights: _Weights) -> Any:
+        extreme = ufunc.reduce(values)
+        return extreme if found is None else ufunc(found, extreme)
+
+    return Fold(add, lambda found: found + 0.0)  # of 0.0 and -0.0 either may have won
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_sums, _join_sums, lambda sums: sums[0] / sums[1]),
-    LogMetricMode.STD: Fold(_moments, _join_moments, lambda m: np.sqrt(m[2] / m[0])),
-    LogMetricMode.SUM: Fold(lambda v, w: v.sum(0), np.add),
-    LogMetricMode.MAX: Fold(lambda v, w: v.max(0), np.maximum),
-    LogMetricMode.MIN: Fold(lambda v, w: v.min(0), np.minimum),
-    LogMetricMode.SINGLE: Fold(lambda v, w: v[-1], lambda old, new: new),
-    LogMetricMode.CONCAT: Fold(lambda v, w: list(v), list.__add__, np.concatenate),
+    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1]),
+    LogMetricMode.STD: Fold(_moments, _spread),
+    LogMetricMode.SUM: Fold(lambda total, v, w: _running(total, np.array(v, np.float64))),
+    LogMetricMode.MAX: _extreme(np.maximum),
+    LogMetricMode.MIN: _extreme(np.minimum),
+    LogMetricMode.SINGLE: Fold(lambda old, v, w: v[-1].copy()),
+    LogMetricMode.CONCAT: Fold(
+        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list
+    ),
 }
 
 
@@ -73,41 +130,48 @@ class Meter:
     """Folds blocks of steps as they arrive; `compute` returns one value per metric and starts over."""
 
     def __init__(self) -> None:
-        self._partials: dict[str, tuple[LogMetricMode, Any]] = {}
+        self._folded: dict[str, tuple[LogMetricMode, Any]] = {}
 
     def add(self, columns: Columns) -> None:
         """Folds in the steps of `columns`."""
         with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are results here, not accidents
-            heard: dict[int, np.ndarray] = {}  # most metrics share the weights of the batch: look at those once
+            seen: dict[int, _Weights] = {}
             for name, column in columns.items():
-                kept = heard.get(id(column.weights))
-                if kept is None:
-                    kept = heard[id(column.weights)] = np.flatnonzero(column.weights > 0)
-                if len(kept):
-                    self._fold(name, column.mode, *_heard(column, kept))
+                weights = seen.get(id(column.weights))
+                if weights is None:
+                    weights = seen[id(column.weights)] = _Weights(column.weights)
+                if len(weights.kept):
+                    self._fold(name, column.mode, _heard(column, weights), weights)
 
-    def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: np.ndarray) -> None:
-        partial = FOLDS[mode].start(values, weights)
-        if name in self._partials:
-            partial = FOLDS[mode].join(self._partials[name][1], partial)
-        self._partials[name] = (mode, partial)
+    def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: _Weights) -> None:
+        before, folded = self._folded.get(name, (mode, None))
+        if before is not mode:
+            raise ValueError(
+                f"Metric {name!r} has the mode {mode.value!r}, and its earlier steps were folded as {before.value!r}. "
+                "Give it another name, or go on from the end of an epoch."
+            )
+        self._folded[name] = (mode, FOLDS[mode].add(folded, values, weights))
 
     def compute(self) -> dict[str, Any]:
         """One value per metric: a float, or an array where the metric is one."""
-        partials, self._partials = self._partials, {}
-        return {name: _plain(FOLDS[mode].finish(partial)) for name, (mode, partial) in partials.items()}
+        folded, self._folded = self._folded, {}
+        with np.errstate(invalid="ignore", over="ignore"):
+            return {name: _plain(FOLDS[mode].finish(found)) for name, (mode, found) in folded.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What was folded since it last started over, as plain data and arrays, by metric: its mode and the rest."""
+        return {name: (mode.value, FOLDS[mode].keep(folded)) for name, (mode, folded) in self._folded.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state` gave."""
+        modes = {name: LogMetricMode(mode) for name, (mode, _) in state.items()}
+        self._folded = {name: (modes[name], FOLDS[modes[name]].back(kept)) for name, (_, kept) in state.items()}
 
 
-def _heard(column: Column, kept: np.ndarray) -> tuple[Any, np.ndarray]:
+def _heard(column: Column, weights: _Weights) -> Any:
     if column.mode is LogMetricMode.CONCAT:
-        return [np.atleast_1d(column.values[index]) for index in kept], column.weights
-    if len(kept) == len(column.weights):
-        return column.values, column.weights
-    return column.values[kept], column.weights[kept]
-
-
-def _plain(value: Any) -> Any:
-    return float(value) if np.ndim(value) == 0 else value
+        return [np.atleast_1d(column.values[index]) for index in weights.kept]
+    return column.values if weights.are_whole else column.values[weights.kept]
 
 
 def reported_in(columns: Columns, phase: LogMode, *, freqs: Iterable[LogFreq] = LogFreq) -> Columns:

@@ -1,7 +1,7 @@
 """The host's side of the tape: reading windows of it, late, and folding the rows of many steps."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -15,6 +15,7 @@ from jax_trainer.core.metrics import LogFreq, LogMode
 from jax_trainer.core.tape import TapeFormat
 
 FOLD_AFTER = 4096  # steps whose rows are kept until they are folded
+FOLD_BYTES = 64 * 2**20  # the same, of what is off the tape: large arrays do not pile up
 
 
 @dataclass(frozen=True)
@@ -57,32 +58,37 @@ class RowMeter:
     def __init__(self, phase: LogMode, freqs: Iterable[LogFreq] = LogFreq) -> None:
         self._phase, self._freqs, self._meter = phase, tuple(freqs), Meter()
         self._rows: list[StepRows] = []
-        self._steps = 0
+        self._steps = self._bytes = 0
 
     def add(self, rows: StepRows) -> None:
         """Takes in more steps."""
-        # folded at the same steps, and so to the same bits, in whatever windows the rows arrive
-        while len(rows.words) >= (room := FOLD_AFTER - self._steps):
-            head, rows = rows.split(rows.first + room - 1)
-            self._take(head)
-            self._fold()
-        self._take(rows)
-
-    def _take(self, rows: StepRows) -> None:
         self._rows.append(rows)
         self._steps += len(rows.words)
+        self._bytes += sum(array.nbytes for step in rows.off_tape for array in step.values())
+        if self._steps >= FOLD_AFTER or self._bytes >= FOLD_BYTES:
+            self._fold()
 
     def compute(self) -> dict[str, Any]:
         """One value per metric; starts over."""
-        if self._steps:
-            self._fold()
+        self._fold()
         return self._meter.compute()
 
+    def state(self) -> dict[str, Any]:
+        """What was taken in since it last started over, folded; as plain data and arrays."""
+        self._fold()  # to the same bits as later
+        return self._meter.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state` gave, and nothing else."""
+        self._rows, self._steps, self._bytes = [], 0, 0
+        self._meter.load(state)
+
     def _fold(self) -> None:
-        words = np.concatenate([rows.words for rows in self._rows])
-        columns = self._rows[0].format.read(words, list(chain.from_iterable(rows.off_tape for rows in self._rows)))
-        self._meter.add(reported_in(columns, self._phase, freqs=self._freqs))
-        self._rows, self._steps = [], 0
+        rows, self._rows, self._steps, self._bytes = self._rows, [], 0, 0
+        if rows:
+            words = np.concatenate([part.words for part in rows])
+            columns = rows[0].format.read(words, list(chain.from_iterable(part.off_tape for part in rows)))
+            self._meter.add(reported_in(columns, self._phase, freqs=self._freqs))
 
 
 class _Window(NamedTuple):

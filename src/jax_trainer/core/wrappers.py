@@ -57,12 +57,15 @@ def _mix(keep: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a watched metric or a gradient that is not finite.
 
-    `step` is the last of them, and `batch` a copy of what it was taken on, on the host, where somebody kept it.
+    `step` is the last of them, and `batch` a copy of what it was taken on, on the host, where somebody kept it; `place`
+    is then its epoch, and its number there.
     """
 
-    def __init__(self, message: str, *, step: int, batch: Batch | None = None) -> None:
+    def __init__(
+        self, message: str, *, step: int, batch: Batch | None = None, place: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message)
-        self.step, self.batch = step, batch
+        self.step, self.batch, self.place = step, batch, place
 
 
 def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequence[str] = ("loss",)) -> Program:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -122,6 +122,25 @@ class Background:
                 given = self._given
                 self._wait_for(lambda: self._done >= given, _seconds_until(deadline))
             return self._done == self._given and not self.losses.count
+
+    def ask(self, question: Callable[[Any], int]) -> Callable[[float], int | None]:
+        """Asks the tool something once it has been handed all that was given so far.
+
+        The answer comes from the function that is returned, in whatever thread; it waits at most the seconds that it is
+        given. None: the tool has failed to answer, or to live.
+        """
+        answers: list[int] = []
+        with self._changed:
+            if self._status is None and not self._is_given_up:
+                self._append(_Waiting(lambda tool: answers.append(question(tool)), 0, 0))
+            number = self._given
+
+        def answer(seconds: float) -> int | None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._done >= number, seconds)
+                return answers[0] if answers else None
+
+        return answer
 
     def finish(self, status: str) -> None:
         """Nothing more will come: the tool is closed once it has written what waits. Does not wait for that."""

@@ -1,5 +1,6 @@
 """The small files of a run: names that stay in their folder, and contents that are whole or not there."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -37,3 +38,9 @@ def write_whole(file: Path, data: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync(file: Path) -> None:
+    """Waits until `file` is on the disk as it is now, where the file system can do that."""
+    with contextlib.suppress(OSError), file.open("rb") as there:
+        os.fsync(there.fileno())

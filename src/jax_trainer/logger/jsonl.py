@@ -68,14 +68,22 @@ class JSONLToolLogger(ToolLoggerInterface):
         """Writes plain data to a file of its own, `metrics/<file_name>.json`."""
         save_metrics(self.folder, file_name, data)
 
+    def size(self) -> int:
+        """How many bytes `metrics.jsonl` has now."""
+        self._check_it_is_there()
+        return self._writer.size
+
     def close(self, status: str) -> None:
         """Closes the file."""
         self._writer.close(status)
 
     def _append(self, row: Mapping[str, Any]) -> None:
+        self._check_it_is_there()
+        self._writer.append(row)
+
+    def _check_it_is_there(self) -> None:
         if self._writer.is_deleted:
             raise FileNotFoundError(f"{self._writer.path} was deleted while the run wrote to it.")
-        self._writer.append(row)
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:

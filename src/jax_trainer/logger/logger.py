@@ -12,8 +12,10 @@ import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
 from jax_trainer.logger.background import Background, Entry, Losses
+from jax_trainer.logger.files import sync
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig
 from jax_trainer.logger.pictures import drawn, pixels_of
+from jax_trainer.logger.rows import last_step
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import flat, number_of, numbers_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -23,6 +25,7 @@ LOG_FILE = "run.log"
 CLOSING_SECONDS = 5.0  # what all tools together may take to finish
 # how long the record may hold up the run when thousands of rows come at once; any other tool drops them
 RECORD_SECONDS = 2.0
+MARK_SECONDS = 30.0  # how long whoever saves a checkpoint waits for the record to have come so far
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Logger(RegistrableConfigInterface):
         self._messages: RunLog | None = None
         self._tools: list[Background] = []
         if self.is_lead:
+            self._step = last_step(self.folder / METRICS_FILE)  # of a run that goes on
             self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
             self._tools = _begun(tools_of(config), self.folder)
 
@@ -126,6 +130,26 @@ class Logger(RegistrableConfigInterface):
         deadline = time.monotonic() + timeout
         written = [tool.flush(deadline) for tool in self._tools]  # each of them, whatever another one says
         return all(written) and not self._own.count
+
+    def mark(self) -> Callable[[], int | None]:
+        """Notes where the record stands; costs next to nothing and does not wait.
+
+        The function, called later in any thread, waits until all that was logged before is on the disk, and gives the
+        size of `metrics.jsonl` in bytes at exactly that point: a run that goes on from there cuts it to that size. None
+        if the record cannot tell within half a minute or has been given up on, or where another process writes.
+        """
+        if self._is_closed:
+            return lambda: None
+        record: Any = self._tools[0]
+        size = record.ask(lambda tool: tool.size())
+
+        def on_disk() -> int | None:
+            found = size(MARK_SECONDS)
+            if found is not None:
+                sync(self.folder / METRICS_FILE)
+            return found
+
+        return on_disk
 
     def close(self, status: str) -> None:
         """Nothing more will come; `status` says how the run ended. Closing again does nothing.

@@ -5,25 +5,57 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jax_trainer.logger.run_log import LOG
 
-def drop_rows_after(file: Path, step: int, epoch: int) -> None:
-    """Takes what was written after the checkpoint of `step`, which ended in `epoch`, out of a `metrics.jsonl`.
+TAIL = 2**20  # bytes in which the last row of numbers is looked for; pictures and texts may follow it
 
-    Rows stand in the order in which they were written: from the first one that is later, all of them go. A row without
-    an epoch has an axis of its own, so its place alone decides. A line that was cut off goes wherever it is.
+
+def cut(file: Path, size: int | None) -> None:
+    """Takes what was written after a checkpoint out of a `metrics.jsonl`, which had `size` bytes then; durably.
+
+    Where the size is not known (None), or the file is not the one that it was taken of, it stays as it is.
     """
-    if not file.exists():
-        return
-    kept: list[str] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        row = _row(line)
-        if _is_later(row, step, epoch):
-            break
-        if row:
-            kept.append(line)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, file)
+    problem = _cut(file, size)
+    if problem:
+        LOG.warning(
+            f"{file} {problem}, so it stays as it is. Rows of steps that are trained again may be in it twice; "
+            "the later ones belong to this run."
+        )
+
+
+def last_step(file: Path) -> int:
+    """The step of the last row of numbers in a `metrics.jsonl`; 0 where there is none."""
+    if not file.is_file():  # of a device, say, reading might not end
+        return 0
+    try:
+        with file.open("rb") as record:
+            record.seek(max(0, record.seek(0, os.SEEK_END) - TAIL))
+            lines = record.read(TAIL).decode(errors="replace").splitlines()
+    except OSError:
+        return 0
+    rows = (row for line in reversed(lines) if (row := _row(line)))
+    numbers = (row for row in rows if not any(isinstance(value, dict) for value in row.values()))
+    return next((row["step"] for row in numbers), 0)
+
+
+def _cut(file: Path, size: int | None) -> str:
+    """Cuts `file`; otherwise says why not."""
+    if size is None:
+        return "was not followed by the checkpoint" if file.exists() else ""
+    try:
+        with file.open("rb+") as record:
+            if (found := record.seek(0, os.SEEK_END)) < size:
+                return f"has {found} bytes, and had {size} at the checkpoint"
+            record.seek(max(0, size - 1))
+            if size and record.read(1) != b"\n":
+                return f"has no line that ends after {size} bytes, where the checkpoint was saved"
+            record.truncate(size)
+            os.fsync(record.fileno())
+    except FileNotFoundError:
+        return f"is gone, and had {size} bytes at the checkpoint" if size else ""
+    except OSError as problem:
+        return f"cannot be cut ({problem})"
+    return ""
 
 
 def _row(line: str) -> dict[str, Any]:
@@ -33,11 +65,3 @@ def _row(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
-
-
-def _is_later(row: dict[str, Any], step: int, epoch: int) -> bool:
-    if not isinstance(row.get("epoch"), int):
-        return False
-    # a test, and the beginning of the next epoch, come after the checkpoint of the same step
-    is_test = any(name.startswith("test") and name.endswith("/time") for name in row)
-    return (row["step"], row["epoch"], is_test) > (step, epoch, False)

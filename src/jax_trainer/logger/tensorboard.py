@@ -43,7 +43,8 @@ class TensorboardToolLogger(ToolLoggerInterface):
     """Writes event files for TensorBoard.
 
     They are written here and not in tensorboardX's thread, which would die of a full disk unheard and then block the
-    run. Final metrics of hyperparameters are shown as "hparam/…", apart from the curves of the same names.
+    run. Final metrics of hyperparameters are shown as "hparam/…", apart from the curves of the same names. Where a run
+    goes on from a checkpoint, points that were written after it are there twice.
     """
 
     config: TensorboardConfig

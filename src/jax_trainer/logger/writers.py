@@ -92,12 +92,18 @@ def axis_of(values: Mapping[str, float]) -> Axis:
 
 
 class JsonlWriter:
-    """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings."""
+    """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings.
+
+    It appends to a file that is there. A last line that was cut off stays a line of its own.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self.path.open("ab+", buffering=0)
+        with contextlib.suppress(OSError):
+            if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
+                self._file.write(b"\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; it is on its way to the disk when this returns."""
@@ -106,7 +112,7 @@ class JsonlWriter:
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a line with this row, or, where there is no room for it, nothing."""
         line = json.dumps(json_safe(row), allow_nan=False).encode() + b"\n"
-        before = os.fstat(self._file.fileno()).st_size
+        before = self.size
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -114,6 +120,11 @@ class JsonlWriter:
             with contextlib.suppress(OSError):
                 self._file.truncate(before)  # half a line would be in the way of the next one
             raise
+
+    @property
+    def size(self) -> int:
+        """How many bytes the file has."""
+        return os.fstat(self._file.fileno()).st_size
 
     @property
     def is_deleted(self) -> bool:

@@ -1,0 +1,132 @@
+"""Running out of memory, for real where the operating system can be asked to refuse it."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import HeldState, Layout, OutOfMemoryError, compile_program, readable_bytes
+from jax_trainer.core.memory import explained
+from jax_trainer.core.recompile import Guarded
+
+REFUSED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17.2GiB.\nmore")
+
+CHILD = """
+    import resource, sys
+    import jax, jax.numpy as jnp, numpy as np, optax
+    from jax_trainer.adapters import function_program
+    from jax_trainer.core import compile_program
+    from jax_trainer.datasets import Data
+    from jax_trainer.engine import Plan, evaluate, run
+
+    def loss(params, batch, *, rng, train):
+        wide = batch[:, None, :] * jnp.arange(40e6)[:, None] * params  # 768 GB
+        return jnp.sort(wide, axis=1)[:, ::1000].mean()
+
+    batches = [np.ones((16, 300), np.float32)] * 6
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(300), loss, optax.adam(1e-3)))
+    state = program.init(jax.random.key(0), batches[0])
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), used + (2 << 30)))
+    for act in (
+        lambda: evaluate(program, state, {"val": batches}),
+        lambda: run(program, state, Data(batches), Plan(max_steps=6, steps_per_call=int(sys.argv[1]))),
+    ):
+        try:
+            act()
+        except Exception as error:
+            print(type(error).__name__, error, *error.__notes__)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for a limit")
+def test_a_step_that_needs_more_memory_than_there_is_says_what_takes_it_and_what_helps():
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), "3"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    judged, trained = child.stdout.splitlines()
+    assert judged.startswith("OutOfMemoryError `eval_step` needs more memory than the device (cpu) has.")
+    assert trained.startswith("OutOfMemoryError `train_chunk` needs more memory than the device (cpu) has.")
+    for told in (judged, trained):
+        assert "parameters 1.2 kB, optimizer state 2.4 kB, " in told
+        assert "What helps: a smaller batch size;" in told and "`precision: bf16`" in told and "more devices" in told
+        assert "RESOURCE_EXHAUSTED: Out of memory allocating" in told
+    assert "a batch of 16 examples 19.2 kB;" in judged and "`accumulate: 4`" not in judged
+    assert "3 batches of 16 examples each 57.6 kB;" in trained and "`accumulate: 4`" in trained
+    assert judged.endswith("This happened on batch 0 of epoch 1 of the 'val' data.")
+    assert trained.endswith("of epoch 1 of the 'train' data.")
+
+
+def mean_loss(params, batch, *, rng, train):
+    return (params * batch["x"]).mean()
+
+
+BATCH = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(4), mean_loss, optax.adam(0.1)))
+    return program, program.init(jax.random.key(0), BATCH)
+
+
+def test_only_errors_of_memory_are_explained(prepared):
+    _, state = prepared
+    other = jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus")
+    assert explained(other, "train_step", state, BATCH) is other
+    told = explained(REFUSED, "train_step", state, BATCH)
+    assert isinstance(told, OutOfMemoryError) and told.__cause__ is REFUSED
+    assert str(told).endswith("allocate 17.2GiB.")  # one line of what the device said
+
+
+def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, prepared):
+    program, state = prepared
+
+    def refuse(error):
+        def run(*args):
+            raise error
+
+        monkeypatch.setattr(Guarded, "__call__", run)
+
+    refuse(REFUSED)
+    with pytest.raises(OutOfMemoryError, match="a batch of 8 examples 160 B"):
+        program.judge(HeldState.of(state), jnp.zeros(1), BATCH)
+    refuse(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        program.judge(HeldState.of(state), jnp.zeros(1), BATCH)
+    assert caught.value is other
+
+
+def test_what_is_shared_by_devices_is_counted_once_per_device(prepared):
+    _, state = prepared
+    layout = Layout(mesh=jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    batch = layout.place({"x": np.ones((16, 100), np.float32)}, stacked=False)
+    state = jax.device_put(state, layout.replicated)
+    told = str(explained(REFUSED, "train_step", state, batch))
+    assert "on each device: " in told and "a batch of 16 examples 1.6 kB;" in told
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_user_code_asks_for_in_vain_is_explained_with_and_without_compiling(prepared, debug):
+    def refuse(*args, **kwargs):
+        raise REFUSED
+
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(4), refuse, optax.adam(0.1)), debug=debug)
+    with pytest.raises(OutOfMemoryError, match="`train_step` .* parameters 16 B, optimizer state 36 B, a batch of 8"):
+        program.advance(HeldState.of(prepared[1]), jnp.zeros(1), BATCH)
+
+
+def test_a_first_state_that_does_not_fit_is_told_with_its_size():
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(10**15), mean_loss, optax.adam(0.1)))
+    with pytest.raises(OutOfMemoryError, match="`init` .* parameters 4 PB, optimizer state 8 PB; .*bf16_full"):
+        program.init(jax.random.key(0), BATCH)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (3e15, "3 PB")])
+def test_bytes_are_told_in_the_unit_that_fits(count, words):
+    assert readable_bytes(count) == words
