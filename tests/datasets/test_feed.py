@@ -1,9 +1,11 @@
 import itertools
+import re
 
 import numpy as np
 import pytest
+from data_sources import BATCHES, IDS, KINDS, SIZE
 
-from jax_trainer.datasets import ArrayLoader, DataError, Feed
+from jax_trainer.datasets import ArrayLoader, DataError, Feed, RowLoader
 from jax_trainer.datasets.foreign import check_batch
 
 ARRAYS = np.arange(20, dtype=np.int32)
@@ -51,6 +53,78 @@ def test_a_chunk_is_padded_to_its_full_length_so_that_one_compilation_serves_all
 def test_a_stream_goes_on_where_the_last_epoch_stopped():
     feed = Feed(iter([ARRAYS[:1], ARRAYS[1:2], ARRAYS[2:3]]), "train")
     assert [next(iter(feed.open(epoch))).item() for epoch in (1, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("source", [[], ArrayLoader(ARRAYS[:0], 3)])
+def test_training_data_must_not_be_empty_and_evaluation_sets_may(source):
+    with pytest.raises(DataError, match="'train' data is empty: it has length 0"):
+        Feed(source, "train")
+    feed = Feed(source, "val_hard", may_be_empty=True)
+    assert feed.is_empty
+    assert feed.open(1).take(1) is None
+    assert re.match("The 'val_hard' data is empty, so nothing is judged .* goes on .* Check", feed.nothing_to_judge())
+
+
+def test_an_evaluation_set_that_turns_out_empty_says_why():
+    feed = Feed(lambda: iter([]), "val", may_be_empty=True)
+    assert not feed.is_empty  # nobody knows yet
+    assert list(feed.open(1)) == []
+    assert "The 'val' data is empty" in feed.nothing_to_judge()
+    once = Feed(iter([ARRAYS]), "val", may_be_empty=True)
+    assert len(list(once.open(1))) == 1
+    assert list(once.open(1)) == []
+    assert "can be used only once (list_iterator), and earlier evaluations used it up" in once.nothing_to_judge()
+
+
+SOURCES = {
+    **KINDS,
+    "rows": lambda: RowLoader(ArrayLoader(IDS, SIZE, shuffle=True)),
+    "transformed": lambda: ArrayLoader(IDS, SIZE, shuffle=True, batch_transform=lambda batch, random: -batch),
+}
+
+
+def taken(cursor, limit, chunk):
+    """The next batches, as lists, each on its own, and the last state."""
+    some = cursor.take(limit, chunk)
+    batches = [] if some is None else some.batch[: some.steps] if some.stacked else [some.batch]
+    return [np.asarray(batch).tolist() for batch in batches], some and some.state
+
+
+def steps(some):
+    return some.steps
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_batches_can_be_left_out(kind):
+    whole = [taken(cursor, 1, 1)[0][0] for cursor in [Feed(SOURCES[kind](), "train").open(1)] for _ in range(BATCHES)]
+    for chunk in (1, 2):
+        cursor = Feed(SOURCES[kind](), "train").open(1)
+        assert cursor.skip() == 1
+        first, _ = taken(cursor, chunk, chunk)
+        assert first == whole[1 : 1 + chunk]
+        assert cursor.skip() == 1
+        (after,), state = taken(cursor, 1, chunk)
+        assert after == whole[2 + chunk] and cursor.position == 3 + chunk
+        feed = Feed(SOURCES[kind](), "train")  # as in another process, with what was left out behind it
+        feed.restore(state)
+        assert taken(feed.open(1, cursor.position), 1, 1)[0] == [whole[3 + chunk]]
+        cursor.close()
+
+
+@pytest.mark.parametrize("kind", ["list", "array loader", "rows", "torchdata"])
+def test_a_batch_that_was_held_back_can_be_left_out(kind):
+    cursor = Feed(SOURCES[kind](), "train").open(1)
+    assert steps(cursor.take(6, 6)) == 5  # the last one is ragged, so it comes alone
+    assert cursor.skip(3) == 1
+    assert cursor.position == BATCHES
+    assert cursor.take(6, 6) is None and cursor.skip() == 0
+
+
+def test_what_comes_after_a_batch_that_was_held_back_and_left_out_is_next():
+    cursor = Feed([ARRAYS[:4], ARRAYS[:4], ARRAYS[:2], ARRAYS[4:8]], "train").open(1)
+    assert steps(cursor.take(4, 4)) == 2  # the third has another shape
+    assert cursor.skip() == 1
+    assert taken(cursor, 1, 1)[0] == [[4, 5, 6, 7]]
 
 
 def test_length_is_known_where_the_source_tells():

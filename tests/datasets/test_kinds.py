@@ -1,82 +1,18 @@
 """Every kind of data goes on from every position with the batches that were still to come."""
 
-import itertools
-
-import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, shuffled
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import ArrayLoader, Data, DataError, Feed, Position
-from jax_trainer.datasets.records import GrainLoader
+from jax_trainer.datasets import Data, DataError, Feed, Position
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
 
-EXAMPLES, SIZE, EPOCHS = 22, 4, 3
-IDS = np.arange(1, EXAMPLES + 1, dtype=np.int32)
-RECORDS = list(IDS)
-
-
-class Counted:
-    """A loader of one's own that keeps its position in a dict."""
-
-    def __init__(self):
-        self._at = 0
-
-    def __iter__(self):
-        while self._at < 6:
-            self._at += 1
-            yield np.full(SIZE, self._at, np.int32)
-        self._at = 0
-
-    def state_dict(self):
-        return {"at": self._at}
-
-    def load_state_dict(self, state):
-        self._at = state["at"]
-
-
-def shuffled(epoch):
-    return iter(ArrayLoader(IDS, SIZE, shuffle=True, seed=epoch))
-
-
-def grain_pipeline(repeat=1):
-    return grain.MapDataset.source(RECORDS).shuffle(seed=3).repeat(repeat).to_iter_dataset().batch(SIZE)
-
-
-def torch_loader(kind, **options):
-    return kind(TensorDataset(torch.from_numpy(IDS)), batch_size=SIZE, collate_fn=torch_ids, **options)
-
-
-def torch_ids(items):
-    return torch.stack([item for (item,) in items])
-
-
-KINDS = {
-    "array loader": lambda: ArrayLoader(IDS, SIZE, shuffle=True),
-    "grain loader": lambda: GrainLoader(RECORDS, SIZE, shuffle=True),
-    "list": lambda: list(ArrayLoader(IDS, SIZE)),
-    "function": lambda: lambda: iter(ArrayLoader(IDS, SIZE)),
-    "function of the epoch": lambda: shuffled,
-    "stream": lambda: itertools.chain.from_iterable(map(shuffled, itertools.count(1))),
-    "own state": Counted,
-    "grain": grain_pipeline,
-    "grain iterator": lambda: iter(
-        grain.MapDataset.source(RECORDS).shuffle(seed=3).repeat().to_iter_dataset().batch(SIZE)
-    ),
-    "torch": lambda: torch_loader(DataLoader, shuffle=True),
-    "torch, own generator": lambda: torch_loader(DataLoader, shuffle=True, generator=torch.Generator().manual_seed(5)),
-    "torch, in order": lambda: torch_loader(DataLoader),
-    "torchdata": lambda: torch_loader(StatefulDataLoader, shuffle=True),
-}
-REPLAYING = {"function", "function of the epoch", "stream", "torch", "torch, own generator", "torch, in order"}
-STATEFUL = {"own state", "grain", "grain iterator", "torchdata"}
+EPOCHS = 3
 
 
 def code_loss(params, batch, *, rng, train):

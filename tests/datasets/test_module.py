@@ -125,6 +125,8 @@ def test_a_part_that_is_empty_is_named():
     with pytest.raises(ValueError, match="The set is empty") as caught:
         DatasetModule(DatasetConfig(), train=(np.zeros((0, 3)),))
     assert caught.value.__notes__ == ["This is the 'train' part of DatasetModule."]
+    module = DatasetModule(DatasetConfig(global_batch_size=2), train=np.zeros((4, 3)), val=np.zeros((0, 3)))
+    assert len(module.val_loader) == 0  # a run says so and goes on
 
 
 def test_a_configuration_survives_writing_and_reading():

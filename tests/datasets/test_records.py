@@ -203,7 +203,7 @@ def test_files_are_read_in_the_order_they_are_given(files):
     [
         ("nowhere.array_record", {}, FileNotFoundError, "No ArrayRecord file at 'nowhere.array_record' .1 of 1"),
         ([Path("a"), "b"], {}, FileNotFoundError, "'a' .2 of 2 missing"),
-        ([], {}, ValueError, "holds no examples"),
+        ([], {"shuffle": True}, ValueError, "holds no examples"),
         (range(5), {"drop_last": True}, ValueError, "5 examples make no full batch of 8"),
         (iter([1]), {}, TypeError, "has `__len__` and `__getitem__`; list_iterator has not both"),
         (range(9), {"workers": -1}, ValueError, "`workers` must be a whole number of at least 0, got -1"),

@@ -61,6 +61,14 @@ class Cursor:
                 return self._taken(batch, steps, stacked=True)
         return self._stack(limit, chunk)
 
+    def skip(self, count: int = 1) -> int:
+        """Draws and forgets up to `count` batches; returns how many there were. `position` counts them."""
+        for skipped in range(count):
+            if self._draw() is None:
+                return skipped
+            self.position += 1
+        return count
+
     def _taken(self, batch: Batch, steps: int, *, stacked: bool) -> Taken:
         if not self._checked:
             check_batch(batch, self.where(self.position))

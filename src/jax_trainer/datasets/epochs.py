@@ -7,19 +7,40 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def begin_epoch(loader: Any, epoch: int) -> None:
+def begin_epoch(loader: Any, epoch: int, seed: int | None = None) -> int | None:
     """Tells `loader` which epoch comes: by `set_epoch` where there is one, and by seeding torch's shuffling.
 
     A torch loader shuffles by numbers that go on from epoch to epoch, so that nobody could draw its third epoch
-    without drawing the first two. Here every epoch begins with a seed made of the loader's own (or torch's) seed and
-    the epoch's number.
+    without drawing the first two. Here every epoch begins with a seed made of the loader's own and the epoch's number.
+    One that was given none takes `seed`, or else that of torch, which is another one in every process: it is returned,
+    to be kept with the position.
     """
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-    if _is_torch(loader):
-        _seed_torch(loader, epoch)
+    if not _is_torch(loader):
+        return seed
+    seed = sys.modules["torch"].initial_seed() if seed is None else seed  # whoever made the loader imported torch
+    remember_seed(loader)
+    _seed_torch(loader, f"{seed if loader.first_seed is None else loader.first_seed} {epoch}")
+    return seed
+
+
+def begins_anew(loader: Any) -> bool:
+    """Whether every epoch of `loader` begins at its beginning, wherever the one before stopped, as torch's do."""
+    return _is_torch(loader)
+
+
+def counts_on(loader: Any) -> bool:
+    """Whether something of `loader` goes on over the ends of epochs, so that the next one needs its state.
+
+    Of torch's that is a dataset with a state of its own, in this process or in workers that live as long.
+    """
+    if not _is_torch(loader):
+        return True
+    lives_on = not loader.num_workers or loader.persistent_workers
+    return lives_on and callable(getattr(loader.dataset, "load_state_dict", None))
 
 
 def opener(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
@@ -51,22 +72,22 @@ def kill_workers(batches: Any) -> None:
 
 
 def remember_seed(loader: Any) -> None:
-    """Notes a torch loader's seed with the loader, before a run or a restored state changes its generator."""
+    """Notes with a torch loader the seed that was chosen for it, or None, before its generator is changed."""
     if _is_torch(loader) and not hasattr(loader, "first_seed"):
         sampler = getattr(loader, "sampler", None)
         # torchdata's own samplers make themselves a generator with a seed that nobody chose
         chosen = None if type(sampler).__module__.startswith("torchdata.") else getattr(sampler, "generator", None)
         given = loader.generator or chosen
-        loader.first_seed = sys.modules["torch"].initial_seed() if given is None else given.initial_seed()
+        loader.first_seed = None if given is None else given.initial_seed()
 
 
-def _seed_torch(loader: Any, epoch: int) -> None:
-    remember_seed(loader)
-    loader.generator = sys.modules["torch"].Generator()  # whoever made the loader imported torch
-    loader.generator.manual_seed(zlib.crc32(f"{loader.first_seed} {epoch}".encode()))
+def _seed_torch(loader: Any, words: str) -> None:
+    loader.generator = sys.modules["torch"].Generator()
+    loader.generator.manual_seed(zlib.crc32(words.encode()))
     if hasattr(getattr(loader, "sampler", None), "generator"):
         loader.sampler.generator = loader.generator
 
 
 def _is_torch(loader: Any) -> bool:
-    return type(loader).__module__.partition(".")[0] in ("torch", "torchdata") and hasattr(loader, "generator")
+    torch = sys.modules.get("torch.utils.data")  # whoever made such a loader imported it
+    return torch is not None and isinstance(loader, torch.DataLoader)

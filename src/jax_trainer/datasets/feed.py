@@ -52,7 +52,7 @@ class Data:
 
 
 class Feed:
-    """One source of batches, opened epoch by epoch."""
+    """One source of batches, opened epoch by epoch. `may_be_empty` is for evaluation sets; see `nothing_to_judge`."""
 
     def __init__(
         self,
@@ -62,10 +62,12 @@ class Feed:
         steps_per_epoch: int | None = None,
         prefetch: int | None = None,
         timeout: float | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._source = source_of(data, name, steps_per_epoch)
-        if self.length == 0:
+        self._was_opened = self._gave_out = False
+        if self.is_empty and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
 
     @property
@@ -77,6 +79,16 @@ class Feed:
             return len(self._data)
         except TypeError:  # torch gives loaders of endless sets a `__len__` that raises
             return None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to give no batch."""
+        return self.length == 0
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether it can be opened, in this process, at a position before the one it stands at."""
+        return self._source.can_go_back
 
     @property
     def is_one_shot(self) -> bool:
@@ -100,16 +112,16 @@ class Feed:
 
     def open(self, epoch: int, start: int = 0) -> Cursor:
         """The batches of epoch `epoch` (from 1), without the first `start`."""
-        batches = self._source.open(epoch, start)
-        if not self._source.is_ours:
-            copy = not makes_fresh_arrays(self._data)
-            batches = self._converted(batches, copy)
+        self._gave_out, self._was_opened = self._was_opened and self.is_one_shot, True
+        batches = self._source.open(epoch, start) if self._source.is_ours else self._converted(epoch, start)
         state_of = self._source.state if self._source.keeps_state else None
         return Cursor(batches, self.name, epoch, start, state_of)
 
-    def _converted(self, batches: Iterator[Any], copy: bool) -> Iterator[Batch]:
+    def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
+        copy = not makes_fresh_arrays(self._data)
         try:
-            for batch in batches:
+            # opened with the first batch: where there is none left to draw, the loader is not even begun
+            for batch in self._source.open(epoch, start):
                 yield as_arrays(batch, copy=copy)
         finally:
             self._source.close()
@@ -145,6 +157,20 @@ class Feed:
         if depth is None:
             depth = 0 if self.in_memory and jax.default_backend() == "cpu" else DEFAULT_PREFETCH
         return -(-max(depth, 0 if self._timeout is None else 1) // chunk)
+
+    def nothing_to_judge(self) -> str:
+        """What to tell of an evaluation set that gave no batch, and what to do about it."""
+        if self._gave_out:
+            return (
+                f"The {self.name!r} data gave no batch: it is an iterator that can be used only once "
+                f"({type(self._data).__name__}), and earlier evaluations used it up. The run goes on without metrics "
+                "of it. Pass a list, a loader, or a function that returns a fresh iterator."
+            )
+        return (
+            f"The {self.name!r} data is empty, so nothing is judged on it, and the run goes on without metrics of it. "
+            "Check the files, the split, and that the batch size is not larger than the set while incomplete batches "
+            "are dropped; or leave the set out."
+        )
 
     def used_up(self, epoch: int) -> DataError:
         """The error for an epoch that gave no batch."""

@@ -10,12 +10,23 @@
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from jax_trainer.core import Batch
-from jax_trainer.datasets.epochs import begin_epoch, end_iterator, kill_workers, opener, remember_seed
+from jax_trainer.datasets.epochs import (
+    begin_epoch,
+    begins_anew,
+    counts_on,
+    end_iterator,
+    kill_workers,
+    opener,
+    remember_seed,
+)
 from jax_trainer.datasets.foreign import DataError
 
 
@@ -50,6 +61,11 @@ class Source(Protocol):
         ...
 
     @property
+    def can_go_back(self) -> bool:
+        """Whether it can be opened, in this process, at a position before the one it stands at."""
+        ...
+
+    @property
     def is_ours(self) -> bool:
         """Whether it hands out arrays, and ones that nobody changes."""
         ...
@@ -81,7 +97,7 @@ class Source(Protocol):
 
 
 class _Stateless:
-    replays, is_ours, keeps_state = "", False, False
+    replays, can_go_back, is_ours, keeps_state = "", True, False, False
 
     def state(self) -> Any:
         return None
@@ -99,16 +115,26 @@ class _Stateless:
 class _Foreign:
     """What comes from elsewhere, and the iterator of the epoch that is open."""
 
-    is_ours, keeps_state = False, True
+    can_go_back, is_ours, keeps_state = True, False, True
 
     def __init__(self) -> None:
         self._loader: Any = None
         self._opened: Any = None
+        self._seed: int | None = None  # of torch, in the process that began the run
 
     def _begun(self, loader: Iterable[Batch], epoch: int) -> Iterator[Batch]:
-        begin_epoch(loader, epoch)
+        self._seed = begin_epoch(loader, epoch, self._seed)
         self._loader, self._opened = loader, iter(loader)
         return self._opened
+
+    def _with_seed(self, state: Any) -> Any:
+        return state if self._seed is None else {"torch_seed": self._seed, "state": state}
+
+    def _without_seed(self, state: Any) -> Any:
+        if not (isinstance(state, dict) and state.keys() == {"torch_seed", "state"}):
+            return state
+        self._seed = state["torch_seed"]
+        return state["state"]
 
     def close(self) -> None:
         end_iterator(self._opened, self._loader)
@@ -158,10 +184,10 @@ class _Iterable(_Foreign):
         return itertools.islice(batches, start, None)
 
     def state(self) -> Any:
-        return self._keeper.get() if self._keeper else None
+        return self._with_seed(self._keeper.get() if self._keeper else None)
 
     def restore(self, state: Any) -> None:
-        self._state = state  # until an epoch is opened
+        self._state = self._without_seed(state)  # until an epoch is opened
 
 
 class _Stream:
@@ -172,6 +198,7 @@ class _Stream:
     def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
         self._batches, self._steps_per_epoch, self._begun = batches, steps_per_epoch or 0, False
         self._keeper = _Keeper.of(batches)
+        self.can_go_back = self._keeper is not None
         self.replays = "" if self._keeper else "everything up to there, so pass a fresh iterator then"
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -203,42 +230,82 @@ class _StatefulLoader(_Foreign):
 
     def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
         super().__init__()
-        self._loader, self._keeper, self._restored = loader, keeper, False
+        self._loader, self._keeper = loader, keeper
+        self._restored: tuple[Any] | None = None  # a state, until an epoch is opened: its number comes before it
+        self._given: tuple[Any] | None = None  # the state that was restored, until the first batch after it
         remember_seed(loader)
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
-        restored, self._restored = self._restored, False
-        if restored and start:
-            self._opened = iter(self._loader)
-            return self._opened
-        batches = self._begun(self._loader, epoch)
+        batches = None
+        restored, self._restored = self._restored, None
+        if restored is not None and (start or counts_on(self._loader)):
+            batches = self._resumed(epoch, restored[0])
+        if batches is None or (not start and begins_anew(self._loader)):
+            batches = itertools.islice(self._begun(self._loader, epoch), start, None)
         if start:
-            return itertools.islice(batches, start, None)
+            return batches
         # one that stands at the very end of an epoch may first give that epoch's empty rest
         first = list(itertools.islice(batches, 1))
         return itertools.chain(first, batches) if first else self._begun(self._loader, epoch)
 
+    def _resumed(self, epoch: int, state: Any) -> Iterator[Batch]:
+        self._seed = begin_epoch(
+            self._loader, epoch, self._seed
+        )  # before the state, which may depend on it or say more than it
+        self._keeper.set(state)
+        self._given, self._opened = (state,), iter(self._loader)
+        return self._opened
+
     def state(self) -> Any:
-        return self._keeper.get()
+        state, given, self._given = self._keeper.get(), self._given, None
+        if given is not None and _same(state, given[0]):
+            warnings.warn(
+                f"The data ({type(self._loader).__name__}) was given back a position, and after a further batch it "
+                "still tells that one: what is saved until the next epoch cannot be gone on from exactly. Look at its "
+                "`state_dict`. (torchdata's `Loader` of nodes needs `restart_on_stop_iteration=False`.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._with_seed(state)
 
     def restore(self, state: Any) -> None:
-        self._keeper.set(state)
-        self._restored = True
+        self._restored = (self._without_seed(state),)
 
 
 class _Keeper(NamedTuple):
     """How an object tells its position and goes to one."""
 
-    get: Callable[[], Any]
+    tell: Callable[[], Any]
     set: Callable[[Any], object]
 
     @classmethod
     def of(cls, thing: Any) -> "_Keeper | None":
         for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
-            get, set = (getattr(thing, name, None) for name in names)
-            if callable(get) and callable(set):
-                return cls(get, set)
+            tell, set = (getattr(thing, name, None) for name in names)
+            if callable(tell) and callable(set):
+                return cls(tell, set)
         return None
+
+    def get(self) -> Any:
+        """The position now, whatever the object does with its record of it afterwards."""
+        return _own(self.tell())
+
+
+def _own(state: Any) -> Any:
+    """A copy: who counts in a dict and hands it out would count on in what was saved."""
+    if isinstance(state, dict):
+        return {key: _own(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_own, state))
+    return state.copy() if isinstance(state, np.ndarray) else state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return np.array_equal(np.asarray(a), np.asarray(b)) if hasattr(a, "shape") and hasattr(b, "shape") else a == b
 
 
 def _other_data() -> DataError:

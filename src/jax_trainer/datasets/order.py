@@ -38,7 +38,7 @@ class Order:
             value, low = getattr(self, name), int(name == "batch_size")
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
                 raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")
-        if self.examples == 0:
+        if self.examples == 0 and (self.shuffle or self.drop_last):  # an evaluation set may be empty: a run says so
             raise ValueError("The set is empty: it holds no examples. Check the files and the split.")
         if self.drop_last and self.examples < self.batch_size:
             raise ValueError(

@@ -1,0 +1,183 @@
+"""A position goes through the text of a checkpoint, into a fresh loader or a fresh process, and nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import flags
+from data_sources import BATCHES, IDS, KINDS, SIZE, STATEFUL, WITH_WORKERS, torch_loader, torch_nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from jax_trainer.checkpoint.plain import decoded, encoded, not_plain
+from jax_trainer.datasets import ArrayLoader, Feed, Position
+
+EPOCHS, BEGINNING = 3, "[0, 0, null]"
+
+
+def as_text(position):
+    """What a checkpoint says of a position."""
+    assert not not_plain(position.state, "state")
+    return json.dumps([position.epoch, position.epoch_step, encoded(position.state)])
+
+
+def from_text(text):
+    epoch, step, state = json.loads(text)
+    return Position(epoch, step, decoded(state))
+
+
+class Session:
+    """A run without steps: it takes batches as the loop does, and knows where it stands."""
+
+    def __init__(self, source, at=BEGINNING, *, per_epoch=BATCHES):
+        position = from_text(at)
+        self._feed, self._per_epoch = Feed(source, "train", steps_per_epoch=per_epoch), per_epoch
+        self._epoch, self._step, self._state = position.epoch, position.epoch_step, position.state
+        self._feed.restore(position.state)
+        self.positions = []  # after each batch
+
+    def take(self, count):
+        """The examples of the next `count` batches, over the ends of epochs."""
+        seen = []
+        while len(seen) < count:
+            self._epoch += not self._step
+            with closing(self._feed.open(self._epoch, self._step)) as cursor:
+                while len(seen) < count and self._step < self._per_epoch and (taken := cursor.take(1)) is not None:
+                    seen.append(np.asarray(taken.batch).tolist())
+                    self._step, self._state = self._step + 1, taken.state
+                    self.positions.append(self.position)
+            if len(seen) < count:
+                self._step = 0
+        return seen
+
+    @property
+    def position(self):
+        """Where it stands; behind the last batch of an epoch that is the epoch's end."""
+        return as_text(Position(self._epoch, self._step % self._per_epoch, self._state))
+
+    @property
+    def position_before_the_end(self):
+        """The same for one that has not told of the epoch's end yet."""
+        return as_text(Position(self._epoch, self._step, self._state))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_again_and_again_sees_what_one_in_one_go_sees(kind):
+    whole = Session(KINDS[kind]()).take(EPOCHS * BATCHES)
+    for pieces in ([8, 2, 1, 7], [6, 6, 6], [5, 1, 4, 8]):  # twice within an epoch, at its ends, around them
+        seen, at = [], BEGINNING
+        for count in pieces:
+            session = Session(KINDS[kind](), at)
+            seen += session.take(count)
+            at = session.position
+        assert seen == whole, pieces
+    session = Session(KINDS[kind]())
+    seen = session.take(BATCHES)
+    assert seen + Session(KINDS[kind](), session.position_before_the_end).take(3) == whole[: BATCHES + 3]
+
+
+@pytest.mark.parametrize("kind", sorted(STATEFUL - {"torchdata nodes"} | {"array loader", "torch"}))
+def test_epochs_that_are_cut_short_are_gone_on_from_as_well(kind):
+    whole = Session(KINDS[kind](), per_epoch=4).take(12)
+    for count in (3, 4, 8, 9):
+        session = Session(KINDS[kind](), per_epoch=4)
+        seen = session.take(count)
+        rest = Session(KINDS[kind](), session.position, per_epoch=4).take(12 - count)
+        assert seen + rest == whole, count
+
+
+class CountedLoader(StatefulDataLoader):
+    """One that counts how often it is gone through."""
+
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_a_loader_with_a_position_draws_nothing_again_and_is_gone_through_once_per_epoch():
+    first = Session(torch_loader(CountedLoader, shuffle=True))
+    seen, at = [first.take(8)], first.position
+    for count in (2, 2, 6):
+        loader = torch_loader(CountedLoader, shuffle=True)
+        session = Session(loader, at)
+        seen.append(session.take(count))
+        at = session.position
+        ids = [number for batch in seen[-1] for number in batch]
+        assert [IDS[index] for index in loader.dataset.asked] == ids  # type: ignore[attr-defined]
+        assert loader.begun == 1
+    assert sum(map(len, seen)) == 18
+
+
+def test_a_loader_that_must_replay_is_gone_through_once_per_epoch():
+    begun = []
+
+    class Plain:
+        def __iter__(self):
+            begun.append(1)
+            return iter(ArrayLoader(IDS, SIZE))
+
+    session = Session(Plain())
+    session.take(8)
+    Session(Plain(), session.position).take(10)
+    assert len(begun) == 2 + 2
+
+
+def test_a_loader_that_keeps_telling_where_it_was_put_is_told_of():
+    session = Session(torch_nodes())
+    session.take(BATCHES)
+    with pytest.warns(RuntimeWarning, match="after a further batch it still tells that one"):
+        Session(torch_nodes(), session.position).take(2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_can_go_back_does_so_in_the_same_process(kind):
+    source = KINDS[kind]()
+    feed = Feed(source, "train", steps_per_epoch=BATCHES)
+    assert feed.can_go_back == (kind != "stream")
+    if not feed.can_go_back:
+        return
+    first = Session(source)
+    start, at = first.take(2), first.position
+    lost = Session(source, at).take(5)
+    assert Session(source, at).take(5) == lost
+    assert start + lost == Session(KINDS[kind]()).take(7)
+
+
+def begun_in_a_process(kinds, positions, count):
+    """The next `count` batches of each of `kinds`, drawn by a process of its own, and where it stood after each."""
+    request = json.dumps([kinds, positions, count])
+    code = "import test_positions; test_positions.main()"  # not as a file: workers would import it, too
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    child = subprocess.run(command, env=environment, input=request, capture_output=True, text=True, timeout=250)
+    assert not child.returncode, child.stderr
+    return json.loads(child.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [[*KINDS], *([kind] for kind in WITH_WORKERS)], ids=lambda kinds: kinds[-1])
+def test_a_fresh_process_goes_on_and_another_one_after_it(kinds):
+    whole = begun_in_a_process(kinds, {}, 14)
+    positions = {kind: positions[7] for kind, (_, positions) in whole.items()}
+    for first, count in ((8, 2), (10, 4)):
+        answer = begun_in_a_process(kinds, positions, count)
+        positions = {kind: said[1][-1] for kind, said in answer.items()}
+        expected = {kind: batches[first : first + count] for kind, (batches, _) in whole.items()}
+        assert {kind: batches for kind, (batches, _) in answer.items()} == expected
+
+
+def main():
+    """What `begun_in_a_process` asks for."""
+    flags.FLAGS(["test"])  # grain's workers want them parsed
+    kinds, positions, count = json.load(sys.stdin)
+    answer = {}
+    for kind in kinds:
+        session = Session((KINDS | WITH_WORKERS)[kind](), positions.get(kind, BEGINNING))
+        answer[kind] = (session.take(count), session.positions)
+    sys.stdout.write(json.dumps(answer))
