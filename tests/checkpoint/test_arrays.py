@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
@@ -45,7 +46,10 @@ def arrays(one_saved, tmp_path) -> Path:
     return Path(shutil.copytree(one_saved, tmp_path / "checkpoints")) / "step_00000003" / "state"
 
 
-def refusal(arrays: Path) -> str:
+def refusal(arrays: Path, *, sealed: bool = True) -> str:
+    """Why it is not restored, though its manifest says that all is as it was written."""
+    if sealed:
+        write_manifest(arrays.parent)
     with pytest.raises(CheckpointError) as error:
         CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     return str(error.value)
@@ -78,7 +82,7 @@ def test_a_link_in_place_of_a_file_is_refused(arrays):
     file = largest_file(arrays / "ocdbt.process_0")
     file.unlink()
     file.symlink_to("/etc/passwd")
-    assert f"{file} is a link" in refusal(arrays)
+    assert f"{file} is a link" in refusal(arrays, sealed=False)
 
 
 @pytest.mark.parametrize("place", ["state/d", "state", "extra"])
@@ -89,12 +93,12 @@ def test_a_link_in_place_of_a_folder_is_refused(arrays, place, tmp_path):
     else:
         (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    assert f"{folder} is a link" in refusal(arrays)
+    assert f"{folder} is a link" in refusal(arrays, sealed=False)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(arrays):
     os.mkfifo(arrays / "d" / "pipe")
-    assert "pipe is no plain file" in refusal(arrays)
+    assert "pipe is no plain file" in refusal(arrays, sealed=False)
 
 
 def test_a_huge_shape_is_refused_before_anything_is_allocated(arrays):
@@ -151,24 +155,22 @@ def test_an_index_that_makes_no_sense_is_refused(arrays, change):
 def test_files_that_are_cut_or_gone_are_refused_whichever_it_is(one_saved, tmp_path):
     original = one_saved / "step_00000003"
     needed = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]
-    refused = set()
+    assert len(needed) > 6
     for number, name in enumerate(needed):
         for how in ("cut", "gone"):
             folder = tmp_path / f"{number}-{how}"
             damaged = Path(shutil.copytree(one_saved, folder)) / "step_00000003" / name
             damaged.write_bytes(damaged.read_bytes()[:-5]) if how == "cut" else damaged.unlink()
-            try:
-                restored, _ = CheckpointStore(folder).restore("latest", STATE)
-            except CheckpointError:
-                refused.add(str(name))
-            else:
-                np.testing.assert_array_equal(restored.params["w"], np.arange(6.0))
-    assert {"checkpoint.json", "state/_METADATA", "state/manifest.ocdbt"} <= refused
+            with pytest.raises(CheckpointError, match="damaged") as error:
+                CheckpointStore(folder).restore("latest", STATE)
+            assert str(name) in str(error.value)
 
 
-def test_a_file_that_does_not_belong_there_does_nothing(arrays, tmp_path, monkeypatch):
+def test_a_file_that_does_not_belong_there_is_refused_and_never_does_anything(arrays, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (arrays, arrays.parent):
         (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
+    assert "evil.pkl, state/evil.pkl are not of it" in refusal(arrays, sealed=False)
+    write_manifest(arrays.parent)
     CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     assert not (tmp_path / "canary").exists()

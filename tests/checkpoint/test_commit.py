@@ -1,4 +1,4 @@
-"""Real processes that are killed while they save, and what they leave behind."""
+"""Real processes that are killed, or just end, while they save, and what they leave behind."""
 
 import os
 import signal
@@ -22,6 +22,7 @@ LEAVES = {
     "before_manifest": [1],
     "before_rename": [1],
     "after_rename": [1, 2],
+    "before_best_table": [1, 2],
     "mid_delete": [2],
     "mid_replace": [1],  # while step 1 was saved again
 }
@@ -32,13 +33,15 @@ SLIMMING = {
     "slim_mid_replace": ("mid_replace:kill", ()),
     "slim_mid_delete": ("mid_delete:kill", ("opt_state",)),
 }
+# how a process ends while a checkpoint is being written in the background, and its exit code
+ENDS = {"ends_returns": 0, "ends_raises": 1, "ends_exits": 3, "ends_fails": 0}
 WEIGHTS = ("step", "params", "model_state", "rng", "extra")
 
 # every process is a fork of one that has imported all it needs: an import takes longer than ten saves
 SCRIPT = """
-import os, signal, sys
+import os, sys
 from pathlib import Path
-import jax, jax.numpy as jnp
+import jax.numpy as jnp
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
@@ -50,25 +53,27 @@ def state(step):
     w = jnp.arange(60_000.0) + step
     return TrainState(jnp.int32(step), {"w": w}, {}, {"m": -w}, jnp.zeros(2, jnp.uint32), {})
 
-def kill_when_there_are_arrays(*_, **__):
-    if list(FOLDER.glob("mid_array/.partial-*/**/d/*")):
-        os.kill(os.getpid(), signal.SIGKILL)
-
 def be_killed(folder, point):
-    store = CheckpointStore(folder, monitor="time", slim_best=True) if ":" in point else CheckpointStore(folder)
+    slim = {"monitor": "time", "slim_best": True} if ":" in point else {}
+    store = CheckpointStore(folder, keep_latest=1, **slim)
     store.save(state(1), Position(1, 1), {"time": 1})
-    if ":" in point:
-        arm(point)
-    elif point == "mid_array":
-        jax.monitoring.register_event_duration_secs_listener(kill_when_there_are_arrays)  # orbax tells how it gets on
-    else:
-        arm(f"{point}:kill")
-    store.save(state(1 if point == "mid_replace" else 2), Position(1, 2), {"time": 2})
+    arm(point if ":" in point else f"{point}:kill")
+    store.save(state(1 if point == "mid_replace" else 2), Position(1, 2), {"time": 2}, wait=False)
+    store.wait()
+
+def end(folder, how):
+    arm("before_rename:raise" if how == "ends_fails" else "mid_array:sleep=0.3")
+    CheckpointStore(folder).save(state(1), Position(1, 1), {}, wait=False)  # and nobody holds the store
+    if how == "ends_raises":
+        raise RuntimeError("on purpose")
+    sys.exit(3 if how == "ends_exits" else 0)
 
 children = {}
 for argument in sys.argv[2:]:
     name, _, point = argument.partition("=")
     if (child := os.fork()) == 0:
+        if name.startswith("ends_"):
+            end(FOLDER / name, name)
         be_killed(FOLDER / name, point or name)
         os._exit(0)
     children[name] = child
@@ -84,13 +89,15 @@ def state(step: int) -> TrainState:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Path:
-    """A folder per point at which a process was killed."""
+    """A folder per point at which a process was killed or ended."""
     folder = tmp_path_factory.mktemp("killed")
     environment = {**os.environ, "PYTHONPATH": str(Path(jax_trainer.__file__).parents[1]), "XLA_FLAGS": ""}
     slimming = [f"{name}={failpoint}" for name, (failpoint, _) in SLIMMING.items()]
-    command = [sys.executable, "-c", SCRIPT, str(folder), *LEAVES, *slimming]
+    command = [sys.executable, "-c", SCRIPT, str(folder), *LEAVES, *slimming, *ENDS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.splitlines() == [f"{point} {-signal.SIGKILL}" for point in (*LEAVES, *SLIMMING)], done.stderr
+    codes = dict.fromkeys((*LEAVES, *SLIMMING), -signal.SIGKILL) | ENDS
+    assert done.stdout.splitlines() == [f"{name} {code}" for name, code in codes.items()], done.stderr
+    (folder / "stderr").write_text(done.stderr)
     return folder
 
 
@@ -106,9 +113,9 @@ def test_a_process_killed_while_saving_leaves_only_whole_checkpoints(killed, poi
 
 @pytest.mark.parametrize("point", LEAVES)
 def test_the_next_save_removes_what_a_killed_process_left(killed, point):
-    if point not in ("after_rename", "mid_replace"):
+    if point not in ("after_rename", "before_best_table", "mid_replace"):
         assert [entry.name for entry in (killed / point).iterdir() if entry.name.startswith(".partial-")]
-    store = CheckpointStore(killed / point)
+    store = CheckpointStore(killed / point, keep_latest=1)
     store.save(state(1), Position(1, 1), {})
     store.save(state(3), Position(1, 3), {})
     assert [entry.name for entry in (killed / point).iterdir()] == ["step_00000003"]
@@ -116,7 +123,7 @@ def test_the_next_save_removes_what_a_killed_process_left(killed, point):
 
 @pytest.mark.parametrize("name", SLIMMING)
 def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_new_one(killed, name):
-    store = CheckpointStore(killed / name, monitor="time", slim_best=True)
+    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", slim_best=True)
     assert store.steps() == [1, 2]
     best = store.best()
     assert best is not None and (best.step, best.without) == (1, SLIMMING[name][1])
@@ -128,9 +135,21 @@ def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_
 
 @pytest.mark.parametrize("name", SLIMMING)
 def test_what_a_killed_process_did_not_make_slim_the_next_save_does(killed, name):
-    store = CheckpointStore(killed / name, monitor="time", slim_best=True)
+    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", slim_best=True)
     store.save(state(3), Position(1, 3), {"time": 3})
     assert sorted(entry.name for entry in (killed / name).iterdir()) == ["step_00000001", "step_00000003"]
     best = store.best()
     assert best is not None and best.without == ("opt_state",)
     assert_same_bits(store.restore(best, state(0), only=WEIGHTS)[0].params, state(1).params)
+
+
+@pytest.mark.parametrize("name", [name for name in ENDS if name != "ends_fails"])
+def test_a_process_that_just_ends_loses_nothing(killed, name):
+    restored, saved = CheckpointStore(killed / name).restore("latest", state(0))
+    assert saved.step == 1
+    assert_same_bits(restored, state(1))
+
+
+def test_a_failure_that_nobody_asked_for_is_told_when_the_process_ends(killed):
+    assert "The checkpoint of step 1 could not be saved" in (killed / "stderr").read_text()
+    assert list((killed / "ends_fails").iterdir()) == []

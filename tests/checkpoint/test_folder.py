@@ -27,6 +27,8 @@ try:
     print(RunFolder.create(Path(sys.argv[2]), "mnist", *sys.argv[3:]).path)
 except FileExistsError as error:
     print("refused:", error)
+sys.stdout.flush()
+sys.stdin.readline()  # a process that ends gives back what it claimed
 """
 
 
@@ -50,7 +52,10 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    return [process.communicate(timeout=30)[0].strip() for process in processes]
+    said = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate(timeout=30)
+    return said
 
 
 def test_eight_processes_that_start_at_once_get_eight_folders(tmp_path):
@@ -179,7 +184,7 @@ def test_text_is_replaced_as_a_whole_and_nothing_else_is_left(tmp_path):
     assert (folder.path / "notes.txt").read_text() == "old"
     folder.write_text("notes.txt", "new\r\nlines\n")
     assert (folder.path / "notes.txt").read_bytes() == b"new\r\nlines\n"
-    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "notes.txt"]
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "notes.txt", "run.lock"]
 
 
 def test_text_is_not_written_outside_of_the_folder(tmp_path):

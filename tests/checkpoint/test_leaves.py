@@ -28,7 +28,6 @@ def test_two_leaves_of_one_name_are_an_error():
     [
         (3, "a Python int. Only arrays are saved"),
         ("text", "a Python str"),
-        (jax.random.key(0), "typed key. Keep its words"),
         (np.array(["x"]), "only numbers"),
         (np.array([object()]), "only numbers"),
         (np.array([1.0], ">f4"), "the machine's own order"),

@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.core import TrainState, compile_program
 from jax_trainer.datasets import Position
 from jax_trainer.testing import assert_same_bits, digest, fault, numbered_data, tiny_program
@@ -150,7 +150,7 @@ def test_arrays_without_content_are_restored_alone_as_well(tmp_path):
 
 def test_what_callbacks_hold_is_saved_and_found_again(copied):
     callbacks = {"EarlyStopping": {"best": 0.25, "waited": 2}, "ModelCheckpoint": {}}
-    copied.save(state(4), AT, {}, callbacks)
+    copied.save(state(4), AT, {}, callbacks=callbacks)
     latest = copied.latest()
     assert latest is not None and latest.callbacks == callbacks
     assert copied.restore(4, state())[1].callbacks == callbacks
@@ -160,8 +160,8 @@ def test_what_callbacks_hold_is_saved_and_found_again(copied):
 
 def test_what_callbacks_hold_that_cannot_be_saved_is_an_error_and_nothing_is_written(copied):
     before = all_bytes(copied.folder)
-    with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is inf.* `state_dict` may hold"):
-        copied.save(state(4), AT, {}, callbacks={"Early": {"best": math.inf}})
+    with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is <object.* `state_dict` may hold"):
+        copied.save(state(4), AT, {}, callbacks={"Early": {"best": object()}})
     assert all_bytes(copied.folder) == before
 
 
@@ -169,7 +169,7 @@ def test_a_function_may_say_which_checkpoint_is_better(tmp_path):
     def nearer_to_one(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
         return abs(new["ratio"] - 1) < abs(old["ratio"] - 1)
 
-    store = CheckpointStore(tmp_path, better=nearer_to_one)
+    store = CheckpointStore(tmp_path, keep_latest=1, better=nearer_to_one)
     with pytest.raises(CheckpointError, match="no checkpoint with metrics to compare in"):
         store.restore("best", state())
     seen = []
@@ -193,7 +193,7 @@ def test_a_function_that_fails_costs_no_checkpoint(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
-    store = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
+    store = CheckpointStore(tmp_path, keep_latest=1, monitor="val/acc", mode="max")
     assert (store.steps(), store.latest(), store.best()) == ([], None, None)
     seen = []
     for step, acc in [(9, 0.5), (10, 0.9), (99, math.nan), (100, 0.9), (1000, 0.1)]:
@@ -236,12 +236,16 @@ def test_a_run_that_went_back_keeps_what_it_saves(copied):
 
 def test_a_full_disk_costs_nothing_that_is_there(copied):
     before = all_bytes(copied.folder)
-    with fault("before_manifest:enospc"), pytest.raises(OSError, match="No space left") as error:
+    with fault("before_manifest:enospc"), pytest.raises(SaveError, match="No space left") as error:
         copied.save(state(4), AT, {})
-    assert f"checkpoint of step 4 was saved in {copied.folder}" in error.value.__notes__[0]
+    assert isinstance(error.value.__cause__, OSError)
+    assert f"checkpoint of step 4 could not be saved as {copied.folder}/step_00000004: the disk is full" in str(
+        error.value
+    )
+    assert "It needs about 36 bytes, and " in str(error.value) and "bytes) are free" in str(error.value)
     assert all_bytes(copied.folder) == before and names(copied.folder) == ["step_00000003"]
     copied.save(state(4), AT, {})
-    assert copied.steps() == [4]
+    assert copied.steps() == [3, 4]
 
 
 def test_what_is_no_checkpoint_is_left_alone_with_one_warning(copied, caplog):
@@ -253,14 +257,28 @@ def test_what_is_no_checkpoint_is_left_alone_with_one_warning(copied, caplog):
     (copied.folder / "step_00000201").symlink_to(copied.folder / "step_00000201")
     shutil.copytree(copied.folder / "step_00000003", copied.folder / "step_00000202")
     shutil.copytree(copied.folder / "step_00000003", copied.folder / "step_3")
-    strays = set(names(copied.folder)) - {"step_00000003"}
+    before, strays = set(names(copied.folder)), {"abc", "step_10.tmp", "100", "step_3"}
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         assert (copied.steps(), copied.steps()) == ([3], [3])
         copied.save(state(4), AT, {})
-        assert copied.steps() == [4]
+        assert copied.steps() == [3, 4]
     [warning] = caplog.records
-    assert all(f"{copied.folder}/{name}" in warning.getMessage() for name in strays)
-    assert set(names(copied.folder)) == strays | {"step_00000004"}
+    assert {name for name in before if f"{copied.folder}/{name}" in warning.getMessage()} == strays
+    assert set(names(copied.folder)) == before | {"step_00000004"}
+
+
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over_and_told_of(copied, caplog):
+    (copied.folder / "step_00000002").mkdir()
+    (copied.folder / "step_00000009").mkdir()
+    (copied.folder / "step_00000200").symlink_to(copied.folder / "step_00000003")
+    shutil.copytree(copied.folder / "step_00000003", copied.folder / "step_00000202")
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        restored, saved = copied.restore("latest", state(0))
+    assert saved.step == 3
+    assert_same_bits(restored, state(3))
+    [warning] = caplog.records
+    passed = ["step_00000009", "step_00000200", "step_00000202"]
+    assert [name for name in names(copied.folder) if f"/{name}" in warning.getMessage().split(":", 1)[1]] == passed
 
 
 @pytest.mark.parametrize("kind", ["empty", "damaged", "file", "link"])
@@ -281,13 +299,16 @@ def test_what_has_the_name_of_a_new_checkpoint_is_moved_aside_and_not_deleted(tm
     assert names(tmp_path) == ["step_00000003", "step_00000003.damaged-1"]
 
 
-def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied):
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied, number):
     file = copied.folder / "step_00000003" / "checkpoint.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": number}))
+    manifest = file.with_name("MANIFEST.json")
+    manifest.unlink() if number == 1 else manifest.write_text(json.dumps({"format": number, "other": "things"}))
     before = all_bytes(copied.folder)
     calls: list[Any] = [copied.latest, copied.steps, copied.best, lambda: copied.save(state(4), AT, {})]
     for call in [*calls, lambda: copied.restore(3, state())]:
-        with pytest.raises(CheckpointError, match="format 2, and this version of jax-trainer knows format 1"):
+        with pytest.raises(CheckpointError, match=f"format {number}, and this version of jax-trainer knows format 2"):
             call()
     assert all_bytes(copied.folder) == before
 
@@ -298,7 +319,7 @@ def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied):
         (7, "no checkpoint of step 7 in .*There are the steps 3."),
         (9, "step_00000009: checkpoint.json cannot be read"),
         ("best", "no checkpoint that is the best, as no metric is monitored, in"),
-        ("newest", "`which` must be 'latest', 'best', a step or a checkpoint, got 'newest'"),
+        ("newest", "`which` must be 'latest', 'best', a step, a checkpoint or its folder, got 'newest'"),
     ],
 )
 def test_asking_for_what_is_not_there_says_what_is(copied, which, message):

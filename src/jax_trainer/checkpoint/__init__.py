@@ -5,6 +5,7 @@ load, and a folder should be there before anything slow begins.
 """
 
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.names import safe_join
 
-__all__ = ["RunFolder", "safe_join"]
+__all__ = ["RunFolder", "RunInUseError", "safe_join"]

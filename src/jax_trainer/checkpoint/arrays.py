@@ -3,9 +3,10 @@
 Arrays without content are not stored, because orbax refuses them: dtype and shape are all there is to them.
 """
 
+import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
-from jax_trainer.core import load_late
+from jax_trainer.core import failpoint, load_late
 
 _INDEX = "_METADATA"  # where orbax lists the names
 _MAX_INDEX_BYTES = 1 << 26
@@ -35,15 +36,21 @@ def _handler() -> Any:
     return _orbax().PyTreeCheckpointHandler(use_ocdbt=True)
 
 
-@cache
-def _checkpointer() -> Any:
-    return _orbax().Checkpointer(_handler())
+def get_ready() -> None:
+    """Loads what writes arrays, which takes a second, now and not when the first ones are written."""
+    _handler()
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Writes arrays into the new folder `folder` (an absolute path), and waits until they are there."""
     full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
-    _checkpointer().save(folder, args=_orbax().args.PyTreeSave(full))
+    folder.mkdir(mode=0o700)
+    writing = asyncio.run(_handler().async_save(folder, args=_orbax().args.PyTreeSave(full))) or ()
+    try:
+        failpoint("mid_array")
+    finally:
+        _wait_for_all(writing)  # also after a failure: what is still being written must not outlive its folder
+    _handler().finalize(folder)
 
 
 def stored_specs(folder: Path) -> dict[str, Spec]:
@@ -66,10 +73,21 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
     )
     try:
-        full = _checkpointer().restore(folder, args=request)
+        full = _handler().restore(folder, args=request)
     except Exception as error:
         raise _unreadable(folder, error) from error
-    return {name: _placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}
+    return {name: placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}
+
+
+def _wait_for_all(writing: Iterable[Any]) -> None:
+    failures = []
+    for future in writing:
+        try:
+            future.result()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _arguments(leaf: Any) -> Any:
@@ -92,7 +110,8 @@ def _empty(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype)
 
 
-def _placed(value: Any, leaf: Any) -> Any:
+def placed(value: Any, leaf: Any) -> Any:
+    """`value`, which may be on the host, of the kind and in the place that `leaf` has."""
     if isinstance(leaf, Spec):
         return np.asarray(value)
     if isinstance(leaf, np.ndarray | np.generic):

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jax_trainer.checkpoint.catalogue import OLD, read_saved
+from jax_trainer.checkpoint.catalogue import OLD, read_whole
 from jax_trainer.checkpoint.durable import sync_folder
 from jax_trainer.checkpoint.partial import discard
 from jax_trainer.checkpoint.record import CheckpointError
@@ -27,7 +27,7 @@ def commit(complete: Path, path: Path) -> None:
 
 def _is_whole(place: Path) -> bool:
     try:
-        read_saved(place)
+        read_whole(place)
     except CheckpointError:
         return False
     return True

@@ -1,14 +1,17 @@
-"""What is in the folder of a checkpoint: `checkpoint.json` and, in `state/`, the arrays by dotted name."""
+"""What is in the folder of a checkpoint: `checkpoint.json`, the arrays by dotted name in `state/`, `MANIFEST.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jax_trainer.checkpoint.arrays import read_arrays, stored_specs, write_arrays
 from jax_trainer.checkpoint.catalogue import name_of
 from jax_trainer.checkpoint.commit import commit
 from jax_trainer.checkpoint.durable import sync_tree, write_atomically
-from jax_trainer.checkpoint.leaves import Spec
+from jax_trainer.checkpoint.leaves import Spec, impl_of, words_of
+from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.partial import partial_folder
 from jax_trainer.checkpoint.record import RECORD, CheckpointError, Record
 from jax_trainer.checkpoint.untrusted import check_only_plain_files
@@ -17,29 +20,32 @@ from jax_trainer.core import failpoint
 _ARRAYS = "state"
 
 
-def write_checkpoint(folder: Path, arrays: Mapping[str, Any], record: Record, *, last_point: str) -> Path:
+def write_checkpoint(
+    folder: Path, arrays: Mapping[str, Any], record: Callable[[], Record], step: int, *, last_point: str
+) -> Path:
     """Writes a checkpoint into `folder` under a temporary name, and renames it when all of it is on the disk.
 
     Args:
         folder: where checkpoints are.
-        arrays: by dotted name.
-        record: all that is said besides.
+        arrays: by dotted name; typed keys as their words.
+        record: gives all that is said besides; called when the arrays are written.
+        step: the step of the checkpoint.
         last_point: the failpoint between writing and renaming.
     """
-    text = record.text()  # before anything is written: it may be too long
     with partial_folder(folder) as partial:
         failpoint("after_tmp_dir")
         write_arrays(partial / _ARRAYS, arrays)
+        write_atomically(partial / RECORD, record().text())
         failpoint("before_manifest")
-        write_atomically(partial / RECORD, text)
+        write_manifest(partial)
         sync_tree(partial)
         failpoint(last_point)
-        commit(partial, path := folder / name_of(record.step))
+        commit(partial, path := folder / name_of(step))
     return path
 
 
-def held_specs(path: Path, record: Record) -> dict[str, Spec]:
-    """Which arrays the checkpoint in `path` says it holds, those without content included. Reads none of them."""
+def stored_in(path: Path, record: Record) -> dict[str, Spec]:
+    """Which arrays of numbers the checkpoint in `path` says it holds, empty ones included. Reads none of them."""
     try:
         check_only_plain_files(path)
     except ValueError as error:
@@ -48,6 +54,20 @@ def held_specs(path: Path, record: Record) -> dict[str, Spec]:
     return stored_specs(path / _ARRAYS) | empty
 
 
+def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
+    """The same as a state has it, in which some of these numbers are the words of typed keys."""
+    keys = {name: Spec(f"key<{impl}>", stored[name].shape[:-1]) for name, impl in record.keys.items() if name in stored}
+    return {**stored, **keys}
+
+
 def read_held(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of the checkpoint in `path` that `like` names, placed as it says; its specs must agree already."""
-    return read_arrays(path / _ARRAYS, like)
+    keys = {name: leaf for name, leaf in like.items() if impl_of(leaf)}
+    read = read_arrays(path / _ARRAYS, {name: words_of(leaf) for name, leaf in like.items()})
+    return read | {name: _as_key(read[name], leaf) for name, leaf in keys.items()}
+
+
+def _as_key(words: Any, like: Any) -> Any:
+    key = jax.random.wrap_key_data(words, impl=impl_of(like))  # as the program says, not as the file does
+    sharding = None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
+    return key if sharding is None else jax.device_put(key, sharding)

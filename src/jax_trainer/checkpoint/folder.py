@@ -2,13 +2,23 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.finding import (
+    CHECKPOINTS,
+    CONFIG,
+    check_config,
+    folders_in,
+    holds_nothing,
+    newest_with_config,
+)
+from jax_trainer.checkpoint.lock import check_free, claim, locked, unclaim
 from jax_trainer.checkpoint.names import safe_join
 
-CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+METRICS = "metrics.jsonl"
 _MODE = 0o700  # what a run writes may be private
 _MOST_VERSIONS = 10_000  # that begin in one second
 _SUGGESTED = 5
@@ -29,16 +39,14 @@ class RunFolder:
             parent: the folder of all runs; made if need be.
             name: what the run is called; `/` separates several parts, "" has none.
             version: None takes the time in UTC, `20261115-142311`, followed by `-2`, `-3` … where that is taken.
-                A version that is given must be new, or an empty folder; "" adds none.
+                A version that is given must be new, or a folder in which nothing was begun; "" adds none. This process
+                holds its lock from now on.
         """
-        folder = Path(parent).absolute()
-        for part in name.split("/") if name else ():
-            folder = safe_join(folder, part)
+        folder = _place(parent, name, version)
         if version is None:
             return cls(_claim_next(folder, f"{datetime.now(UTC):%Y%m%d-%H%M%S}"))
-        folder = safe_join(folder, version) if version else folder
         _make(folder)
-        if not _claim(folder):
+        if not _claim_given(folder):
             raise FileExistsError(
                 f"The run folder {folder} exists already and is not empty. Go on with the run in it by "
                 f"`jax-trainer resume {folder}`, or choose another version; without one, a run is named after its time."
@@ -56,6 +64,35 @@ class RunFolder:
         near = _runs_near(folder)
         hint = f"These are runs: {', '.join(map(str, near))}." if near else "Pass the folder that a run has made."
         raise FileNotFoundError(f"{folder} is not the folder of a run: it {problem}. {hint}")
+
+    @classmethod
+    def find(cls, parent: Path, name: str, version: str | None, config_text: str) -> "RunFolder | None":
+        """The run of exactly this configuration, where `create` would put such a run; None where there is none.
+
+        Args:
+            parent: the folder of all runs.
+            name: what the run is called.
+            version: None takes the newest by name; with a version, one of another configuration is a `ValueError`.
+            config_text: what is in its `config.yaml`.
+        """
+        place = _place(parent, name, version)
+        if version is None:
+            newest = newest_with_config(place, config_text)
+            return None if newest is None else cls.open(newest)
+        if place.is_symlink():
+            raise ValueError(f"{place} is a link, and not the folder of a run.")
+        if not os.path.lexists(place / CONFIG):
+            return None
+        check_config(place, config_text)
+        return cls.open(place)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps other processes, and other runs of this one, from writing here; a `RunInUseError` if they do."""
+        return locked(self.path)
+
+    def check_free(self) -> None:
+        """A `RunInUseError` if somebody writes here."""
+        check_free(self.path)
 
     @property
     def config_file(self) -> Path:
@@ -89,6 +126,13 @@ def _refuse_links(folder: Path) -> None:
             raise ValueError(f"{path} is a link or a device. In the folder of a run there are only files and folders.")
 
 
+def _place(parent: Path, name: str, version: str | None) -> Path:
+    folder = Path(parent).absolute()
+    for part in name.split("/") if name else ():
+        folder = safe_join(folder, part)
+    return safe_join(folder, version) if version else folder
+
+
 def _make(folder: Path) -> None:
     for ancestor in (*reversed(folder.parents), folder):
         ancestor.mkdir(mode=_MODE, exist_ok=True)
@@ -102,6 +146,17 @@ def _claim(folder: Path) -> bool:
         os.mkdir(folder / CHECKPOINTS, _MODE)
     except FileExistsError:
         return False
+    return True
+
+
+def _claim_given(folder: Path) -> bool:
+    """Whether nothing had been begun in `folder`, and it is now ours. Also one that a process claimed and then died."""
+    if not (holds_nothing(folder) and claim(folder)):
+        return False
+    if not holds_nothing(folder):  # somebody else had claimed it, began, and ended, since we looked
+        unclaim(folder)
+        return False
+    os.makedirs(folder / CHECKPOINTS, _MODE, exist_ok=True)
     return True
 
 
@@ -134,17 +189,10 @@ def _runs_below(start: Path) -> Iterator[Path]:
     for _ in range(3):
         below: list[Path] = []
         for folder in level:
-            for child in _folders(folder)[:left]:
+            for child in folders_in(folder)[:left]:
                 left -= 1
                 if (child / CONFIG).is_file():
                     yield child
                 else:
                     below.append(child)
         level = below
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # not ours to look into
-        return []

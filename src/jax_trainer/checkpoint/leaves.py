@@ -1,6 +1,7 @@
 """A state as a flat mapping from dotted names to arrays, and whether two of them agree."""
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.names import label, shown
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.core import PyTree, leaf_path
 
@@ -28,8 +29,13 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any) -> "Spec":
-        """Those of an array, or of what stands for one."""
-        return cls(str(leaf.dtype), tuple(leaf.shape))
+        """Those of an array, or of what stands for one; a typed key has the name of its implementation."""
+        return cls(f"key<{impl}>" if (impl := impl_of(leaf)) else str(leaf.dtype), tuple(leaf.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory such an array of numbers takes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 def named_leaves(state: PyTree) -> dict[str, Any]:
@@ -45,6 +51,23 @@ def named_leaves(state: PyTree) -> dict[str, Any]:
     return named
 
 
+def impl_of(leaf: Any) -> str:
+    """The name of the implementation of a typed key, or of what stands for one; "" for numbers."""
+    if isinstance(leaf.dtype, str) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return ""
+    return str(leaf.dtype._impl.name)  # `jax.random.key_impl` wants a key, not what stands for one
+
+
+def words_of(leaf: Any) -> Any:
+    """What is stored of `leaf`: the words of a typed key, which are numbers, and anything else as it is."""
+    if not impl_of(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return Spec(str(words.dtype), words.shape)
+
+
 def field_of(name: str) -> str:
     """The field of the state that the array with this dotted name is in.
 
@@ -57,8 +80,8 @@ def field_of(name: str) -> str:
 def _problem(leaf: Any) -> str:
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
         return f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays are saved: use `jnp.asarray` on it."
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return "is a typed key. Keep its words, `jax.random.key_data(key)`, in the state instead."
+    if impl_of(leaf):
+        return ""
     dtype = np.dtype(leaf.dtype)
     if not dtype.isnative or not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
         return f"has the dtype {dtype}, and only numbers in the machine's own order can be saved."
@@ -87,8 +110,7 @@ def _differences(found: Mapping[str, Spec], wanted: Mapping[str, Spec]) -> Itera
         guess = _renamed(name, wanted[name], found, extra) if number < _MOST_GUESSES else ""
         yield f"{name}: expected {wanted[name]}, missing in the checkpoint{guess}"
     for name in extra:
-        label = name if name.isprintable() and len(name) < 200 else shown(name)
-        yield f"{label}: not expected, found {found[name]}"
+        yield f"{label(name)}: not expected, found {found[name]}"
 
 
 def _renamed(name: str, spec: Spec, found: Mapping[str, Spec], extra: list[str]) -> str:

@@ -33,6 +33,11 @@ def shown(value: object) -> str:
     return _repr.repr(value)
 
 
+def label(name: str) -> str:
+    """A name from a file as it may stand in a message: itself, unless it is long or odd."""
+    return name if name.isprintable() and len(name) < MAX_BYTES else shown(name)
+
+
 def _problem(name: str) -> str:
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not text"

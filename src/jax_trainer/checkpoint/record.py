@@ -1,23 +1,23 @@
-"""`checkpoint.json`: all that a checkpoint says besides its arrays, in plain JSON that is checked when it is read."""
+"""`checkpoint.json`: all that a checkpoint says besides its arrays, in JSON that is checked when it is read."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.plain import PLAIN, decoded, encoded, not_named, not_plain
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.datasets import Position
 from jax_trainer.settings import AtLeast, expected, fits, hints_of
 
 RECORD = "checkpoint.json"
-FORMAT = 1
-MAX_BYTES = 1 << 20
-_PLAIN = "text, finite numbers, true, false, None, and lists and dicts of these"
+FORMAT = 2
+MAX_BYTES = 1 << 26
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 Count = Annotated[int, AtLeast(0)]
@@ -25,6 +25,10 @@ Count = Annotated[int, AtLeast(0)]
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or is not there."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be saved. What went wrong is its cause; nothing that was there before is lost."""
 
 
 class UnknownFormatError(CheckpointError):
@@ -41,6 +45,7 @@ class Saved:
     path: Path
     callbacks: Mapping[str, Any] = field(default_factory=dict)  # what their `state_dict` gave, by their names
     without: Sequence[str] = ()  # the fields of the state that were left out
+    run: Mapping[str, Any] = field(default_factory=dict)  # what else the run had to remember
 
     @property
     def epoch(self) -> int:
@@ -52,7 +57,8 @@ class Saved:
 class Record:
     """The content of `checkpoint.json`. Other keys, and other types, are not accepted.
 
-    A key with a default that is empty is not written where there is nothing to say, and need not be there.
+    `feed_state`, `callbacks` and `run` are held as they are written (see `plain.py`). A key with a default that is
+    empty is not written where there is nothing to say, and need not be there.
     """
 
     format: int = FORMAT
@@ -63,7 +69,9 @@ class Record:
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of the arrays without content, which orbax refuses
     versions: dict[str, str]
+    keys: dict[str, str] = field(default_factory=dict)  # the implementation of each typed key, stored as its words
     callbacks: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
     without: list[Literal["opt_state"]] = field(default_factory=list)
 
     @classmethod
@@ -74,27 +82,24 @@ class Record:
         metrics: Mapping[str, float],
         empty: Mapping[str, tuple[str, tuple[int, ...]]],
         callbacks: Mapping[str, Any] | None = None,
+        keys: Mapping[str, str] | None = None,
     ) -> "Record":
-        """What is to be said about a state that is about to be saved."""
-        if problem := not_plain(position.state, "the state of the data"):
-            raise CheckpointError(
-                f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must give "
-                f"it as {_PLAIN}."
-            )
-        if problem := not_plain(held := dict(callbacks or {}), "callbacks"):
-            raise CheckpointError(
-                f"The state of a callback cannot be saved: {problem}. A `state_dict` may hold {_PLAIN}."
-            )
+        """What is to be said about a state that is about to be saved. Nothing of it changes with what was given."""
         return cls(
             step=step,
             epoch=int(position.epoch),
             epoch_step=int(position.epoch_step),
-            feed_state=position.state,
+            feed_state=_feed_state(position.state),
             metrics={name: _number(name, value) for name, value in metrics.items()},
             empty={name: (dtype, list(shape)) for name, (dtype, shape) in empty.items()},
-            versions=_versions(),
-            callbacks=held,
+            versions=versions_in_use(),
+            keys=dict(keys or {}),
+            callbacks=_named_states(callbacks, "callbacks", "The state of a callback", "A `state_dict`"),
         )
+
+    def with_run(self, run: Mapping[str, Any] | None) -> "Record":
+        """The same, with what else the run has to remember."""
+        return replace(self, run=_named_states(run, "run", "What the run has to remember", "It"))
 
     def text(self) -> str:
         """As JSON."""
@@ -114,6 +119,7 @@ class Record:
         states = {f"The state of the callback {shown(name)}": state for name, state in self.callbacks.items()}
         sizes = {name: len(json.dumps(state)) for name, state in states.items()}
         sizes["The state of the data"] = len(json.dumps(self.feed_state))
+        sizes["What the run has to remember"] = len(json.dumps(self.run))
         largest = max(sizes, key=sizes.__getitem__)
         return f"{largest} alone has {sizes[largest]}"
 
@@ -136,26 +142,33 @@ class Record:
 
     def saved(self, folder: Path) -> Saved:
         """The checkpoint in `folder`, which this was read from."""
-        position = Position(self.epoch, self.epoch_step, self.feed_state)
+        try:
+            feed_state = decoded(self.feed_state)
+            callbacks, run = (
+                {name: decoded(state) for name, state in held.items()} for held in (self.callbacks, self.run)
+            )
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {error}.") from error
+        position = Position(self.epoch, self.epoch_step, feed_state)
         metrics = {name: float(value) for name, value in self.metrics.items()}
-        return Saved(self.step, position, metrics, folder, self.callbacks, tuple(self.without))
+        return Saved(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
 
 
-def not_plain(value: Any, where: str, depth: int = 0) -> str:
-    """What in `value` would not come back from JSON as it was; "" if all of it would."""
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return ""
-    if not isinstance(value, list | dict):
-        return f"{where} is {shown(value)}, of type {type(value).__name__}"
-    if depth > 100:
-        return f"{where} is nested too deeply"
-    if isinstance(value, list):
-        inner = ((item, f"{where}[{index}]") for index, item in enumerate(value))
-    elif odd := [key for key in value if type(key) is not str]:
-        return f"{where} has the key {shown(odd[0])}, of type {type(odd[0]).__name__}"
-    else:
-        inner = ((item, f"{where}[{shown(key)}]") for key, item in value.items())
-    return next((problem for item, place in inner if (problem := not_plain(item, place, depth + 1))), "")
+def _feed_state(state: Any) -> Any:
+    if problem := not_plain(state, "the state of the data"):
+        raise CheckpointError(
+            f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must give "
+            f"it as {PLAIN}."
+        )
+    return encoded(state)
+
+
+def _named_states(states: Mapping[str, Any] | None, where: str, what: str, which: str) -> dict[str, Any]:
+    held = dict(states or {})
+    problem = not_plain(held, where) or not_named(held, where)
+    if problem:
+        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may hold {PLAIN}.")
+    return {name: encoded(state) for name, state in held.items()}
 
 
 def _number(name: str, value: Any) -> Any:
@@ -195,7 +208,8 @@ def _does_not_fit(content: Any) -> str:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions_in_use() -> dict[str, str]:
+    """The versions of what writes checkpoints; looked up once, because that takes a while."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,7 @@
-"""Which checkpoints stay: the newest, to go on from, and the best, to use. Two sets that do not know of each other."""
+"""Which checkpoints stay: the newest, to go on from, the best, to use, and some to look back at.
+
+These are sets that do not know of each other: what is in any of them stays.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -12,16 +15,20 @@ Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many of the newest checkpoints stay, and how many of the best: by the metric `monitor`, or by `better`."""
+    """How many of the newest checkpoints stay, and how many of the best: by the metric `monitor`, or by `better`.
+
+    `keep_every`: those whose step is a multiple of it stay besides; 0: none.
+    """
 
     keep_latest: int
     keep_best: int
     monitor: str | None
     mode: Literal["min", "max"]
     better: Better | None = None  # of the metrics of two checkpoints, whether the first is the better one
+    keep_every: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("keep_latest", 1), ("keep_best", 0)):
+        for name, low in (("keep_latest", 1), ("keep_best", 0), ("keep_every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 why = " A run goes on from the newest one." if low else ""
@@ -41,17 +48,19 @@ class Retention:
         comparable = [saved for saved in found if not math.isnan(self._cost(saved))]
         return sorted(comparable, key=lambda saved: (self._cost(saved), saved.step))
 
-    def kept(self, found: Collection[Saved], newest: int) -> set[int]:
-        """The steps that stay, after the step `newest` was saved."""
+    def kept(self, found: Collection[Saved], newest: int, base: int | None = None) -> set[int]:
+        """The steps that stay, after the step `newest` was saved by a run that went on from `base`."""
         best = [saved.step for saved in self.best_first(found)[: self.keep_best]]
-        return {*self.latest(found, newest), *best}
+        return {*self.whole(found, newest, base), *best}
 
-    def latest(self, found: Collection[Saved], newest: int) -> set[int]:
-        """The steps that stay whatever was measured.
+    def whole(self, found: Collection[Saved], newest: int, base: int | None = None) -> set[int]:
+        """The steps that stay whatever was measured, and with all that was saved.
 
         `newest` always does: a run may have gone back to an earlier step than others that are there.
         """
-        return {newest, *sorted(saved.step for saved in found)[-self.keep_latest :]}
+        steps = sorted(saved.step for saved in found)
+        regular = [step for step in steps if self.keep_every and step and step % self.keep_every == 0]
+        return {newest, *steps[-self.keep_latest :], *regular, *(() if base is None else (base,))}
 
     def _cost(self, saved: Saved) -> float:
         value = math.nan if self.monitor is None else saved.metrics.get(self.monitor, math.nan)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.checkpoint.catalogue import OLD, read_saved
-from jax_trainer.checkpoint.content import held_specs, read_held, write_checkpoint
+from jax_trainer.checkpoint.content import read_held, stored_in, with_keys, write_checkpoint
 from jax_trainer.checkpoint.leaves import Spec, check_fits, field_of
+from jax_trainer.checkpoint.manifest import check_wholly
 from jax_trainer.checkpoint.partial import discard
 from jax_trainer.checkpoint.record import CheckpointError, Saved
 
@@ -45,14 +46,16 @@ class Slimmer:
 def _rewrite(path: Path, specs: Mapping[str, Spec]) -> bool:
     """Whether there was something to leave out. Whenever the process ends, the old or the new one is there, whole."""
     _, record = read_saved(path)
-    held = held_specs(path, record)
-    kept = _without_left_out(held)
-    if len(kept) == len(held):
+    check_wholly(path)  # what is damaged must not become a checkpoint that looks whole
+    stored = stored_in(path, record)
+    kept = _without_left_out(stored)
+    if len(kept) == len(stored):
         return False
     # before they are read: what somebody else made may say that it has arrays of any size, or lack some
-    check_fits(kept, _without_left_out(specs), path)
-    slim = replace(record, empty=_without_left_out(record.empty), without=[_LEFT_OUT])
-    new = write_checkpoint(path.parent, read_held(path, kept), slim, last_point="mid_slim")
+    check_fits(with_keys(kept, record), _without_left_out(specs), path)
+    empty, keys = _without_left_out(record.empty), _without_left_out(record.keys)
+    slim = replace(record, empty=empty, keys=keys, without=[_LEFT_OUT])
+    new = write_checkpoint(path.parent, read_held(path, kept), lambda: slim, record.step, last_point="mid_slim")
     discard(new.with_name(new.name + OLD))
     return True
 

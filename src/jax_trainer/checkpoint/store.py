@@ -1,31 +1,46 @@
 """`CheckpointStore`: saves states so that a crash costs none that is there, keeps the right ones, and restores them.
 
-A checkpoint is a folder `step_00001755` with `checkpoint.json` and, in `state/`, the arrays by dotted name. It is
-written under a temporary name, and renamed when all of it is on the disk: what has the name is complete.
+A checkpoint is a folder `step_00001755` with `checkpoint.json`, the arrays by dotted name in `state/`, and the digests
+of all these in `MANIFEST.json`. It is written under a temporary name by a thread, and renamed when all of it is on the
+disk: what has the name is complete.
 """
 
+import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from jax_trainer.checkpoint.catalogue import Catalogue, name_of, read_saved
-from jax_trainer.checkpoint.content import held_specs, read_held, write_checkpoint
-from jax_trainer.checkpoint.durable import sync_folder
-from jax_trainer.checkpoint.leaves import Spec, check_fits, field_of, named_leaves
-from jax_trainer.checkpoint.partial import discard, sweep
-from jax_trainer.checkpoint.record import CheckpointError, Record, Saved
+from jax_trainer.checkpoint.arrays import get_ready
+from jax_trainer.checkpoint.background import SavingThread
+from jax_trainer.checkpoint.catalogue import name_of, read_saved
+from jax_trainer.checkpoint.choosing import first_whole, lacks, newest_with, of_step, problem_of, whole
+from jax_trainer.checkpoint.content import write_checkpoint
+from jax_trainer.checkpoint.failures import as_save_error, with_retries
+from jax_trainer.checkpoint.fitting import Fitting
+from jax_trainer.checkpoint.housekeeping import Housekeeping
+from jax_trainer.checkpoint.leaves import Spec, impl_of, named_leaves, words_of
+from jax_trainer.checkpoint.listing import Listed, listed_in
+from jax_trainer.checkpoint.partial import sweep
+from jax_trainer.checkpoint.reading import read_into
+from jax_trainer.checkpoint.record import CheckpointError, Record, Saved, SaveError, versions_in_use
 from jax_trainer.checkpoint.retention import Better, Retention
-from jax_trainer.checkpoint.slim import Slimmer, refusal
+from jax_trainer.checkpoint.room import make_ready
+from jax_trainer.checkpoint.slim import refusal
+from jax_trainer.checkpoint.snapshot import Snapshots
 from jax_trainer.core import TrainState, failpoint, step_of
 from jax_trainer.datasets import Position
 
-__all__ = ["CheckpointError", "CheckpointStore", "Saved", "Which"]
+__all__ = ["CheckpointError", "CheckpointStore", "Listed", "SaveError", "Saved", "Which"]
 
-Which = Saved | int | Literal["latest", "best"] | None
+Which = Saved | Path | int | Literal["latest", "best"] | None
+Remembered = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+_FIELDS = tuple(TrainState.__dataclass_fields__)
+_NOTICEABLE = 0.25  # seconds that a save waits for the one before
+_log = logging.getLogger("jax_trainer")
 
 
 class CheckpointStore:
@@ -35,7 +50,9 @@ class CheckpointStore:
         folder: where they are; made when the first one is saved.
         keep_latest: how many of the newest stay, to go on from.
         keep_best: how many of the best by `monitor` stay besides.
-        monitor: the metric that decides, for example "val/acc"; every save must then have it. None: only the newest.
+        keep_every: those whose step is a multiple of this stay besides; 0: none.
+        monitor: the metric that decides, for example "val/acc"; a save with any metrics must then have it. None: only
+            the newest.
         mode: whether its smallest values are the best, or its largest ("max").
         better: `better(new, old)` decides instead, from the metrics that were saved with two checkpoints.
         slim_best: a checkpoint that stays only as one of the best, and is no more among the latest, is rewritten
@@ -46,142 +63,243 @@ class CheckpointStore:
         self,
         folder: Path,
         *,
-        keep_latest: int = 1,
+        keep_latest: int = 2,
         keep_best: int = 1,
+        keep_every: int = 0,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         better: Better | None = None,
         slim_best: bool = False,
     ) -> None:
+        _refuse_several_processes()
         self.folder = Path(folder).absolute()
         self._retention = Retention(
-            keep_latest=keep_latest, keep_best=keep_best, monitor=monitor, mode=mode, better=better
+            keep_latest=keep_latest,
+            keep_best=keep_best,
+            keep_every=keep_every,
+            monitor=monitor,
+            mode=mode,
+            better=better,
         )
-        self._catalogue = Catalogue(self.folder)
-        self._slims_best, self._slimmer = slim_best, Slimmer()
-        if jax.distributed.is_initialized() and jax.process_count() > 1:
-            raise NotImplementedError("Checkpoints of several processes are not supported yet. Use one process.")
+        self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)
+        self._snapshots, self._thread = Snapshots(), SavingThread("jax-trainer-save", f"a checkpoint in {self.folder}")
+        self._has_told_of_waiting = False
+
+    def prepare(self, state: TrainState) -> None:
+        """Finds out, before the first step, whether states like this can be saved here, and gets ready for it."""
+        words = {name: words_of(leaf) for name, leaf in named_leaves(state).items()}
+        make_ready(self.folder, _bytes_of(words))
+        self._keeping.listing()  # what another version of this library wrote must be known before more is added
+        self._snapshots.allocate(words)
+        get_ready()
+        versions_in_use()
 
     def save(
         self,
         state: TrainState,
         position: Position,
         metrics: Mapping[str, float],
+        *,
         callbacks: Mapping[str, Any] | None = None,
+        run: Remembered = None,
+        wait: bool = True,
     ) -> Path:
-        """Saves `state` as the checkpoint of its step; it is on the disk when this returns.
+        """Saves `state` as the checkpoint of its step. Raises a `SaveError` where the save before this one failed.
 
         Args:
-            state: all that changes while training.
+            state: all that changes while training. It may be given away as soon as this returns.
             position: where in the data the run stands.
-            metrics: what was measured with exactly this state.
+            metrics: what was measured with exactly this state; nothing if it was not judged.
             callbacks: what callbacks have to remember, in plain data, by their names.
+            run: what else the run has to remember; or a function that gives it, called by the thread when the arrays
+                are written, which may wait for something.
+            wait: return when the checkpoint is on the disk; otherwise a thread writes it meanwhile.
         """
         self._check_monitored(metrics)
-        leaves = named_leaves(state)
-        empty = {name: Spec.of(leaf) for name, leaf in leaves.items() if not math.prod(leaf.shape)}
-        record = Record.of(step_of(state), position, metrics, empty, callbacks)
-        try:
-            return self._write(leaves, record)
-        except Exception as error:
-            error.add_note(f"This happened while the checkpoint of step {record.step} was saved in {self.folder}.")
-            raise
+        named = named_leaves(state)
+        words = {name: words_of(leaf) for name, leaf in named.items()}
+        empty = {name: Spec.of(leaf) for name, leaf in words.items() if not math.prod(leaf.shape)}
+        keys = {name: impl for name, leaf in named.items() if (impl := impl_of(leaf))}
+        record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
+        if not callable(run):
+            record = record.with_run(run)
+        self._wait_for_the_one_before()
+        taken, specs = self._snapshots.take(words), {name: Spec.of(leaf) for name, leaf in named.items()}
+        self._thread.start(lambda: self._write(taken, specs, record, run))
+        if wait:
+            self.wait()
+        return self.folder / name_of(record.step)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._thread.is_busy
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; a `SaveError` if that failed."""
+        self._thread.wait()
+
+    def check(self) -> None:
+        """Raises a `SaveError` if a save failed that nobody waited for; does not wait."""
+        self._thread.check()
+
+    def goes_on_from(self, saved: Saved) -> None:
+        """The run goes on from `saved`, which stays until `completed`.
+
+        Checkpoints of later steps no longer count, and are deleted once a new one is there.
+        """
+        self._thread.settle()
+        self._keeping.goes_on_from(saved)
+
+    def completed(self) -> None:
+        """The run is done: waits, and no longer keeps what it went on from."""
+        self.wait()
+        self._keeping.completed()
 
     def all(self) -> list[Saved]:
         """The checkpoints that there are, by ascending step."""
-        return list(self._catalogue.scan().found.values())
+        return list(self._keeping.listing().found.values())
 
     def steps(self) -> list[int]:
         """The steps that there is a checkpoint of, in ascending order."""
         return [saved.step for saved in self.all()]
 
     def latest(self) -> Saved | None:
-        """The checkpoint of the largest step."""
-        return next(reversed(self._catalogue.scan().found.values()), None)
+        """The checkpoint of the largest step; whether it is damaged, `restore` or `verify` find out."""
+        return next(iter(reversed(self.all())), None)
 
     def best(self) -> Saved | None:
         """The best checkpoint, by the metric that is monitored or by `better`; None where none can be compared."""
-        return next(iter(self._retention.best_first(self._catalogue.scan().found.values())), None)
+        return next(iter(self._retention.best_first(self.all())), None)
+
+    def listed(self) -> list[Listed]:
+        """All that has the name of a checkpoint, by ascending step, damaged or not."""
+        self._thread.settle()
+        return listed_in(self.folder)
+
+    def verify(self, path: Path) -> str:
+        """What is wrong with the checkpoint in `path`, after reading all its files; "" if nothing is."""
+        return problem_of(Path(path).absolute())
 
     def restore(
-        self, which: Which, like: TrainState, *, only: Sequence[str] = tuple(TrainState.__dataclass_fields__)
+        self,
+        which: Which,
+        like: TrainState,
+        *,
+        only: Sequence[str] = _FIELDS,
+        cast: bool = False,
+        partial: bool = False,
+        rename: Mapping[str, str] | None = None,
     ) -> tuple[TrainState, Saved]:
         """The state of a checkpoint, bit for bit as it was saved, and the checkpoint.
 
+        Every file is compared with its digest before. Of "latest" and "best", damaged ones are passed over with a
+        warning; if all are damaged, that is an error.
+
         Args:
-            which: "latest" (or None), "best", a step, or what `latest` or `best` returned.
+            which: "latest" (or None), "best", a step, what `latest` or `best` returned, or the folder of a checkpoint.
             like: a state of arrays or of `jax.ShapeDtypeStruct`s, as the program makes it. The checkpoint must have
                 exactly its arrays. They are placed as it says, and on the default device where it says nothing.
             only: these fields of the state, such as "params"; the others stay as `like` has them.
+            cast: convert floating-point numbers to the precision of `like`.
+            partial: leave what the checkpoint lacks as `like` has it, and what `like` lacks unread.
+            rename: what becomes of names in the checkpoint, such as `{"params.encoder.*": "params.backbone.*"}`.
         """
-        saved, record = read_saved(self._find(which).path)
-        if any(name in only for name in saved.without):
-            raise refusal(saved, self._catalogue.scan().found.values())
-        everything = named_leaves(like)
-        wanted = {name: leaf for name, leaf in everything.items() if field_of(name) in only}
-        held = {name: spec for name, spec in held_specs(saved.path, record).items() if field_of(name) in only}
-        check_fits(held, {name: Spec.of(leaf) for name, leaf in wanted.items()}, saved.path)
-        restored = {**everything, **read_held(saved.path, wanted)}
-        return jax.tree.unflatten(jax.tree.structure(like), restored.values()), saved
+        fitting = Fitting(cast=cast, partial=partial, rename=dict(rename or {}))
+        self._thread.settle()
+        fields = () if partial else only
+        saved, record = read_saved(self._choose(which, fields).path)
+        if lacks(saved, fields):
+            raise refusal(saved, self.all())
+        return read_into(like, saved.path, record, only, fitting), saved
 
     def _check_monitored(self, metrics: Mapping[str, float]) -> None:
         monitor = self._retention.monitor
-        if monitor is not None and monitor not in metrics:
+        if monitor is not None and metrics and monitor not in metrics:
             raise ValueError(
-                f"No metric {monitor!r} to monitor. There are: {', '.join(sorted(metrics)) or 'none'}. Set `monitor` "
+                f"No metric {monitor!r} to monitor. There are: {', '.join(sorted(metrics))}. Set `monitor` "
                 "to one of these, and save after the evaluation that reports it."
             )
 
-    def _write(self, leaves: Mapping[str, Any], record: Record) -> Path:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._catalogue.scan()  # what another version of this library wrote must be known before more is added
-        sweep(self.folder)
-        path = write_checkpoint(self.folder, leaves, record, last_point="before_rename")
-        failpoint("after_rename")
-        self._slimmer.forget(path)
-        self._retain(record.step, {name: Spec.of(leaf) for name, leaf in leaves.items()})
-        return path
+    def _wait_for_the_one_before(self) -> None:
+        waited = self._thread.settle()
+        if waited > _NOTICEABLE and not self._has_told_of_waiting:
+            self._has_told_of_waiting = True
+            _log.warning(
+                "Saving takes longer than the time between two saves: training waited %.1f s for %s. Save less often, "
+                "or to a faster disk.",
+                *(waited, self.folder),
+            )
+        self._thread.check()
 
-    def _retain(self, newest: int, specs: Mapping[str, Spec]) -> None:
-        listing = self._catalogue.scan()
-        found = listing.found.values()
-        kept, latest = self._retention.kept(found, newest), self._retention.latest(found, newest)
-        for path in (*listing.replaced, *(saved.path for saved in found if saved.step not in kept)):
-            discard(path)
-        sync_folder(self.folder)
-        for saved in found if self._slims_best else ():
-            if saved.step in kept - latest:
-                self._slimmer.slim(saved, specs)
+    def _write(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec], record: Record, run: Remembered) -> None:
+        """What the thread does."""
+        path, what = self.folder / name_of(record.step), f"Saving the checkpoint of step {record.step}"
+        told = cache(lambda: record.with_run(run()) if callable(run) else record)
 
-    def _find(self, which: Which) -> Saved:
+        def write() -> None:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._keeping.listing()  # as in `prepare`
+            sweep(self.folder)
+            write_checkpoint(self.folder, arrays, told, record.step, last_point="before_rename")
+
+        try:
+            with_retries(write, what)
+            failpoint("after_rename")
+            with_retries(lambda: self._keeping.committed(record.step, path, specs), what)
+        except BaseException as error:
+            raise as_save_error(error, record.step, path, _bytes_of(arrays)) from error
+
+    def _choose(self, which: Which, fields: Sequence[str]) -> Saved:
         match which:
             case Saved():
-                return which
-            case None | "latest":
-                found = self.latest()
-            case "best":
-                found = self.best()
+                return whole(which.path)
+            case Path():
+                return whole(which.absolute())
             case int():
-                found = self._of_step(which)
-            case _:
-                raise ValueError(f"`which` must be 'latest', 'best', a step or a checkpoint, got {which!r}.")
-        if found is None:
-            raise CheckpointError(f"There is no checkpoint {self._asked(which)} in {self.folder}. {self._offered()}")
-        return found
+                return self._of_step(which)
+            case None | "latest":
+                return self._newest_whole(fields)
+            case "best":
+                return self._best_whole()
+        raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
 
-    def _of_step(self, step: int) -> Saved | None:
-        found = self._catalogue.scan().found.get(step)
-        path = self.folder / name_of(step)
-        return read_saved(path)[0] if found is None and os.path.lexists(path) else found  # it says what is wrong
+    def _newest_whole(self, fields: Sequence[str]) -> Saved:
+        listing = self._keeping.listing()
 
-    def _asked(self, which: Which) -> str:
-        if which == "best":
-            monitor = self._retention.monitor
-            if self._retention.better is not None:
-                return "with metrics to compare"
-            return "that is the best, as no metric is monitored," if monitor is None else f"with a {monitor!r}"
-        return f"of step {which}" if isinstance(which, int) else "to restore"
+        def damaged(taken: Saved | None) -> Mapping[Path, str]:
+            return listing.damaged if taken is None else listing.damaged_after(taken.step)
 
-    def _offered(self) -> str:
+        return first_whole(newest_with(fields, listing), damaged, nothing=self._nothing("to restore"))
+
+    def _best_whole(self) -> Saved:
+        listing = self._keeping.listing()
+        best_first = self._retention.best_first(listing.found.values())
+        others = {} if listing.found and not best_first else listing.damaged  # not why there is none to compare
+        return first_whole(best_first, lambda _: others, nothing=self._nothing(self._criterion()))
+
+    def _of_step(self, step: int) -> Saved:
+        path = of_step(step, self._keeping.listing(), self.folder)
+        if path is None:
+            raise CheckpointError(self._nothing(f"of step {step}"))
+        return whole(path)
+
+    def _criterion(self) -> str:
+        if self._retention.better is not None:
+            return "with metrics to compare"
+        monitor = self._retention.monitor
+        return "that is the best, as no metric is monitored," if monitor is None else f"with a {monitor!r}"
+
+    def _nothing(self, asked: str) -> str:
         steps = self.steps()
-        return f"There are the steps {', '.join(map(str, steps))}." if steps else "Nothing has been saved there."
+        offered = f"There are the steps {', '.join(map(str, steps))}." if steps else "Nothing has been saved there."
+        return f"There is no checkpoint {asked} in {self.folder}. {offered}"
+
+
+def _bytes_of(arrays: Mapping[str, Any]) -> int:
+    return sum(Spec.of(array).nbytes for array in arrays.values())
+
+
+def _refuse_several_processes() -> None:
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise NotImplementedError("Checkpoints of several processes are not supported yet. Use one process.")

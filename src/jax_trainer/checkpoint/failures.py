@@ -1,0 +1,84 @@
+"""What can go wrong while a checkpoint is written, and what is to be made of it: told, or tried again."""
+
+import errno
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from jax_trainer.checkpoint.record import SaveError
+
+Result = TypeVar("Result")
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PAUSES = (0.2, 1.0)  # seconds before the second and the third try
+_IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how tensorstore says which error of the system it was
+_log = logging.getLogger("jax_trainer")
+
+
+def with_retries(write: Callable[[], Result], what: str) -> Result:
+    """Calls `write`, and up to twice again where the storage failed in a way that may pass; this is told once."""
+    for pause in _PAUSES:
+        try:
+            return write()
+        except Exception as error:
+            if _errno_of(error) not in _TRANSIENT:
+                raise
+            if pause == _PAUSES[0]:
+                _log.warning("%s failed, and is tried again: %s", what, _in_one_line(error))
+            time.sleep(pause)
+    return write()
+
+
+def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> SaveError:
+    """`error` as it is told: with the step, the path and, where the disk is full, how much is needed and free."""
+    full = _shortage(path, needed) if _errno_of(error) in _FULL else ""
+    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {full}{_in_one_line(error)}")
+    told.__cause__ = error
+    return told
+
+
+def readable(size: int) -> str:
+    """A number of bytes, for people.
+
+    >>> readable(3_200_000), readable(12)
+    ('3.2 MB (3200000 bytes)', '12 bytes')
+    """
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit} ({size} bytes)"
+    return f"{size} bytes"
+
+
+def free_bytes(folder: Path) -> int:
+    """How much can be written to the file system that `folder` is on, or will be on once it is made."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return shutil.disk_usage(there).free
+
+
+def _shortage(path: Path, needed: int) -> str:
+    try:
+        free = readable(free_bytes(path.parent))
+    except OSError:
+        free = "an unknown number of bytes"
+    return (
+        f"the disk is full. It needs about {readable(needed)}, and {free} are free. Make room, or keep fewer "
+        "checkpoints. "
+    )
+
+
+def _errno_of(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = _IN_TEXT.search(str(error))
+    if match:
+        return int(match[1] or match[2])
+    return errno.ENOSPC if "No space left on device" in str(error) else None
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:600]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,111 @@
+"""`MANIFEST.json`: the size and the digest of every file of a checkpoint. What differs from it is damaged."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.names import label
+from jax_trainer.checkpoint.record import FORMAT, RECORD, CheckpointError
+from jax_trainer.checkpoint.untrusted import check_only_plain_files, read_bounded
+from jax_trainer.settings import AtLeast, fits
+
+MANIFEST = "MANIFEST.json"
+_MAX_BYTES = 1 << 26
+_PIECE = 1 << 20
+_MOST_NAMED = 3
+_Entries = dict[str, tuple[Annotated[int, AtLeast(0)], str]]  # relative path: size, sha256
+
+
+def write_manifest(folder: Path) -> None:
+    """Says in `folder` what is in it now; the last of its files."""
+    files = {name: (size, _digest(folder / name)) for name, size in _sizes(folder)}
+    write_atomically(folder / MANIFEST, _text(files))
+
+
+def check_quickly(folder: Path) -> None:
+    """Fails unless exactly the files of the manifest are there, in their sizes; what is in them is not read."""
+    _compare_sizes(folder, _read(folder))
+
+
+def check_wholly(folder: Path) -> None:
+    """Fails unless exactly the files of the manifest are there, bit for bit."""
+    files = _read(folder)
+    _compare_sizes(folder, files)
+    try:
+        changed = [name for name, (_, digest) in sorted(files.items()) if _digest(folder / name) != digest]
+    except OSError as error:
+        raise CheckpointError(f"{folder} is damaged: {error}.") from error
+    if changed:
+        raise CheckpointError(f"{folder} is damaged: {_named(changed)} changed since it was written.")
+
+
+def is_of_another_version(folder: Path) -> bool:
+    """Whether a record in an unknown format may be what was written; if the manifest is ours, it is just damaged."""
+    try:
+        files = _read(folder)
+    except CheckpointError:
+        return True  # also where there is none: there are formats without
+    return RECORD in files and _digest(folder / RECORD) == files[RECORD][1]
+
+
+def _text(files: _Entries) -> str:
+    entries = {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()}
+    return json.dumps({"format": FORMAT, "files": entries}, indent=1, sort_keys=True) + "\n"
+
+
+def _read(folder: Path) -> _Entries:
+    try:
+        text = read_bounded(folder / MANIFEST, _MAX_BYTES)
+        files = _entries(json.loads(text))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read: {error}.") from error
+    if not fits(_Entries, files) or _text(files) != text:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} is not as it was written.")
+    return files
+
+
+def _entries(content: Any) -> Any:
+    return {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
+
+
+def _compare_sizes(folder: Path, files: _Entries) -> None:
+    try:
+        check_only_plain_files(folder)
+        found = dict(_sizes(folder))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error}.") from error
+    problems = {
+        "missing": [name for name in files if name not in found],
+        "not of it": [name for name in found if name not in files],
+        "not of the size that was written": [
+            name for name, (size, _) in files.items() if found.get(name, size) != size
+        ],
+    }
+    told = [f"{_named(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in problems.items() if names]
+    if told:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(told)}.")
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = Path(place, name)
+            if file != folder / MANIFEST:
+                yield file.relative_to(folder).as_posix(), file.lstat().st_size
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as opened:
+        while piece := opened.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(map(label, names[:_MOST_NAMED])) + more

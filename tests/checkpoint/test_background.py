@@ -1,0 +1,66 @@
+"""Work in a thread. What a process that ends does about it is in `test_commit.py`."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jax_trainer.checkpoint.background import SavingThread
+
+
+def test_what_goes_wrong_is_raised_once_by_whoever_asks_next():
+    thread = SavingThread("test", "a checkpoint")
+    for ask in (thread.wait, thread.check, lambda: thread.start(lambda: None)):
+        thread.start(lambda: 1 / 0)
+        thread.settle()
+        with pytest.raises(ZeroDivisionError):
+            ask()
+        thread.wait()
+        thread.check()
+
+
+def test_one_thing_is_done_at_a_time():
+    thread, at_once, done = SavingThread("test", "a checkpoint"), [], []
+
+    def work() -> None:
+        at_once.append(sum(one.name == "test" for one in threading.enumerate()))
+        time.sleep(0.01)
+        done.append(1)
+
+    for _ in range(5):
+        thread.start(work)
+    assert thread.is_busy
+    thread.wait()
+    assert (at_once, len(done), thread.is_busy) == ([1] * 5, 5, False)
+
+
+def test_asking_from_within_does_not_wait_for_itself():
+    thread = SavingThread("test", "a checkpoint")
+    thread.start(thread.settle)
+    thread.wait()
+
+
+def test_an_interruption_gets_through_while_one_waits():
+    thread, go_on = SavingThread("test", "a checkpoint"), threading.Event()
+    thread.start(lambda: go_on.wait(20))
+    began = time.perf_counter()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.wait()
+    assert time.perf_counter() - began < 5
+    assert thread.is_busy
+    go_on.set()
+    thread.wait()
+
+
+def test_a_long_wait_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr("jax_trainer.checkpoint.background._PATIENCE", 0.1)
+    thread, go_on = SavingThread("test", "a checkpoint in runs/1"), threading.Event()
+    thread.start(lambda: go_on.wait(20))
+    threading.Timer(0.25, go_on.set).start()
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        thread.wait()
+    assert "Still waiting for a checkpoint in runs/1, since 0 seconds" in caplog.records[0].getMessage()

@@ -1,0 +1,180 @@
+"""Which checkpoint is restored when some are damaged."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import TrainState
+from jax_trainer.datasets import Position
+from jax_trainer.testing import assert_same_bits
+
+AT = Position(2, 7)
+LOSSES = {1: 0.1, 2: 0.3, 3: 0.2}
+
+
+def state(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"w": jnp.arange(6.0) + step}, {}, (), jnp.zeros(2, jnp.uint32), {})
+
+
+@pytest.fixture(scope="module")
+def three_saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("three") / "checkpoints"
+    store = CheckpointStore(folder, keep_latest=3, monitor="loss")
+    for step, loss in LOSSES.items():
+        store.save(state(step), AT, {"loss": loss})
+    return folder
+
+
+@pytest.fixture
+def store(three_saved, tmp_path) -> CheckpointStore:
+    """Steps 1, 2 and 3; the best are 1, 3, 2."""
+    return CheckpointStore(Path(shutil.copytree(three_saved, tmp_path / "copy")), keep_latest=3, monitor="loss")
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def flip(file: Path, seed: int = 0) -> None:
+    rng, content = np.random.default_rng(seed), bytearray(file.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+    file.write_bytes(content)
+
+
+def damage(store: CheckpointStore, step: int, file: str = "state/_METADATA") -> Path:
+    flip(store.folder / f"step_{step:08d}" / file)
+    return store.folder / f"step_{step:08d}"
+
+
+@pytest.mark.parametrize(("which", "damaged", "taken"), [("latest", [3], 2), ("latest", [2, 3], 1), ("best", [1], 3)])
+def test_the_next_one_that_is_whole_is_taken_with_one_warning_that_names_the_others(
+    store, caplog, which, damaged, taken
+):
+    paths = [damage(store, step) for step in damaged]
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        restored, saved = store.restore(which, state(0))
+    assert saved.step == taken
+    assert_same_bits(restored, state(taken))
+    [warning] = caplog.records
+    assert all(f"{path} is damaged" in warning.getMessage() for path in paths)
+    assert f"passed over for {saved.path}" in warning.getMessage()
+
+
+def test_what_is_whole_is_restored_without_a_word(store, caplog):
+    damage(store, 1)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        assert store.restore("latest", state(0))[1].step == 3
+    assert not caplog.records
+
+
+def test_whatever_file_is_flipped_cut_or_gone_the_next_one_is_taken(store):
+    newest = store.folder / "step_00000003"
+    for number, file in enumerate(files_of(newest)):
+        before = file.read_bytes()
+        for how in ("flipped", "cut", "gone", "zeroed"):
+            match how:
+                case "flipped":
+                    flip(file, number)
+                case "cut":
+                    file.write_bytes(before[: len(before) // 2])
+                case "gone":
+                    file.unlink()
+                case "zeroed":
+                    file.write_bytes(bytes(len(before)))
+            restored, saved = store.restore("latest", state(0), only=("params",))
+            assert (how, saved.step) == (how, 2)
+            assert_same_bits(restored.params, state(2).params)
+            file.write_bytes(before)
+    assert store.restore("latest", state(0))[1].step == 3
+
+
+@pytest.mark.slow
+def test_of_a_hundred_flipped_bits_every_one_is_found(store):
+    files = files_of(store.folder / "step_00000003")
+    for number in range(100):
+        file = files[number % len(files)]
+        before = file.read_bytes()
+        flip(file, number)
+        assert store.restore("latest", state(0))[1].step == 2
+        file.write_bytes(before)
+
+
+@pytest.mark.parametrize("digit", "0136")
+def test_a_flipped_bit_in_the_format_is_damage_and_not_another_version(store, digit):
+    for name in ("checkpoint.json", "MANIFEST.json"):
+        file = store.folder / "step_00000003" / name
+        before = file.read_text()
+        file.write_text(before.replace('"format": 2', f'"format": {digit}'))
+        assert file.read_text() != before
+        assert store.restore("latest", state(0))[1].step == 2
+        file.write_text(before)
+
+
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_if_all_are_damaged_every_reason_is_told_and_nothing_is_restored(store, which):
+    damage(store, 1)
+    (damage(store, 2) / "checkpoint.json").unlink()
+    damage(store, 3, "MANIFEST.json")
+    with pytest.raises(CheckpointError, match="all that could be restored are damaged") as error:
+        store.restore(which, state(0))
+    assert all(f"{store.folder}/step_0000000{step}" in str(error.value) for step in (1, 2, 3))
+    assert "Nothing has been saved" not in str(error.value)
+
+
+def test_one_that_is_asked_for_by_step_or_path_is_not_replaced_by_another(store, tmp_path):
+    path = damage(store, 3)
+    saved = store.latest()
+    for which in (3, path, saved):
+        with pytest.raises(CheckpointError, match="step_00000003 is damaged: state/_METADATA changed"):
+            store.restore(which, state(0))
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_00000003: checkpoint\.json cannot be read"):
+        store.restore(3, state(0))
+
+
+def test_the_path_of_a_checkpoint_of_another_run_is_restored(three_saved, tmp_path, monkeypatch):
+    empty = CheckpointStore(tmp_path / "none")
+    moved = Path(shutil.copytree(three_saved, tmp_path / "moved"))
+    monkeypatch.chdir(tmp_path)
+    for path in (moved / "step_00000002", Path("moved/step_00000002")):
+        restored, saved = empty.restore(path, state(0))
+        assert (saved.step, saved.path) == (2, moved / "step_00000002")
+        assert_same_bits(restored, state(2))
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        empty.restore(tmp_path / "step_00000009", state(0))
+
+
+def test_verify_reads_everything_and_says_what_is_wrong(store):
+    path = damage(store, 3)
+    assert "state/_METADATA changed since it was written" in store.verify(path)
+    assert store.verify(store.folder / "step_00000002") == ""
+    assert "is not a folder" in store.verify(store.folder / "nothing")
+
+
+def test_a_list_shows_all_with_what_a_quick_look_finds(store):
+    damage(store, 1)
+    (store.folder / "step_00000002" / "state" / "_METADATA").unlink()
+    (store.folder / "step_00000009").mkdir()
+    (store.folder / "abc").mkdir()
+    listed = store.listed()
+    assert [one.step for one in listed] == [1, 2, 3, 9]
+    assert [bool(one.problem) for one in listed] == [False, True, False, True]
+    assert "state/_METADATA is missing" in listed[1].problem
+    whole = listed[2]
+    assert (whole.metrics, whole.epoch, whole.without) == ({"loss": 0.2}, 2, ())
+    assert whole.bytes == sum(file.stat().st_size for file in files_of(whole.path))
+    assert CheckpointStore(store.folder / "nowhere").listed() == []
+
+
+def test_a_list_shows_what_another_version_wrote(store):
+    file = store.folder / "step_00000003" / "checkpoint.json"
+    file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
+    (store.folder / "step_00000003" / "MANIFEST.json").unlink()
+    listed: Any = store.listed()[-1]
+    assert listed.step == 3 and "was written in format 1" in listed.problem

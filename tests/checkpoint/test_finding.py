@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import pytest
+
+from jax_trainer.checkpoint import RunFolder
+
+CONFIG = "seed: 1\nmodel:\n  width: 3\n"
+
+
+def run(parent: Path, name: str, version: str, config: str = CONFIG) -> Path:
+    folder = RunFolder.create(parent, name, version)
+    folder.write_text("config.yaml", config)
+    return folder.path
+
+
+def found(parent: Path, version: str | None = None, config: str = CONFIG) -> Path | None:
+    folder = RunFolder.find(parent, "mnist", version, config)
+    return None if folder is None else folder.path
+
+
+def test_the_newest_of_exactly_this_configuration_is_found(tmp_path):
+    assert found(tmp_path) is None
+    for version in ("20261115-142311", "20261115-142311-10", "20261115-142311-2", "20261114-230000"):
+        run(tmp_path, "mnist", version)
+    run(tmp_path, "mnist", "20261116-000000", CONFIG.replace("3", "4"))
+    run(tmp_path, "other", "20261117-000000")
+    assert found(tmp_path) == tmp_path / "mnist" / "20261115-142311-10"
+    assert found(tmp_path, config=CONFIG + "\n") is None
+
+
+def test_a_version_is_found_if_it_has_this_configuration_and_otherwise_shows_where_they_differ(tmp_path):
+    assert found(tmp_path, "v1") is None
+    path = run(tmp_path, "mnist", "v1")
+    assert found(tmp_path, "v1") == path
+    with pytest.raises(ValueError, match=r"v1 has another configuration. In line 3 .* has 'width: 3', .* 'width: 4'"):
+        found(tmp_path, "v1", CONFIG.replace("3", "4"))
+    with pytest.raises(ValueError, match=r"In line 4 of config.yaml it has '\(nothing\)', and this one has 'more: 1'"):
+        found(tmp_path, "v1", CONFIG + "more: 1\n")
+
+
+def test_without_a_version_of_its_own_the_folder_is_that_of_the_name(tmp_path):
+    path = run(tmp_path, "mnist", "")
+    assert found(tmp_path, "") == path
+
+
+def test_links_are_not_followed(tmp_path):
+    real = run(tmp_path, "elsewhere", "v1")
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "v1").symlink_to(real)
+    assert found(tmp_path) is None
+    with pytest.raises(ValueError, match="link"):
+        found(tmp_path, "v1")
+    inside = run(tmp_path, "mnist", "v2")
+    (inside / "config.yaml").rename(inside / "real.yaml")
+    (inside / "config.yaml").symlink_to("real.yaml")
+    assert found(tmp_path) is None
+    with pytest.raises(ValueError, match="must be a plain file"):
+        found(tmp_path, "v2")
+
+
+def test_what_was_claimed_and_never_begun_counts_as_not_there(tmp_path):
+    folder = tmp_path / "mnist" / "v1"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.lock").write_text('{"pid": 1}\n')
+    assert found(tmp_path, "v1") is None
+    assert RunFolder.create(tmp_path, "mnist", "v1").path == folder
+
+
+@pytest.mark.parametrize("more", ["checkpoints/step_00000001", "notes"])
+def test_what_holds_anything_is_not_taken_over(tmp_path, more):
+    folder = tmp_path / "mnist" / "v1"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / more).mkdir()
+    assert found(tmp_path, "v1") is None
+    with pytest.raises(FileExistsError, match="exists already"):
+        RunFolder.create(tmp_path, "mnist", "v1")

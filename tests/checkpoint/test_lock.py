@@ -1,0 +1,136 @@
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_trainer
+from jax_trainer.checkpoint import RunFolder, RunInUseError
+from jax_trainer.checkpoint import lock as locking
+
+# a process that locks a folder and says so; as in test_folder, without jax
+HOLD = """
+import sys, types
+package = types.ModuleType("jax_trainer")
+package.__path__ = [sys.argv[1]]
+sys.modules["jax_trainer"] = package
+from pathlib import Path
+from jax_trainer.checkpoint.folder import RunFolder
+folder = RunFolder(Path(sys.argv[2])) if len(sys.argv) < 4 else RunFolder.create(Path(sys.argv[2]), "", sys.argv[3])
+held = folder.locked()
+if len(sys.argv) < 4:
+    held.__enter__()
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def holder(*arguments: str) -> subprocess.Popen[str]:
+    source = str(Path(jax_trainer.__file__).parent)
+    command = [sys.executable, "-c", HOLD, source, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_second_process_is_refused_and_told_who_it_is(tmp_path):
+    folder, process = RunFolder(tmp_path), holder(str(tmp_path))
+    try:
+        who = json.loads((tmp_path / "run.lock").read_text())
+        for ask in (folder.check_free, lambda: folder.locked().__enter__()):
+            with pytest.raises(RunInUseError) as error:
+                ask()
+            text = str(error.value)
+            assert f"{tmp_path} is in use by the process {process.pid} on {who['host']!r}, since {who['since']}" in text
+            assert "Wait until it ends, end it, or begin a run in another folder" in text
+    finally:
+        end(process)
+    before = (tmp_path / "run.lock").read_bytes()
+    folder.check_free()  # it was killed: nothing has to be done by hand
+    assert (tmp_path / "run.lock").read_bytes() == before
+    with folder.locked():
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_the_same_process_does_not_share_either_and_keeps_its_lock_when_asked(tmp_path):
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        for ask in (folder.check_free, lambda: RunFolder(tmp_path / ".." / tmp_path.name).locked().__enter__()):
+            with pytest.raises(RunInUseError, match=rf"in use by this process \({os.getpid()} on"):
+                ask()
+        assert subprocess_is_refused(tmp_path)
+    folder.check_free()
+    with folder.locked():
+        pass
+
+
+def subprocess_is_refused(folder: Path) -> bool:
+    source = str(Path(jax_trainer.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", HOLD, source, str(folder)], capture_output=True, text=True, check=False
+    )
+    return "RunInUseError" in done.stderr
+
+
+def test_a_lock_is_given_back_after_a_failure(tmp_path):
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path).locked():
+        raise ZeroDivisionError
+    RunFolder(tmp_path).check_free()
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_a_forked_process_does_not_keep_the_lock_of_one_that_died(tmp_path):
+    fork = "import os\nif child := os.fork(): print(child)\nelse: sys.stdin.readline()\n"
+    script = HOLD.replace("print(", f"{fork}print(")
+    source = str(Path(jax_trainer.__file__).parent)
+    command = [sys.executable, "-c", script, source, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    assert process.stdout.readline() == "locked\n" and subprocess_is_refused(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    os.kill(child, 0)  # it is there
+    RunFolder(tmp_path).check_free()
+    process.communicate()
+
+
+def test_where_there_are_no_locks_one_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locking.fcntl, "lockf", unknown)
+    with caplog.at_level(logging.WARNING, "jax_trainer"), RunFolder(tmp_path).locked():
+        pass
+    [warning] = caplog.records
+    assert "is on a file system without locks" in warning.getMessage()
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"), RunFolder(tmp_path).locked():
+        pass
+    assert not (tmp_path / "precious").exists()
+
+
+def test_a_version_that_a_process_claimed_is_its_own_until_it_dies(tmp_path):
+    process = holder(str(tmp_path), "v1")
+    try:
+        with pytest.raises(FileExistsError, match="exists already"):
+            RunFolder.create(tmp_path, version="v1")
+    finally:
+        end(process)
+    assert sorted(entry.name for entry in (tmp_path / "v1").iterdir()) == ["checkpoints", "run.lock"]
+    folder = RunFolder.create(tmp_path, version="v1")
+    with folder.locked():
+        assert subprocess_is_refused(folder.path)

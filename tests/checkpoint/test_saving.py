@@ -1,0 +1,250 @@
+"""Saving in the background: what is stored is what was there when `save` was called, whatever happens afterwards."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_trainer.checkpoint.store import CheckpointStore, SaveError
+from jax_trainer.core import TrainState
+from jax_trainer.datasets import Position
+from jax_trainer.testing import FaultInjected, assert_same_bits, digest, fault
+
+AT = Position(2, 7)
+SLOWLY = "before_manifest:sleep=1"
+
+
+def state(step: int = 3, **params: Any) -> TrainState:
+    params = params or {"w": jnp.arange(50_000.0) + step}
+    return TrainState(jnp.int32(step), params, {}, (), jnp.array([0, 42], jnp.uint32), {})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def one_saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "checkpoints"
+    CheckpointStore(folder).save(state(3), AT, {})
+    return folder
+
+
+@pytest.fixture
+def store(one_saved, tmp_path) -> CheckpointStore:
+    """A store that holds step 3."""
+    return CheckpointStore(Path(shutil.copytree(one_saved, tmp_path / "checkpoints")))
+
+
+def one_step(now: TrainState) -> TrainState:
+    return now.replace(step=now.step + 1, params=jax.tree.map(lambda leaf: leaf * 1.5 + 1, now.params))
+
+
+def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    step = jax.jit(one_step, donate_argnums=0)
+    store = CheckpointStore(tmp_path, keep_latest=3)
+    now = state(0, w=jnp.arange(50_000.0), split=jax.device_put(jnp.arange(800.0), split), one=jnp.float32(3))
+    like, before = jax.eval_shape(lambda: now), []
+    store.prepare(now)
+    for _ in range(3):
+        before.append(digest(now))
+        with fault(SLOWLY) if not before[1:] else nullcontext():
+            store.save(now, AT, {}, wait=False)
+            given = now
+            for _ in range(3):
+                now = step(now)
+            jax.block_until_ready(now)
+            assert given.params["w"].is_deleted()
+            if not before[1:]:
+                assert store.is_saving and store.steps() == []
+                store.wait()
+    store.wait()
+    assert [digest(store.restore(one, like)[0]) for one in (0, 3, 6)] == before
+
+
+def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warning(store, caplog):
+    with fault(SLOWLY), caplog.at_level(logging.WARNING, "jax_trainer"):
+        began = time.perf_counter()
+        path = store.save(state(4), AT, {}, wait=False)
+        assert time.perf_counter() - began < 0.9
+        assert store.is_saving and not path.exists()
+        store.check()
+        store.save(state(5), AT, {}, wait=False)
+        assert path.is_dir() and time.perf_counter() - began >= 1
+        store.wait()
+    with fault("before_manifest:sleep=0.4"), caplog.at_level(logging.WARNING, "jax_trainer"):
+        store.save(state(6), AT, {}, wait=False)
+        store.save(state(7), AT, {})
+    [warning] = caplog.records
+    assert "Saving takes longer than the time between two saves: training waited" in warning.getMessage()
+    assert not store.is_saving and store.steps() == [6, 7]
+
+
+def test_restoring_waits_for_what_is_being_saved(store):
+    with fault("before_manifest:sleep=0.3"):
+        store.save(state(4), AT, {}, wait=False)
+        assert store.restore("latest", state(0))[1].step == 4
+
+
+@pytest.mark.parametrize("point", ["after_tmp_dir", "mid_array", "before_manifest", "before_rename"])
+def test_a_save_that_fails_is_told_once_costs_nothing_and_leaves_nothing(store, point):
+    with fault(f"{point}:raise"):
+        store.save(state(4), AT, {}, wait=False)
+        with pytest.raises(SaveError, match=r"step 4 could not be saved as .*step_00000004: FaultInjected") as error:
+            store.wait()
+    assert isinstance(error.value.__cause__, FaultInjected)
+    store.wait()
+    store.check()
+    assert names(store.folder) == ["step_00000003"]
+    store.save(state(2), AT, {})
+    store.save(state(4), AT, {})
+    assert store.steps() == [3, 4]
+
+
+def test_a_failure_is_told_by_the_next_save_which_can_then_be_repeated(store):
+    with fault("before_rename:raise"):
+        store.save(state(4), AT, {}, wait=False)
+        while store.is_saving:
+            time.sleep(0.01)
+    with pytest.raises(SaveError, match="step 4"):
+        store.save(state(5), AT, {}, wait=False)
+    store.save(state(5), AT, {}, wait=False)
+    store.wait()
+    assert store.steps() == [3, 5]
+
+
+def test_what_a_run_remembers_may_be_a_function_that_waits_for_something(store):
+    arrived, seen = threading.Event(), []
+
+    def remembered() -> dict[str, Any]:
+        assert arrived.wait(10)
+        seen.append(threading.current_thread().name)
+        return {"bytes": 17, "meter": (np.float64(0.1),)}
+
+    store.save(state(4), AT, {}, run=remembered, wait=False)
+    assert store.steps() == [3]
+    arrived.set()
+    store.wait()
+    assert store.restore("latest", state(0))[1].run == {"bytes": 17, "meter": (np.float64(0.1),)}
+    assert seen == ["jax-trainer-save"]
+    store.save(state(5), AT, {}, run={"bytes": 18})
+    latest = store.latest()
+    assert latest is not None and latest.run == {"bytes": 18}
+
+
+@pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda: {"a": object()}, lambda: {1: 2}])
+def test_a_function_that_fails_fails_the_save_and_nothing_else(store, wrong):
+    store.save(state(4), AT, {}, run=wrong, wait=False)
+    with pytest.raises(SaveError, match="step 4 could not be saved"):
+        store.wait()
+    assert names(store.folder) == ["step_00000003"]
+
+
+def test_storage_that_fails_for_a_moment_is_tried_again_with_one_warning(store, caplog):
+    calls = []
+    with fault("before_rename:eio"), caplog.at_level(logging.WARNING, "jax_trainer"):
+        store.save(state(4), AT, {}, run=lambda: calls.append(1) or {"a": 1})
+    [warning] = caplog.records
+    assert "Saving the checkpoint of step 4 failed, and is tried again: OSError: [Errno 5]" in warning.getMessage()
+    assert (store.steps(), names(store.folder), len(calls)) == ([3, 4], ["step_00000003", "step_00000004"], 1)
+
+
+def test_storage_that_keeps_failing_is_given_up_on(store, monkeypatch):
+    monkeypatch.setattr("jax_trainer.checkpoint.failures._PAUSES", (0.0, 0.0))
+    tried = []
+
+    def fail(_: str) -> None:
+        tried.append(1)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("jax_trainer.checkpoint.content.failpoint", fail)
+    with pytest.raises(SaveError, match="Stale file handle"):
+        store.save(state(4), AT, {})
+    assert len(tried) == 3 and names(store.folder) == ["step_00000003"]
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, caplog):
+    caplog.set_level(logging.CRITICAL, "absl")
+    noise = np.random.default_rng(0).standard_normal(300_000)
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(state(1, w=noise), AT, {})
+    for step in (2, 3):
+        with pytest.raises(
+            SaveError, match="the disk is full. It needs about 2.4 MB .*are free.*No space left"
+        ) as error:
+            store.save(state(step, w=noise + step), AT, {})
+        assert str(small_disk / "checkpoints" / f"step_{step:08d}") in str(error.value)
+        assert names(store.folder) == ["step_00000001"]
+    assert_same_bits(store.restore("latest", state(0, w=noise))[0], state(1, w=noise))
+    store.save(state(4, w=noise[:1000]), AT, {})
+    assert store.steps() == [1, 4]
+
+
+def test_typed_keys_are_stored_as_their_words_and_come_back_as_keys(tmp_path):
+    keys = {
+        "one": jax.random.key(1),
+        "many": jax.random.split(jax.random.key(2), (2, 3)),
+        "none": jax.random.key(0)[None][:0],
+    }
+    before = state(3, w=jnp.ones(2), other=jax.random.key(3, impl="rbg"), **keys).replace(opt_state={"k": keys["one"]})
+    store = CheckpointStore(tmp_path, keep_latest=1, monitor="loss", slim_best=True)
+    store.save(before, AT, {"loss": 0.1})
+    for like in (before, jax.eval_shape(lambda: before)):
+        after = store.restore("latest", like)[0]
+        assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), after) == jax.tree.map(
+            lambda leaf: (leaf.dtype, leaf.shape), before
+        )
+        assert_same_bits(*(jax.tree.map(_numbers, one) for one in (after, before)))
+    with pytest.raises(ValueError, match=r"params.other: expected key<threefry2x32>\[\], found key<rbg>\[\]"):
+        store.restore("latest", before.replace(params=before.params | {"other": jax.random.key(0)}))
+    store.save(before.replace(step=jnp.int32(4)), AT, {"loss": 0.2})
+    after, saved = store.restore("best", before, only=("params",))
+    assert saved.without == ("opt_state",)
+    assert_same_bits(*(jax.tree.map(_numbers, one.params) for one in (after, before)))
+
+
+def _numbers(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def test_threads_and_files_do_not_become_more(store):
+    def count() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    store.save(state(4), AT, {})
+    before = count()
+    for step in range(5, 15):
+        store.save(state(step), AT, {}, wait=False)
+    store.wait()
+    deadline = time.monotonic() + 5  # the last thread has said that it is done, and may not have ended yet
+    while count() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert count() == before

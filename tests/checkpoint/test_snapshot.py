@@ -1,0 +1,60 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_trainer.checkpoint import snapshot
+from jax_trainer.checkpoint.snapshot import Snapshots
+from jax_trainer.testing import assert_same_bits
+
+
+def leaves() -> dict[str, Any]:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    numbers = jnp.arange(64.0).reshape(8, 8)
+    return {
+        "plain": numbers + 1,
+        "one": jnp.bfloat16(3),
+        "none": jnp.zeros((0, 3)),
+        "split": jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("a", "b"))),
+        "half": jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("b"))),
+        "everywhere": jax.device_put(numbers, NamedSharding(mesh, PartitionSpec())),
+        "host": np.arange(3),
+        "number": np.float32(0.1),
+    }
+
+
+def test_a_snapshot_has_the_same_bits_wherever_the_arrays_are():
+    state = leaves()
+    taken = Snapshots().take(state)
+    assert all(isinstance(leaf, np.ndarray) for leaf in taken.values())
+    assert_same_bits(taken, {name: np.asarray(leaf) for name, leaf in state.items()})
+
+
+def test_memory_is_used_again_and_only_where_it_fits():
+    snapshots, state = Snapshots(), leaves()
+    snapshots.allocate(state)
+    first = snapshots.take(state)
+    changed = {**state, "plain": state["plain"] * 2, "one": jnp.ones(7)}
+    del changed["half"]
+    second = snapshots.take(changed)
+    assert all(second[name] is first[name] for name in ("plain", "split", "host"))
+    assert second["one"] is not first["one"] and "half" not in second
+    assert_same_bits(second, {name: np.asarray(leaf) for name, leaf in changed.items()})
+
+
+@pytest.mark.parametrize(("free", "kind"), [(10**9, jax.Array), (100, np.ndarray)])
+def test_another_kind_of_device_keeps_the_copy_where_it_has_room(monkeypatch, free, kind):
+    monkeypatch.setattr(snapshot, "_is_on_host", lambda _: False)
+    monkeypatch.setattr(snapshot, "_free", lambda _: free)
+    state = leaves()
+    host = state["host"].copy()
+    expected = {name: np.asarray(leaf).copy() for name, leaf in state.items()}
+    taken = Snapshots().take(state)
+    state["host"][:] = 7
+    jax.jit(lambda given: given + 1, donate_argnums=0)(state["plain"]).block_until_ready()
+    assert isinstance(taken["plain"], kind) and isinstance(taken["host"], np.ndarray)
+    np.testing.assert_array_equal(taken["host"], host)
+    assert_same_bits({name: np.asarray(leaf) for name, leaf in taken.items()}, expected)
