@@ -14,6 +14,7 @@ import optax
 
 from jax_trainer.adapters import function_program, linen_program, nnx_program
 from jax_trainer.callbacks import Callback, Run
+from jax_trainer.checkpoint.failures import SaveError
 from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
@@ -106,17 +107,39 @@ class Saves:
     def __init__(self) -> None:
         self.kept: list[tuple[int, Position, dict[str, float]]] = []
         self.callbacks: list[Any] = []
+        self.runs: list[Any] = []
+        self.failures: list[SaveError] = []  # one for each save that is to fail
+        self.asked: list[str] = []
+
+    def prepare(self, state: TrainState) -> None:
+        self.asked.append("prepare")
 
     def save(
         self,
         state: TrainState,
         position: Position,
         metrics: Mapping[str, float],
+        *,
         callbacks: Mapping[str, Any] | None = None,
+        run: Any = None,
+        wait: bool = True,
     ) -> Path:
+        assert not wait
         self.kept.append((step_of(state), position, dict(metrics)))
         self.callbacks.append(json.loads(json.dumps(callbacks, allow_nan=False)))
+        self.runs.append(run() if callable(run) else run)
         return Path()
+
+    def check(self) -> None:
+        if self.kept and self.failures:
+            raise self.failures.pop(0)
+
+    def wait(self) -> None:
+        self.check()
+
+    def completed(self) -> None:
+        self.asked.append("completed")
+        self.check()
 
 
 class NotingLogger(Logger):

@@ -22,7 +22,7 @@ from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, ev
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import Recorder, fault, numbered_loader
 
-STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported")
+STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported", "on_save_point")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]
 
 

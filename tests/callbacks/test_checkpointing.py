@@ -6,11 +6,21 @@ import pytest
 from callback_runs import STEPS, Saves, fit
 from compoconf import parse_config
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, ModelCheckpointConfig, logger_observers
+from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, logger_observers
+from jax_trainer.checkpoint.failures import SaveError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Every, Plan
+from jax_trainer.engine import EvalRoundEnd, Every, Plan
 from jax_trainer.testing import Recorder, assert_same_bits, numbered_loader
+
+
+class ValidationCounter:
+    """Counts evaluations."""
+
+    seen = 0
+
+    def handle(self, event):
+        self.seen += isinstance(event, EvalRoundEnd)
 
 
 def saved(folder_run, config=None, plan=None, *, validates=True, seen=None, evals=None):
@@ -30,7 +40,11 @@ def test_every_validation_is_saved_with_its_metrics_and_the_position_in_the_data
 
 def test_a_validation_within_an_epoch_is_saved_where_it_happened(folder_run):
     kept = saved(folder_run, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
-    assert [(step, position) for step, position, _ in kept] == [(3, Position(1, 3)), (6, Position(2, 2))]
+    assert [(step, position) for step, position, metrics in kept if metrics] == [
+        (3, Position(1, 3)),
+        (6, Position(2, 2)),
+    ]
+    assert kept[-1] == (2 * STEPS, Position(2, 0), {})  # the last state is saved, too, though nobody judged it
 
 
 TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
@@ -94,31 +108,111 @@ def test_the_section_of_the_seed_document_is_read():
     section = {"monitor": "val/acc", "mode": "max", "save_top_k": 1, "save_optimizer_state": False}
     config: Any = parse_config(Callback.cfgtype, {"class_name": "ModelCheckpoint", **section})
     assert config == ModelCheckpointConfig(monitor="val/acc", mode="max")
-    kept = {"keep_latest": 1, "keep_best": 1, "slim_best": True}
+    kept = {"keep_latest": 2, "keep_every": 0, "keep_best": 1, "slim_best": True}
     assert config.store_options() == {**kept, "monitor": "val/acc", "mode": "max"}
     assert config.store_options(monitors=False) == kept
     assert ModelCheckpointConfig(save_optimizer_state=True).store_options()["slim_best"] is False
 
 
 def test_what_callbacks_know_is_saved_with_every_state(folder_run):
-    store, states = Saves(), iter([{"a": {"seen": 1}}, {"a": {"seen": 2}}])
-    fit(ModelCheckpoint(run=replace(folder_run, checkpoints=store, callback_states=lambda: next(states))))
+    store, validations = Saves(), ValidationCounter()
+    run = replace(folder_run, checkpoints=store, callback_states=lambda: {"a": {"seen": validations.seen}})
+    fit(validations, ModelCheckpoint(run=run))
     assert store.callbacks == [{"a": {"seen": 1}}, {"a": {"seen": 2}}]
 
 
-def test_what_was_logged_is_on_the_disk_before_a_state_is_saved(folder_run, monkeypatch):
-    calls: list[str] = []
-    flush = folder_run.logger.flush
-    monkeypatch.setattr(folder_run.logger, "flush", lambda: calls.append("flush") or flush())
-
-    class Looks(Saves):
-        def save(self, *given, **options):
-            calls.append(f"save {len((folder_run.folder / 'metrics.jsonl').read_text().splitlines())}")
-            return super().save(*given, **options)
-
-    run = replace(folder_run, checkpoints=Looks())
+def test_a_checkpoint_knows_how_long_the_record_was(folder_run):
+    run = replace(folder_run, checkpoints=(store := Saves()))
     fit(*logger_observers(run.logger), ModelCheckpoint(run=run))
-    assert calls == ["flush", "save 2", "flush", "save 4"]  # an epoch and its validation each
+    run.logger.flush()
+    content = (folder_run.folder / "metrics.jsonl").read_bytes()
+    lines = [content[: saved["record"]].count(b"\n") for saved in store.runs]
+    assert lines == [2, 4]  # an epoch and its validation each
+    assert store.runs[-1]["record"] == len(content)
+
+
+def test_a_checkpoint_knows_where_the_loop_stands(folder_run):
+    run = replace(folder_run, checkpoints=(store := Saves()))
+    fit(ModelCheckpoint(ModelCheckpointConfig(every_n_steps=3), run), plan=Plan(max_steps=STEPS))
+    within, end = (saved["loop"] for saved in store.runs)
+    assert (within["has_ended"], end["has_ended"]) == (False, True)
+    assert within["meter"] and not end["meter"]
+    assert [position for _, position, _ in store.kept] == [Position(1, 3), Position(1, 0)]
+
+
+def test_states_are_saved_every_so_many_steps_and_at_the_end(folder_run):
+    kept = saved(folder_run, ModelCheckpointConfig(every_n_steps=3), Plan(max_steps=2 * STEPS))
+    assert [step for step, _, _ in kept] == [3, 6, 2 * STEPS]
+
+
+def test_states_are_saved_every_so_many_minutes(folder_run):
+    config = ModelCheckpointConfig(every_n_minutes=1e-6)
+    kept = saved(folder_run, config, Plan(max_steps=STEPS))
+    assert [step for step, _, _ in kept] == [1, 2, 3, 4, 4]  # the last one again, when its epoch is over
+
+
+def test_a_step_that_is_also_judged_is_saved_once_with_its_metrics(folder_run):
+    plan = Plan(max_steps=6, eval_every=Every(steps=3))
+    kept = saved(folder_run, ModelCheckpointConfig(every_n_steps=3), plan)
+    assert [(step, bool(metrics)) for step, _, metrics in kept] == [(3, True), (6, True), (6, True)]
+
+
+def test_nothing_is_saved_when_the_configuration_asks_for_nothing(folder_run):
+    assert saved(folder_run, ModelCheckpointConfig(every_n_epochs=0)) == []
+
+
+class Fails(Callback):
+    """Raises at a step."""
+
+    config: CallbackConfig
+
+    def on_step_end(self, event):
+        if event.step == 3:
+            raise LookupError("mine")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_fails_saves_the_state_it_had_unless_told_otherwise(folder_run, saves):
+    store = Saves()
+    saver = ModelCheckpoint(ModelCheckpointConfig(save_on_exception=saves), replace(folder_run, checkpoints=store))
+    with pytest.raises(LookupError, match="mine"):
+        fit(Fails(CallbackConfig(), folder_run), saver)
+    assert [(step, position) for step, position, _ in store.kept] == ([(3, Position(1, 3))] if saves else [])
+
+
+def test_a_state_that_cannot_be_saved_ends_the_run(folder_run):
+    store = Saves()
+    store.failures = [SaveError("no room")]
+    with pytest.raises(SaveError, match="no room"):
+        fit(ModelCheckpoint(ModelCheckpointConfig(every_n_steps=1), replace(folder_run, checkpoints=store)))
+    assert len(store.kept) == 1  # what fails is not tried again on the way out
+
+
+def test_with_continue_the_run_goes_on_and_the_next_state_is_tried(folder_run, caplog):
+    store, config = Saves(), ModelCheckpointConfig(every_n_steps=1, on_save_failure="continue")
+    store.failures = [SaveError("no room")]
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store)), plan=Plan(max_steps=3))
+    assert [step for step, _, _ in store.kept] == [1, 2, 3, 3]
+    assert [record.message for record in caplog.records if "no room" in record.message] == [
+        "no room Training goes on, and the next state is tried again."
+    ]
+
+
+def test_a_run_whose_last_state_is_lost_has_failed_whatever_the_policy(folder_run):
+    class LosesTheLast(Saves):
+        def completed(self):
+            raise SaveError("no room")
+
+    config = ModelCheckpointConfig(on_save_failure="continue")
+    with pytest.raises(SaveError, match="no room"):
+        fit(ModelCheckpoint(config, replace(folder_run, checkpoints=LosesTheLast())))
+
+
+def test_what_a_run_went_on_from_is_given_up_when_it_is_done(folder_run):
+    store = Saves()
+    fit(ModelCheckpoint(run=replace(folder_run, checkpoints=store)))
+    assert store.asked == ["prepare", "completed"]
 
 
 def test_a_run_that_compares_states_otherwise_needs_no_monitor(folder_run):
@@ -135,7 +229,7 @@ def test_a_second_run_begins_at_its_own_beginning(folder_run):
         callback.attach(replace(folder_run, checkpoints=store))
         fit(callback, plan=plan)
     assert stores[0].kept == stores[1].kept
-    assert [step for step, _, _ in stores[0].kept] == [3, 6]
+    assert [step for step, _, _ in stores[0].kept] == [3, 6, 6]
 
 
 def test_the_real_store_keeps_the_latest_and_the_best(folder_run):
@@ -150,7 +244,7 @@ def test_the_real_store_keeps_the_latest_and_the_best(folder_run):
     found = store.best()
     assert found is not None
     assert (found.step, found.metrics["val/acc"]) == (best_step, best["acc"])
-    assert set(store.steps()) == {4 * STEPS, best_step}
+    assert set(store.steps()) == {3 * STEPS, 4 * STEPS, best_step}
     assert saved.callbacks == {}
 
 
@@ -168,4 +262,4 @@ def test_the_real_store_keeps_the_latest_where_nothing_is_judged(folder_run):
     run = replace(folder_run, checkpoints=store, validates=False)
     last = fit(ModelCheckpoint(config, run), plan=Plan(max_epochs=2))
     assert_same_bits(store.restore("latest", like=last)[0], last)
-    assert store.steps() == [2 * STEPS]
+    assert store.steps() == [STEPS, 2 * STEPS]

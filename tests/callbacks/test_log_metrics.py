@@ -6,9 +6,10 @@ import pytest
 from callback_runs import fit, matrix_program, scripted, scripted_program
 
 from jax_trainer.callbacks import LogMetrics, logger_observers
-from jax_trainer.core import compile_program
+from jax_trainer.checkpoint.plain import decoded, encoded
+from jax_trainer.core import StepRows, TapeFormat, as_metrics, compile_program
 from jax_trainer.datasets import Data
-from jax_trainer.engine import Every, Plan, run
+from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
 from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
 
@@ -87,3 +88,58 @@ def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
     assert saved["val_far/conf_matrix"] == judged["conf_matrix"].tolist()
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["val_far/time"] == saved["val_far/time"]
+
+
+class Rows:
+    """A writer that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def close(self, status):
+        """Does nothing."""
+
+
+def told_rows(observer: LogMetrics, rows: StepRows) -> None:
+    observer.handle(StepMetrics(rows.last, 1, None, rows))  # type: ignore[arg-type]
+
+
+def step_rows(steps: int) -> StepRows:
+    values = np.random.default_rng(1).normal(size=steps).astype(np.float32)
+    metrics = as_metrics({"loss": values[0], "spread": {"value": values[0], "mode": "std"}}, 3)
+    fmt = TapeFormat.of(metrics)
+    words = np.repeat(np.asarray(fmt.append(fmt.blank(1), metrics)[0]), steps, axis=0)
+    for name in ("loss", "spread"):
+        words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
+    return StepRows(1, fmt, words)
+
+
+@pytest.mark.parametrize("every", [1, 7, 50])
+@pytest.mark.parametrize("cut", [1, 6, 7, 33, 50, 99])
+def test_a_window_that_an_interruption_cuts_is_written_as_if_nothing_had_happened(every, cut):
+    steps, whole, parts = step_rows(100), Rows(), Rows()
+    told_rows(LogMetrics(whole, every), steps)
+    head, tail = steps.split(cut)
+    first, second = LogMetrics(parts, every), LogMetrics(parts, every)
+    told_rows(first, head)
+    second.load_state_dict(decoded(json.loads(json.dumps(encoded(first.state_dict()), allow_nan=False))))
+    told_rows(second, tail)
+    assert parts.rows == whole.rows
+    assert len(whole.rows) == 100 // every
+
+
+@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize("every", [0, 5])
+def test_a_window_of_another_length_counts_for_nothing(before, every):
+    steps, writer = step_rows(10), Rows()
+    head, tail = steps.split(6)
+    first, second = LogMetrics(Rows(), before), LogMetrics(writer, every)
+    told_rows(first, head)
+    second.load_state_dict(first.state_dict())
+    told_rows(second, tail)
+    assert [step for step, _ in writer.rows] == ([10] if every else [])
+    for _, row in writer.rows:
+        assert row["train/loss_step"] == pytest.approx(np.mean(tail.values_of("loss")))

@@ -1,15 +1,19 @@
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
-from callback_runs import FIRST_RATE, STEPS, TOTAL, fit, judged, rows, scripted, scripted_program, told
+from callback_runs import FIRST_RATE, STEPS, TOTAL, fit, judged, rows, run_in, scripted, scripted_program, told
 
 from jax_trainer.callbacks import (
     GradientSpikeMonitor,
     GradientSpikeMonitorConfig,
     LearningRateMonitor,
     LearningRateMonitorConfig,
+    Run,
 )
-from jax_trainer.engine import FitStart, Plan
+from jax_trainer.engine import EpochEnd, FitEnd, FitStart, Plan, StepMetrics
+from jax_trainer.logger.rows import cut
 from jax_trainer.settings import SettingsError
 
 
@@ -68,7 +72,7 @@ def test_counts_cover_all_epochs_since_the_last_that_was_logged(folder_run):
 
 
 def test_a_spike_of_a_hundred_times_leaves_the_average_as_it_was(folder_run):
-    state = watched(folder_run).state_dict()
+    state = watched(folder_run).state_dict()["spikes"]
     for index, name in enumerate(("loss", "grad_norm")):
         kept = USUAL[FACTORS[:, index] == 1, index].astype(np.float64)
         expected = np.average(kept, weights=0.995 ** np.arange(len(kept))[::-1])
@@ -93,7 +97,7 @@ def test_steps_that_were_skipped_are_not_looked_at(folder_run):
     batches = scripted([1, 1, float("nan"), 1], [1, 1, 1, 1])
     callback = GradientSpikeMonitor(run=folder_run)
     fit(callback, program=scripted_program(guarded=True), train=batches, evals={}, plan=Plan(max_epochs=1))
-    assert callback.state_dict()["loss"]["seen"] == 3
+    assert callback.state_dict()["spikes"]["loss"]["seen"] == 3
     assert rows(folder_run)[0]["optimizer/spikes_losses"] == 0
 
 
@@ -103,6 +107,65 @@ def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
     callback._look(1, float("inf"), 1.0)
     judged(callback, {"loss": 1.0}, step=1)
     assert (folder_run.folder / "gradient_spikes.npz").exists()
+
+
+def spike_events(callback: GradientSpikeMonitor, steps: range) -> None:
+    """The steps, and the ends of epochs of 8 of them."""
+    values = USUAL * FACTORS
+    for step in steps:
+        weights = np.ones(1)
+        columns = {
+            name: SimpleNamespace(values=values[step - 1 : step, index], weights=weights)
+            for index, name in enumerate(("loss", "optimizer/grad_global_norm"))
+        }
+        told(callback, StepMetrics, step, (step + 7) // 8, SimpleNamespace(columns=columns, first=step))
+        if step % 8 == 0:
+            told(callback, EpochEnd, step, step // 8, {}, 1.0, 0.0, None)
+
+
+def begun(run: Run, step: int, state: dict | None = None) -> GradientSpikeMonitor:
+    callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(warmup_steps=4, log_to_disk=True), run)
+    if state is not None:
+        callback.load_state_dict(state)
+    told(callback, FitStart, step, (step + 7) // 8)
+    return callback
+
+
+def finished(run: Run, callback: GradientSpikeMonitor) -> tuple:
+    told(callback, FitEnd, 24, 3, "completed")
+    return rows(run), (run.folder / "gradient_spikes.npz").read_bytes(), callback.state_dict()
+
+
+@pytest.mark.parametrize("saved_at", [0, 9, 10, 16, 20])
+@pytest.mark.parametrize("killed_at", [20, 24])
+def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path, saved_at, killed_at):
+    with run_in(tmp_path / "whole") as run:
+        whole = begun(run, 0)
+        spike_events(whole, range(1, 25))
+        expected = finished(run, whole)
+    with run_in(tmp_path / "parts") as run:
+        first = begun(run, 0)
+        spike_events(first, range(1, saved_at + 1))
+        state, size = first.state_dict(), run.logger.mark()()
+        spike_events(first, range(saved_at + 1, killed_at + 1))
+        assert run.logger.flush()
+        cut(run.folder / "metrics.jsonl", size)
+        second = begun(run, saved_at, state)
+        spike_events(second, range(saved_at + 1, 25))
+        assert finished(run, second) == expected
+
+
+def test_where_training_goes_back_the_file_does(folder_run):
+    callback = begun(folder_run, 0)
+    spike_events(callback, range(1, 11))
+    state = callback.state_dict()
+    spike_events(callback, range(11, 18))
+    callback.load_state_dict(state)
+    spike_events(callback, range(12, 18))  # the spike of step 11 is left out
+    told(callback, FitEnd, 17, 3, "completed")
+    with np.load(folder_run.folder / "gradient_spikes.npz", allow_pickle=False) as found:
+        assert found["grad_norm_steps"].tolist() == [9, 17]
+        assert found["loss_steps"].tolist() == [17]
 
 
 @pytest.mark.parametrize(("key", "value"), [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)])

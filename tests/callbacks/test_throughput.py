@@ -1,3 +1,4 @@
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,12 @@ def measured(run: Run, *observers: object, examples: int, **options: Any) -> lis
     return rows(run)
 
 
+def reported(steps: int) -> Any:
+    """The rows of steps on 8 examples each."""
+    words = np.full((steps, 1), 8.0, np.float32).view(np.uint32)
+    return SimpleNamespace(words=words, format=SimpleNamespace(default_weight=Field(0, 1, (), np.dtype(np.float32))))
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 3, "epoch"])
 def test_an_epoch_is_logged_with_its_examples_steps_and_waiting(folder_run, steps_per_call):
     ends = Ends()
@@ -58,19 +65,41 @@ def test_percentiles_are_those_of_the_time_per_step_in_windows(folder_run):
 def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 3.001])
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    callback, weight = ThroughputMonitor(run=folder_run), Field(0, 1, (), np.dtype(np.float32))
+    callback = ThroughputMonitor(run=folder_run)
     told(callback, EpochStart, 0, 1, None)
-    for step, reported in [(18, 10), (24, 10), (24, 4)]:  # the end of an epoch brings all that is left
-        words = np.full((reported, 1), 8.0, np.float32).view(np.uint32)
-        told(
-            callback, StepMetrics, step, 1, SimpleNamespace(words=words, format=SimpleNamespace(default_weight=weight))
-        )
+    for step, steps in [(18, 10), (24, 10), (24, 4)]:  # the end of an epoch brings all that is left
+        told(callback, StepMetrics, step, 1, reported(steps))
     told(callback, EpochEnd, 24, 1, {}, 4.0, 1.0, None)
     (row,) = rows(folder_run)
     assert row["throughput/step_time_p50"] == pytest.approx(2.001 / 14)  # of 24 steps, 14 took that long
     assert row["throughput/step_time_p99"] == pytest.approx(2.001 / 14)
     assert row["throughput/examples_per_second"] == 24 * 8 / 4
     assert row["throughput/data_wait_share"] == 0.25
+
+
+def test_an_epoch_that_goes_on_counts_its_steps_before_and_after_the_interruption(folder_run, monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 100.0, 103.0, 200.0, 203.0])
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    first, second = ThroughputMonitor(run=folder_run), ThroughputMonitor(run=folder_run)
+    told(first, EpochStart, 0, 1, None)
+    for step in (10, 20):
+        told(first, StepMetrics, step, 1, reported(10))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    told(second, EpochStart, 20, 1, None)
+    told(second, StepMetrics, 30, 1, reported(10))
+    told(second, EpochEnd, 30, 1, {}, 5.0, 1.0, None)
+    assert second.state_dict() == {}
+    told(second, EpochStart, 30, 1, None)  # the plan has become longer: what was told is over
+    told(second, StepMetrics, 36, 1, reported(6))
+    told(second, EpochEnd, 36, 1, {}, 3.0, 1.0, None)
+    first.load_state_dict({})  # training goes back to where the epoch had not begun
+    assert first.state_dict() == {}
+    row, later = rows(folder_run)
+    assert row["throughput/steps_per_second"] == 30 / 5.0
+    assert row["throughput/examples_per_second"] == 30 * 8 / 5.0
+    assert row["throughput/step_time_p50"] == pytest.approx(0.1)  # 0.1, 0.1, and 0.3 after the interruption
+    assert row["throughput/step_time_p90"] == pytest.approx(0.3)
+    assert later["throughput/steps_per_second"] == 6 / 3.0
 
 
 def test_evaluations_and_what_is_saved_after_them_do_not_count(folder_run):

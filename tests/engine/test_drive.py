@@ -84,11 +84,13 @@ class Stops:
             raise self.reason
 
 
-@pytest.mark.parametrize(("kind", "name", "step"), [(FitStart, "FitStart", 0), (StepEnd, "StepEnd", 1)])
-def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, name, step):
+@pytest.mark.parametrize(
+    ("kind", "names", "step"), [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]
+)
+def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, names, step):
     later, ends = Recorder(), Ends()
     state = fit(Stops(kind, StopTraining("enough")), later, ends)
-    assert later.names[-2:] == [name, "FitEnd"]
+    assert later.names[-1 - len(names) :] == [*names, "FitEnd"]
     assert (int(state.step), ends.status) == (step, ["stopped"])
 
 

@@ -54,9 +54,9 @@ def test_events_come_in_the_documented_order(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(64), {"val": numbered_loader(64, shuffle=False), "test": numbered_loader(32)})
     _, seen = trained(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
-    epoch = ["EpochStart", "StepEnd", "StepEnd", "StepMetrics", "EpochEnd"]
+    epoch = ["EpochStart", "StepEnd", "StepEnd", "StepMetrics", "SavePoint", "EpochEnd"]
     evals = ["EvalStart", "EvalStep", "EvalStep", "EvalEnd", "EvalStart", "EvalStep", "EvalEnd", "EvalRoundEnd"]
-    assert seen.names == ["FitStart", *2 * (epoch + evals), "FitEnd"]
+    assert seen.names == ["FitStart", *2 * (epoch + ["SavePoint", *evals, "SavePoint"]), "SavePoint", "FitEnd"]
     assert seen.events[-1] == ("FitEnd", 4, 2)
 
 
@@ -125,7 +125,7 @@ def test_max_time_ends_the_run_inside_an_epoch(prepared):
     began = time.monotonic()
     _, seen = trained(program, fresh(), Data(itertools.repeat(EXAMPLE)), Plan(max_time=0.3))
     assert 0.3 <= time.monotonic() - began < 10
-    assert seen.names[-2:] == ["EpochEnd", "FitEnd"]
+    assert seen.names[-4:] == ["EpochEnd", "SavePoint", "SavePoint", "FitEnd"]
 
 
 @pytest.mark.slow
@@ -261,7 +261,8 @@ def test_entering_at_the_last_batch_of_an_epoch_ends_that_epoch_first(prepared):
     program, fresh = prepared
     state = run(program, fresh(), Data(numbered_loader(64)), Plan(max_steps=2))
     _, seen = trained(program, state, Data(numbered_loader(64)), Plan(max_epochs=2), at=Position(1, 2))
-    assert seen.names[:4] == ["FitStart", "EpochStart", "EpochEnd", "EpochStart"]
+    told = [name for name in seen.names if name != "SavePoint"]
+    assert told[:4] == ["FitStart", "EpochStart", "EpochEnd", "EpochStart"]
     assert seen.names.count("StepEnd") == 2
 
 
@@ -335,10 +336,20 @@ def test_bad_data_is_refused_before_anything_is_compiled(data):
     assert not traced
 
 
-def test_an_empty_evaluation_set_is_named(prepared):
+@pytest.mark.parametrize("empty", [[], lambda: iter([])], ids=["length 0", "no batch"])
+def test_an_empty_evaluation_set_is_named_once_and_the_others_are_judged(prepared, empty, caplog):
     program, fresh = prepared
-    with pytest.raises(DataError, match="'val_hard' data is empty"):
-        trained(program, fresh(), Data([EXAMPLE], {"val_hard": []}), Plan(max_epochs=1))
+    evals = {"val_hard": empty, "val": [EXAMPLE]}
+    _, seen = trained(program, fresh(), Data([EXAMPLE], evals), Plan(max_epochs=2, eval_every=Every(epochs=1)))
+    assert [name for _, name, _ in seen.evals] == ["val", "val"]
+    assert [r.message for r in caplog.records if "'val_hard' data is empty" in r.message] == [caplog.records[0].message]
+
+
+def test_an_iterator_that_an_earlier_evaluation_has_used_up_is_an_error(prepared):
+    program, fresh = prepared
+    data = Data([EXAMPLE], {"val": iter([EXAMPLE])})
+    with pytest.raises(DataError, match="can be used only once"):
+        trained(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])

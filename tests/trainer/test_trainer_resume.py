@@ -1,5 +1,5 @@
 import pytest
-from trainer_runs import EPOCHS, STEPS, callbacks, plain_for, rows, train, train_plain, trainer_for, values
+from trainer_runs import STEPS, callbacks, plain_for, rows, train, train_plain, trainer_for, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
@@ -20,13 +20,12 @@ def crashed(done, folder, *steps: int, **changes):
 
 
 def test_a_run_that_broke_down_three_times_goes_on_to_the_same_bits_and_rows(done, tmp_path):
-    trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, STEPS + 3)
+    trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, 3)  # nothing is lost: it goes on after the last step
     results = train(trainer, resume=True)
     assert_same_bits(trainer.state, done.trainer.state)
     assert rows(trainer) == rows(done.trainer)
     assert list(values(trainer, "optimizer/lr")) == list(values(done.trainer, "optimizer/lr"))
-    assert results == {place: done.results[place] for place in results}
-    assert "test" in results and EPOCHS in results
+    assert results == done.results
     assert len(list(tmp_path.iterdir())) == 1  # in the same folder
 
 
@@ -58,7 +57,7 @@ def test_a_run_that_is_done_is_only_tested_again(done, tmp_path):
     trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks())
     first = train(trainer)
     again = trainer_for(done.flavour, tmp_path, callbacks=callbacks(), run_folder=trainer.folder)
-    assert train(again, resume=True) == {"test": first["test"]}
+    assert train(again, resume=True) == first
     assert_same_bits(again.state, done.trainer.state)
     assert rows(again) == rows(done.trainer)
 
@@ -69,7 +68,7 @@ def test_a_longer_plan_goes_on_where_the_shorter_one_ended(tmp_path):
     train_plain(straight)
     short = plain_for("nnx", tmp_path, train_epochs=1, callbacks=saver)
     train_plain(short)
-    assert list(train_plain(short, num_epochs=3, resume=True)) == [2, 3]
+    assert list(train_plain(short, num_epochs=3, resume=True)) == [1, 2, 3]
     assert_same_bits(short.state, straight.state)
 
 
@@ -79,6 +78,6 @@ def test_there_must_be_something_to_resume(tmp_path):
     unsaved = plain_for("nnx", tmp_path)
     train_plain(unsaved)
     before = unsaved.folder.metrics_file.read_bytes()
-    with pytest.raises(CheckpointError, match="no checkpoint to restore in .*Nothing has been saved there"):
+    with pytest.raises(CheckpointError, match="has no checkpoint, and nothing saves any: .*ModelCheckpoint"):
         train_plain(unsaved, resume=True)
     assert unsaved.folder.metrics_file.read_bytes() == before

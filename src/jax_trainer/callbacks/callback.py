@@ -21,6 +21,7 @@ from jax_trainer.engine import (
     Event,
     FitEnd,
     FitStart,
+    SavePoint,
     StepEnd,
     StepMetrics,
 )
@@ -173,6 +174,8 @@ class Callback(RegistrableConfigInterface):
                 self.on_steps_reported(event)
                 if self._wants_step_metrics:
                     self._tell_steps(event.rows, event.epoch)
+            case SavePoint():
+                self.on_save_point(event)
             case FitStart():
                 self._is_running = self._is_training = True
                 self.on_training_start()
@@ -276,6 +279,9 @@ class Callback(RegistrableConfigInterface):
 
     def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
         """The numbers of one step have arrived, some steps later: `self.state` is not that step's."""
+
+    def on_save_point(self, event: SavePoint) -> None:
+        """From the state as it is now a run can go on exactly: everybody was told everything about the steps so far."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Training failed with `exception`, which goes on afterwards."""

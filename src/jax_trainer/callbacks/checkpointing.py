@@ -1,8 +1,9 @@
-"""Saves the state after validation."""
+"""Saves the state: after validations, every so many steps or minutes, and however a run ends."""
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from compoconf import register
@@ -10,8 +11,8 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.monitored import Mode, best_mode, monitored
 from jax_trainer.callbacks.run import Run
-from jax_trainer.datasets import Position
-from jax_trainer.engine import StepEnd
+from jax_trainer.checkpoint.failures import SaveError
+from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
 from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")
@@ -19,27 +20,43 @@ LOG = logging.getLogger("jax_trainer")
 
 @dataclass
 class ModelCheckpointConfig(CallbackConfig):
-    """What is saved, and which states are the best.
+    """What is saved, when, and which states are kept.
 
     Args:
-        every_n_epochs: epochs between two saved states; -1: every epoch, 0: nothing is saved.
-        every_n_minutes: has no meaning here.
+        every_n_epochs: epochs between two saved states; -1: every epoch, 0: not by epochs.
+        every_n_minutes: save every so many minutes as well; -1 or 0: not by time.
+        every_n_steps: save every so many steps as well; 0: not by steps.
         monitor: the metric by which states are compared, by its full name.
         mode: whether a small value is good or a large one; auto: large for names with "acc", "f1" or "auc".
         save_top_k: how many of the best states are kept, besides the latest.
         save_optimizer_state: keep the optimizer's state in the best checkpoints as well; otherwise they drop it once
-            they are no longer the latest. The latest always has it: training cannot go on without.
+            they are no longer the latest. The latest always have it: training cannot go on without.
+        keep_latest: how many of the newest states are kept, to go on from; with 2, damage to one costs no run.
+        keep_every_n_steps: keep the states of these steps for good; 0: none.
+        save_on_exception: save when training fails, too, if there is a state to go on from.
+        on_save_failure: what happens when a state cannot be saved: stop with an error, or continue and try again the
+            next time. If the last one of a run cannot be saved, that is an error in any case.
     """
 
+    every_n_steps: Annotated[int, AtLeast(0)] = 0
     monitor: str = "val/loss"
     mode: Mode = "min"
     save_top_k: Annotated[int, AtLeast(0)] = 1
     save_optimizer_state: bool = False
+    keep_latest: Annotated[int, AtLeast(1)] = 2
+    keep_every_n_steps: Annotated[int, AtLeast(0)] = 0
+    save_on_exception: bool = True
+    on_save_failure: Literal["stop", "continue"] = "stop"
 
     @property
     def best_mode(self) -> Literal["min", "max"]:
         """`mode`, with "auto" decided by the metric's name."""
         return best_mode(self.mode, self.monitor)
+
+    @property
+    def saves_at_all(self) -> bool:
+        """Whether anything is ever to be saved."""
+        return bool(self.every_n_epochs or self.every_n_steps or self.every_n_minutes > 0)
 
     def store_options(self, *, validates: bool = True, monitors: bool = True) -> dict[str, Any]:
         """The options of the `CheckpointStore` that this configuration asks for.
@@ -48,16 +65,30 @@ class ModelCheckpointConfig(CallbackConfig):
             validates: whether there will be anything to compare states by.
             monitors: whether `monitor` compares them; otherwise the store is told how by somebody else.
         """
+        always = {"keep_latest": self.keep_latest, "keep_every": self.keep_every_n_steps}
         if not validates:
-            return {"keep_latest": 1, "keep_best": 0}
+            return {**always, "keep_best": 0}
         by_metric = {"monitor": self.monitor, "mode": self.best_mode} if monitors else {}
-        slim = not self.save_optimizer_state
-        return {"keep_latest": 1, "keep_best": self.save_top_k, "slim_best": slim, **by_metric}
+        return {**always, "keep_best": self.save_top_k, "slim_best": not self.save_optimizer_state, **by_metric}
+
+
+class _Mark(NamedTuple):
+    """What a run that goes on from a place must know besides the state."""
+
+    standing: Standing
+    states: Mapping[str, Any]  # of callbacks and others that watch
+    record: Callable[[], int | None]  # the size of the run's record, as soon as it is written
+
+    def data(self) -> dict[str, Any]:
+        return {"loop": self.standing.to_data(), "record": self.record()}
 
 
 @register
 class ModelCheckpoint(Callback):
-    """Saves the state after each validation; where a run has none, after each epoch."""
+    """Saves the state after validations (after epochs, if there are none), by steps or time, and however a run ends.
+
+    Saving goes on in the background while training does.
+    """
 
     config: ModelCheckpointConfig
 
@@ -69,40 +100,93 @@ class ModelCheckpoint(Callback):
         super().attach(run)
 
     def reset(self) -> None:
-        """Stands at the beginning of the data."""
-        self._has_trained = False
-        self._epoch_step, self._feed_state = 0, None  # with the epoch, the position in the data
+        """Has saved nothing."""
+        self._first = 0  # step of this training
+        self._mark: _Mark | None = None  # the last place that a run can go on from
+        self._judged: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
+        self._wants = False  # to save at the next point
+        self._saved: tuple[Any, ...] = ()  # what was saved last
+        self._lost: SaveError | None = None  # the last save, if it failed
+
+    @property
+    def saves_every(self) -> Every:
+        """How often a save is due besides epochs and evaluations."""
+        return Every(steps=self.config.every_n_steps, minutes=max(0.0, self.config.every_n_minutes))
 
     def on_training_start(self) -> None:
-        """Says so where there is nothing to monitor."""
+        """Sees to it that there is a place to save to; says so where there is nothing to monitor."""
+        self._first = self.event.step
+        if self.config.saves_at_all:
+            self._checkpoints.prepare(self.state)
         if not self.run.validates:
             LOG.warning(
                 "This run has no validation: ModelCheckpoint saves at the end of epochs, and "
                 f"`monitor: {self.config.monitor}` is not used."
             )
 
-    def on_step_end(self, event: StepEnd) -> None:
-        """Follows the position in the data."""
-        self._has_trained, self._epoch_step, self._feed_state = True, event.epoch_step, event.feed_state
-
-    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Follows the position in the data."""
-        self._epoch_step = 0
-
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Saves, where no validation will come."""
+        """Saves soon, where no validation will come."""
         if not self.run.validates:
-            self._save(train_metrics, epoch)
+            self._judged, self._wants = (self.event.step, train_metrics), True
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Saves what was judged; not before the first step of a run, when there is nothing new to save."""
+        """Saves soon what was judged; not before the first step, when there is nothing to save."""
         if self.run.monitors:
             monitored(eval_metrics, self.config.monitor)  # a mistake in the name ends the run before training does
-        if self._has_trained:
-            self._save(eval_metrics, epoch)
+        self._judged, self._wants = (self.event.step, eval_metrics), self.event.step > 0
 
-    def _save(self, metrics: dict[str, Any], epoch: int) -> None:
-        scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        position = Position(epoch, self._epoch_step, self._feed_state)
-        self.run.logger.flush()  # a run that goes on from here finds on the disk what was written before
-        self._checkpoints.save(self.state, position, scalars, callbacks=self.run.callback_states())
+    def on_steps_reported(self, event: StepMetrics) -> None:
+        """Learns in time that a state could not be saved."""
+        self._tolerating(self._checkpoints.check)
+
+    def on_save_point(self, event: SavePoint) -> None:
+        """Takes note of a place to go on from, and saves if that is due."""
+        standing = event.standing
+        if not standing.is_at(None if self._mark is None else self._mark.standing):
+            self._mark = _Mark(standing, self.run.callback_states(), self.run.logger.mark())
+        wanted, self._wants = self._wants or (event.due and event.step > self._first), False
+        if wanted and self.config.saves_at_all and self._saves_for(event.reason):
+            self._tolerating(self._checkpoints.check)
+            self._tolerating(self._save)
+
+    def on_training_end(self) -> None:
+        """Waits until everything is saved: a test may want the best state."""
+        self._tolerating(self._checkpoints.wait)
+
+    def finalize(self, status: str) -> None:
+        """Waits until everything is saved. Whatever the policy is, a run whose last state is lost has failed."""
+        try:
+            (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()
+        except SaveError as error:
+            self._lost = error
+        if self._lost is None:
+            return
+        if status == "failed":  # what it failed with is on its way
+            LOG.error(str(self._lost))
+        else:
+            raise self._lost
+
+    def _saves_for(self, reason: BaseException | None) -> bool:
+        failed = isinstance(reason, Exception) and not isinstance(reason, StopTraining | SaveError)
+        return self.config.save_on_exception if failed else not isinstance(reason, SaveError)
+
+    def _save(self) -> None:
+        mark, (step, found) = self._mark, self._judged
+        assert mark is not None
+        metrics = {name: float(value) for name, value in found.items() if np.ndim(value) == 0}
+        metrics = metrics if step == self.event.step else {}
+        what = (mark.standing.place, self.event.step, bool(metrics))
+        if what != self._saved:
+            position = mark.standing.position
+            self._checkpoints.save(self.state, position, metrics, callbacks=mark.states, run=mark.data, wait=False)
+            self._saved, self._lost = what, None
+
+    def _tolerating(self, act: Callable[[], object]) -> None:
+        """Does `act`; where the configuration says so, what could not be saved is no reason to stop."""
+        try:
+            act()
+        except SaveError as error:
+            if self.config.on_save_failure == "stop":
+                raise
+            self._saved, self._lost = (), error
+            LOG.warning(f"{error} Training goes on, and the next state is tried again.")

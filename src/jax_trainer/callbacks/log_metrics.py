@@ -29,6 +29,15 @@ class Windows:
                 return
             rows = rest
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the window that is not complete has so far."""
+        return {"every": self._every, "window": self._meter.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with that window; one of another length began elsewhere, and counts for nothing."""
+        if state["every"] == self._every:
+            self._meter.load(state["window"])
+
 
 class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
@@ -75,6 +84,15 @@ class LogMetrics:
                     self._save(f"{event.name}_epoch_{event.epoch:04d}", full_names(timed, event.name))
             case FitEnd() if self._closes:
                 self._writer.close(event.status)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it must know to go on after an interruption: the steps that no row tells of yet."""
+        return {} if self._windows is None else self._windows.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` gave; comes before training does."""
+        if self._windows is not None and state:
+            self._windows.load_state_dict(state)
 
     def _write(self, step: int, epoch: int, metrics: dict[str, Any], prefix: str, suffix: str) -> None:
         named = full_names(metrics, prefix)

@@ -102,21 +102,27 @@ class GradientSpikeMonitor(Callback):
         """Has seen nothing."""
         config = self.config
         self._spikes = Spikes.of(config.ema_decay, config.threshold, config.warmup_steps)
+        self._step = 0  # the last one it has looked at
         self._file: SpikeFile | None = None
+        self._unwritten: Mapping[str, Any] = {}  # what a run that goes on adds to its file
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, and the counts since they were logged."""
-        return self._spikes.state_dict()
+        """The averages, the counts since they were logged, and the spikes that are not in the file yet."""
+        unwritten = self._unwritten if self._file is None else self._file.unwritten
+        return {"step": self._step, "spikes": self._spikes.state_dict(), "unwritten": unwritten}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the averages and the counts."""
-        self._spikes = Spikes.from_state(state)
+        """Goes on with the averages and the counts; where training goes back, so does the file."""
+        self._step, self._unwritten = state["step"], state["unwritten"]
+        self._spikes = Spikes.from_state(state["spikes"])
+        if self._file is not None:
+            self._open_file()
 
     def on_training_start(self) -> None:
         """Takes in the file of a run that goes on."""
         if self.config.log_to_disk and self.is_lead:
-            self._file = SpikeFile(self.run.folder)
-            self._file.go_on(self.event.step)
+            self._step = self.event.step
+            self._open_file()
 
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Looks at each of the steps."""
@@ -129,8 +135,9 @@ class GradientSpikeMonitor(Callback):
         norms, losses = (columns[name].values.tolist() for name in (GRAD_NORM, LOSS))
         heard = (columns[GRAD_NORM].weights > 0).tolist()
         for index, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
+            self._step = event.rows.first + index
             if heard[index]:
-                self._look(event.rows.first + index, norm, loss)
+                self._look(self._step, norm, loss)
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Logs the counts."""
@@ -158,6 +165,10 @@ class GradientSpikeMonitor(Callback):
             for quantity, value, average, is_spike in values:
                 if is_spike:
                     self._file.add(quantity, step, value, average)
+
+    def _open_file(self) -> None:
+        self._file = SpikeFile(self.run.folder)
+        self._file.go_on(self._step, self._unwritten)
 
     def _write(self) -> None:
         if self._file is not None:

@@ -13,14 +13,33 @@ from jax_trainer.logger import Logger
 class Checkpoints(Protocol):
     """What a callback needs of a `CheckpointStore`; so this room does not load the store's libraries."""
 
+    def prepare(self, state: TrainState) -> None:
+        """Sees to it that states like this one can be saved."""
+        ...
+
     def save(
         self,
         state: TrainState,
         position: Position,
         metrics: Mapping[str, float],
+        *,
         callbacks: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        wait: bool = True,
     ) -> Path:
-        """Saves `state`, which stands at `position` in the data and was judged by `metrics`; with it, `callbacks`."""
+        """Saves `state`, which stands at `position` in the data and was judged by `metrics`, in the background."""
+        ...
+
+    def check(self) -> None:
+        """Raises what went wrong with an earlier save."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until everything is saved, and raises what went wrong."""
+        ...
+
+    def completed(self) -> None:
+        """The run is over, and nothing will be gone on from."""
         ...
 
 
@@ -35,7 +54,7 @@ class Run:
         dataset: the data, where it is a module.
         validates: whether the plan has evaluations.
         trainer: whose run it is, where a trainer made it.
-        callback_states: gives what every callback of the run would save of itself, by name.
+        callback_states: gives what every callback of the run would save of itself, by name; so do others that watch.
         monitors: whether the best checkpoints are told by a metric; otherwise the store was told how else.
         epochs: how many epochs are planned, where that is known.
     """

@@ -3,13 +3,18 @@
 import logging
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 LOG = logging.getLogger("jax_trainer")
 FILE = "gradient_spikes.npz"
 COLUMNS = ("steps", "values", "averages")
+
+
+Spike = tuple[int, float, float]  # the step, the value, the average at the time
 
 
 class SpikeFile:
@@ -20,7 +25,8 @@ class SpikeFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._rows: dict[str, list[tuple[int, float, float]]] = {"grad_norm": [], "loss": []}
+        self._rows: dict[str, list[Spike]] = {"grad_norm": [], "loss": []}
+        self._written = dict.fromkeys(self._rows, 0)  # how many of them the file has
         self._has_news = False
 
     def add(self, quantity: str, step: int, value: float, average: float) -> None:
@@ -28,28 +34,45 @@ class SpikeFile:
         self._rows[quantity].append((step, value, average))
         self._has_news = True
 
+    @property
+    def unwritten(self) -> dict[str, list[Spike]]:
+        """The spikes that are not in the file yet: a checkpoint keeps these."""
+        return {quantity: rows[self._written[quantity] :] for quantity, rows in self._rows.items()}
+
     def write(self) -> None:
-        """Replaces the file, if there is anything new. Whoever reads it finds it whole."""
+        """Replaces the file, if there is anything new. Whoever reads it finds it whole, also after a power cut."""
         if not self._has_news:
             return
         partial = self._path.with_name(f".partial-{FILE}")
         with partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **self._arrays())
+            file.flush()
+            os.fsync(file.fileno())  # what it has is not in the next checkpoint any more
         os.replace(partial, self._path)
-        self._has_news = False
+        self._has_news, self._written = False, {quantity: len(rows) for quantity, rows in self._rows.items()}
 
-    def go_on(self, step: int) -> None:
-        """Takes in what the file has up to `step`; what is later will come again."""
+    def go_on(self, step: int, unwritten: Mapping[str, Any] | None = None) -> None:
+        """Cuts the file to what it had at `step`, and adds what was `unwritten` then; what is later will come again."""
+        known = {quantity: [tuple(row) for row in (unwritten or {}).get(quantity, ())] for quantity in self._rows}
+        for quantity, rows in self._read(step).items():
+            merged = {row[0]: row for row in (*rows, *known[quantity])}  # it may have been written since
+            self._rows[quantity] = [merged[at] for at in sorted(merged)]
+        self._has_news |= any(known.values())
+        self.write()
+
+    def _read(self, step: int) -> dict[str, list[Spike]]:
+        nothing: dict[str, list[Spike]] = {quantity: [] for quantity in self._rows}
         if not self._path.exists():
-            return
+            return nothing
+        self._has_news = True
         try:
             with np.load(self._path, allow_pickle=False) as found:
                 columns = {name: [found[f"{name}_{column}"].tolist() for column in COLUMNS] for name in self._rows}
             rows = {name: list(zip(*column, strict=True)) for name, column in columns.items()}
-            self._rows = {name: [row for row in found if row[0] <= step] for name, found in rows.items()}
+            return {name: [row for row in found if row[0] <= step] for name, found in rows.items()}
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
             LOG.warning(f"{self._path} cannot be read, and is begun anew. {type(problem).__name__}: {problem}")
-        self._has_news = True
+            return nothing
 
     def _arrays(self) -> dict[str, np.ndarray]:
         return {

@@ -1,6 +1,7 @@
 """How fast training goes, and how much of the time it waits for data."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +39,30 @@ class ThroughputMonitor(Callback):
 
     def reset(self) -> None:
         """Has measured nothing."""
+        self._epoch = 0  # that is measured; 0: none
         self._examples = 0.0
         self._steps = 0
         self._windows: list[tuple[float, int]] = []  # seconds per step, steps
         self._mark: float | None = None  # when the window began; None: with the next step
         self._arrived, self._arrived_at, self._pending = 0.0, -1, 0  # reports that may not be all of a window
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured of an epoch that is not over."""
+        steps_told = {"epoch": self._epoch, "examples": self._examples, "steps": self._steps}
+        return {**steps_told, "windows": [*self._windows, *self._open_window()]} if self._epoch else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on measuring that epoch: the time between the two runs does not count."""
+        self.reset()
+        if state:
+            self._epoch, self._examples, self._steps = state["epoch"], state["examples"], state["steps"]
+            self._windows = [(seconds, steps) for seconds, steps in state["windows"]]
+
     def on_training_epoch_start(self, epoch: int) -> None:
         """Begins to measure."""
-        self.reset()
-        self._mark = time.perf_counter()
+        if epoch != self._epoch:  # otherwise a run goes on in the middle of it
+            self.reset()
+        self._epoch, self._mark = epoch, time.perf_counter()
 
     def on_step_end(self, event: StepEnd) -> None:
         """Begins a window, if an evaluation has ended the one before."""
@@ -72,6 +87,7 @@ class ThroughputMonitor(Callback):
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Ends the last window."""
         self._close()
+        self._epoch = 0
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Logs."""
@@ -88,10 +104,15 @@ class ThroughputMonitor(Callback):
         self.run.logger.write(event.step, {"epoch": epoch, **named})
 
     def _close(self) -> None:
-        if self._pending and self._mark is not None:
-            self._windows.append(((self._arrived - self._mark) / self._pending, self._pending))
+        if window := self._open_window():
+            self._windows += window
             self._mark = self._arrived
         self._pending = 0
+
+    def _open_window(self) -> list[tuple[float, int]]:
+        if not self._pending or self._mark is None:
+            return []
+        return [((self._arrived - self._mark) / self._pending, self._pending)]
 
     def _step_times(self) -> dict[str, float]:
         if not self._windows:

@@ -3,7 +3,7 @@
 The loops write no files and print nothing; whoever wants an effect observes events.
 """
 
-from jax_trainer.engine.drive import Driver, Observer, StopTraining, drive, driving, run
+from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -15,6 +15,7 @@ from jax_trainer.engine.events import (
     FitEnd,
     FitStart,
     Notice,
+    SavePoint,
     Status,
     StepEnd,
     StepMetrics,
@@ -23,6 +24,8 @@ from jax_trainer.engine.events import (
 from jax_trainer.engine.loop import eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
 from jax_trainer.engine.predictions import predictions
+from jax_trainer.engine.standing import Standing
+from jax_trainer.engine.stopping import Interruption, StopTraining
 
 __all__ = [
     "Driver",
@@ -36,9 +39,12 @@ __all__ = [
     "Every",
     "FitEnd",
     "FitStart",
+    "Interruption",
     "Notice",
     "Observer",
     "Plan",
+    "SavePoint",
+    "Standing",
     "Status",
     "StepEnd",
     "StepMetrics",

@@ -3,34 +3,28 @@
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
+
+import jax
 
 from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.standing import Standing
+from jax_trainer.engine.stopping import Interruption, StopTraining
 
 LOG = logging.getLogger("jax_trainer")
-
-
-class StopTraining(Exception):
-    """Raised by an observer to end training after the current event, which everybody is told first.
-
-    `then` is raised when the run has ended and everybody knows, for callers that wait for an error of their own.
-    """
-
-    def __init__(self, message: str = "", *, then: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.then = then
 
 
 class Observer(Protocol):
     """Sees every event. One that must see the state between chunks also has `sees_state_every: Every`.
 
-    One that shows notices to people has `shows_notices = True`; where nobody does, they are logged.
+    One that saves has `saves_every: Every`: so often a `SavePoint` is due. One that shows notices to people has
+    `shows_notices = True`; where nobody does, they are logged.
     """
 
     def handle(self, event: Event) -> None:
@@ -50,7 +44,7 @@ def run(
     data: Data | Any,
     plan: Plan,
     observers: Sequence[Observer] = (),
-    at: Position = Position(),
+    at: Position | Standing = Position(),
 ) -> TrainState:
     """Runs `plan` to its end with these observers; returns the last state.
 
@@ -61,7 +55,7 @@ def run(
 
 
 def drive(
-    events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position = Position()
+    events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position | Standing = Position()
 ) -> TrainState:
     """Feeds every event to every observer, in list order; returns the last state. See `driving`."""
     with closing(events), driving(observers, state, at) as driver:  # type: ignore[type-var]
@@ -71,7 +65,9 @@ def drive(
 
 
 @contextmanager
-def driving(observers: Sequence[Observer], state: TrainState, at: Position = Position()) -> Iterator["Driver"]:
+def driving(
+    observers: Sequence[Observer], state: TrainState, at: Position | Standing = Position()
+) -> Iterator["Driver"]:
     """A run: observers are told of its start, of what the `Driver` is fed, and, however it ends, of its end.
 
     Ctrl-C and SIGTERM end the run after the current event, with `FitEnd("interrupted")`, and then raise
@@ -79,15 +75,16 @@ def driving(observers: Sequence[Observer], state: TrainState, at: Position = Pos
     before are back afterwards. `StopTraining` ends it with `FitEnd("stopped")`.
     """
     with _signals() as stop:
-        driver = Driver(observers, FitStart(step_of(state), at.epoch, HeldState.of(state)), stop)
+        epoch = at.position.epoch if isinstance(at, Standing) else at.epoch
+        driver = Driver(observers, FitStart(step_of(state), epoch, HeldState.of(state)), stop)
         status: Status = "failed"
         try:
             driver.begin()
             yield driver
             status = "completed" if driver.stopped is None else "stopped"
             status = status if stop.signal is None else "interrupted"
-        except _Interrupted:
-            status = "interrupted"
+        except Interruption as interruption:
+            status, stop.signal = "interrupted", interruption.number
         finally:
             last = driver.event
             _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status))
@@ -95,10 +92,6 @@ def driving(observers: Sequence[Observer], state: TrainState, at: Position = Pos
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then
-
-
-class _Interrupted(BaseException):
-    """A signal has come; ends what `driving` runs."""
 
 
 class Driver:
@@ -127,41 +120,64 @@ class Driver:
         """Tells of `events`, to the end or up to the first one of the kind `until`, which is returned."""
         try:
             for self.event in events:
-                _tell(self._observers, self.event)
-                if self._stop.signal is not None:
-                    raise _Interrupted
+                try:
+                    _tell(self._observers, self.event)
+                    if self._stop.signal is not None:
+                        raise Interruption(self._stop.signal)
+                except BaseException as reason:
+                    self.wind_up(events, reason)
+                    raise
                 if until is not None and isinstance(self.event, until):
                     return self.event
         except StopTraining as stopped:
             self.stopped = stopped
         return None
 
+    def wind_up(self, events: Iterator[Event], reason: BaseException) -> None:
+        """Lets what gives the events know why they end, and tells of what it still has to say."""
+        failures: list[Exception] = []
+        try:
+            last = events.throw(reason) if isinstance(events, Generator) else None
+            while last is not None:
+                self.event = last
+                failures += _told(self._observers, last)[1]
+                last = next(events, None)
+        except BaseException as end:
+            if end is not reason:
+                raise end from reason
+        for failure in failures:
+            reason.add_note(f"While the run ended, there was also {type(failure).__name__}: {failure}")
+
 
 def _tell(observers: Sequence[Observer], event: Event) -> None:
-    """Tells every observer; one that stops the run keeps nobody from hearing of `event`, one that fails does."""
-    stop: StopTraining | None = None
-    for observer in observers:
-        try:
-            observer.handle(event)
-        except StopTraining as wish:
-            if stop is None or (stop.then is None and wish.then is not None):
-                stop = wish
+    """Tells every observer, even when some fail or stop the run; then the first failure goes on, or the first stop."""
+    stops, failures = _told(observers, event)
     if isinstance(event, Notice) and not any(getattr(observer, "shows_notices", False) for observer in observers):
         LOG.warning(event.text)
-    if stop is not None:
-        raise stop
+    for failure in failures[1:]:
+        failures[0].add_note(f"Another observer failed, too: {type(failure).__name__}: {failure}")
+    if failures or stops:
+        raise failures[0] if failures else next((stop for stop in stops if stop.then is not None), stops[0])
 
 
 def _tell_all(observers: Sequence[Observer], event: FitEnd) -> None:
-    """Tells every observer even when some of them fail; then the first failure goes on."""
+    """Tells every observer of the end; then the failures go on."""
+    _, failures = _told(observers, event)
+    if failures:
+        raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
+
+
+def _told(observers: Sequence[Observer], event: Event) -> tuple[list[StopTraining], list[Exception]]:
+    stops: list[StopTraining] = []
     failures: list[Exception] = []
     for observer in observers:
         try:
             observer.handle(event)
+        except StopTraining as stop:
+            stops.append(stop)
         except Exception as failure:
             failures.append(failure)
-    if failures:
-        raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
+    return stops, failures
 
 
 @contextmanager
@@ -170,6 +186,8 @@ def _signals() -> Iterator[_Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may install handlers
         return
+    # SIGTERM to one of several processes is a notice to all of them, which JAX passes on; see `Preemption`
+    heard = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
 
     def handle(number: int, frame: Any) -> None:
         before = previous[signal.Signals(number)]
@@ -178,7 +196,7 @@ def _signals() -> Iterator[_Stop]:
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in heard}
     try:
         for number in previous:
             signal.signal(number, handle)

@@ -2,18 +2,21 @@
 
 The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) …, EpochEnd, and last FitEnd. An
 evaluation is EvalStart, EvalStep …, EvalEnd per set, then EvalRoundEnd; it follows the StepEnd or EpochEnd that made
-it due.
+it due. Where the events up to some point leave nothing open, SavePoint says so: before and after the end of an epoch
+and an evaluation, when a save is due, and last of all when a run is interrupted or fails.
 StepMetrics comes some steps after the StepEnd of the steps it tells of, but always before an evaluation and
 before the end of the epoch. Waiting may come before any StepEnd or EvalStep, Notice anywhere.
 
 Nobody should change an event. The classes are not frozen only because making a frozen one costs 0.6 µs more per step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_trainer.core import HeldState, PyTree, StepRows, TrainState
 from jax_trainer.datasets import Position
+from jax_trainer.engine.standing import Standing
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
 
@@ -78,11 +81,12 @@ class EpochEnd(Event):
     seconds: float
     waited: float
     feed_state: Any
+    cut_off_after: int = 0  # steps, where the plan's end came before the epoch's
 
     @property
     def position(self) -> Position:
         """Where in the data this is, to go on from."""
-        return Position(self.epoch, 0, self.feed_state)
+        return Position(self.epoch, self.cut_off_after, self.feed_state)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +125,24 @@ class Waiting(Event):
     """There is no batch yet; comes about every second, so that somebody may act."""
 
     name: str  # of the data that is waited for
+
+
+@dataclass(slots=True, eq=False)
+class SavePoint(Event):
+    """Everything about the steps so far was told: from a state that is saved now, a run can go on exactly.
+
+    `due` says that it is time to save, by the observers' `saves_every`. When the run ends before its time, `reason` is
+    why.
+    """
+
+    take_standing: Callable[[], Standing]
+    due: bool
+    reason: BaseException | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """Where the run stands. Asked for while this is told, not later."""
+        return self.take_standing()
 
 
 @dataclass(slots=True, eq=False)

@@ -41,7 +41,7 @@ class KeepingRecorder(Recorder):
         try:
             super()._check(rows)
         except NonFiniteError as error:
-            error.batch = self._batch_of(error.step)
+            error.batch, error.place = self._batch_of(error.step), self._place_of(error.step)
             raise
         while self._kept and self._kept[0].first + self._kept[0].taken.steps - 1 <= rows.last:
             self._kept.popleft()
@@ -52,6 +52,13 @@ class KeepingRecorder(Recorder):
             if first <= step < first + taken.steps and _is_here(taken.batch):
                 batch = jax.tree.map(lambda x: np.array(x[step - first] if taken.stacked else x), taken.batch)  # noqa: B023
                 return batch if self._loader is None else _rows_of(self._loader.arrays, batch)
+        return None
+
+    def _place_of(self, step: int) -> tuple[int, int] | None:
+        """The epoch of what step number `step` was taken on, and its number there."""
+        for first, taken in self._kept:
+            if first <= step < first + taken.steps:
+                return self._epoch, taken.number - (first + taken.steps - 1 - step)
         return None
 
 

@@ -2,12 +2,24 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from jax_trainer.core import CompiledProgram, HeldState, LogMode, RowMeter, TapeReader, TrainState, failpoint, step_of
+import jax
+
+from jax_trainer.core import (
+    CompiledProgram,
+    HeldState,
+    LogMode,
+    NonFiniteError,
+    RowMeter,
+    TapeReader,
+    TrainState,
+    failpoint,
+    step_of,
+)
 from jax_trainer.datasets import LATE, Data, Feed, Position, Supply, in_words
 from jax_trainer.engine.events import (
     EpochEnd,
@@ -18,6 +30,7 @@ from jax_trainer.engine.events import (
     EvalStep,
     Event,
     Notice,
+    SavePoint,
     StepEnd,
     StepMetrics,
     Waiting,
@@ -25,6 +38,8 @@ from jax_trainer.engine.events import (
 from jax_trainer.engine.keeping import KeepingRecorder
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
+from jax_trainer.engine.standing import Standing
+from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
 from jax_trainer.engine.supply import early_end, eval_takes, shorter, slow_data, train_feed
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
@@ -32,9 +47,12 @@ PATIENCE = 1.0  # seconds of waiting for a batch after which somebody may act
 
 
 def train_events(
-    program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position = Position()
+    program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position | Standing = Position()
 ) -> Iterator[Event]:
-    """The training loop, from `state` and the position `at` to the end of the plan."""
+    """The training loop, from `state` and where `at` says it stands, to the end of the plan.
+
+    Whatever ends it before, raised in here or thrown in by whoever listens, it first comes to a `SavePoint`.
+    """
     check_compiled(program)
     yield from _Training(program, state, Data.of(data), plan.resolved(), at).events()
 
@@ -42,85 +60,186 @@ def train_events(
 class _Training:
     """Where a run of training stands, and the events of what it does."""
 
-    def __init__(self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position) -> None:
+    def __init__(
+        self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | Standing
+    ) -> None:
         self._program, self._plan = program, plan
+        self._step = step_of(state)  # from here the host counts
+        at = Standing.of(at, self._step)
+        self._epoch, self._epoch_step, self._feed_state = at.position.epoch, at.position.epoch_step, at.position.state
+        self._has_ended, self._judged_step = at.has_ended, at.judged_step
         self._feed = train_feed(data, plan)
-        self._feed.restore(at.state)
+        self._feed.restore(at.position.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
-        self._evals = {name: Feed(source, name, **options) for name, source in data.evals.items()}
+        self._evals = {name: Feed(source, name, may_be_empty=True, **options) for name, source in data.evals.items()}
         self._recorder = (KeepingRecorder if program.keeps_batches else Recorder)(program, plan, self._feed, data)
-        self._step, self._epoch, self._epoch_step = step_of(state), at.epoch, at.epoch_step  # from here the host counts
-        self._held, self._feed_state = HeldState.of(state), None
-        self._began = self._evaluated = time.monotonic()
+        self._recorder.go_on_with(at.meter)
+        self._held = HeldState.of(state)
+        self._clock = _Clock(at.epoch_seconds, at.epoch_waited)
+        self._evaluated = self._saved = time.monotonic()
+        self._began = self._evaluated - at.seconds
         self._deadline = self._began + (plan.max_seconds or math.inf)
         self._eval_pause = 60 * plan.eval_every.minutes or math.inf
-        self._evaluated_step: int | None = None
+        self._preemption = Preemption()
         self._has_introduced = False
+        self._said: set[str] = set()  # about evaluation sets
 
     def events(self) -> Iterator[Event]:
         """All of it."""
+        try:
+            yield from self._from_start_to_end()
+        except GeneratorExit:
+            raise
+        except NonFiniteError:
+            raise  # nobody wants to go on from here
+        except BaseException as reason:
+            yield from self._wind_up(reason)
+            raise
+
+    def _wind_up(self, reason: BaseException) -> Iterator[Event]:
+        """Comes to a last save point, if there is still a state to save."""
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self._held.leaves):
+            return
+        try:
+            yield from self._tell(wait=True)
+        except Exception as failure:
+            reason.add_note(f"What the last steps reported is lost: {type(failure).__name__}: {failure}")
+            return
+        yield self._save_point(due=True, reason=reason)
+
+    def _from_start_to_end(self) -> Iterator[Event]:
         plan = self._plan
-        if plan.sanity_batches:
-            evaluate(self._program, self._held.state, self._evals, max_batches=plan.sanity_batches)
-        if plan.eval_at_start:
+        yield from self._try_evaluating()
+        if plan.eval_at_start and not self._epoch:
             yield from self._judge()
-        while self._epoch_step or not self._is_finished():
+        if self._owes_evaluation():
+            yield from self._judge()
+        while not (self._has_ended and self._is_finished()):
             yield from self._train_epoch()
-            if plan.eval_every.at_epoch(self._epoch):
-                yield from self._judge()
+            yield from self._judge() if plan.eval_every.at_epoch(self._epoch) else self._pause()
         if plan.eval_at_end:
             yield from self._judge()
+        yield from self._pause(saves=True)
+
+    def _try_evaluating(self) -> Iterator[Event]:
+        """Judges a few batches, and forgets what came out."""
+        if batches := self._plan.sanity_batches:
+            plan = Plan(max_steps=0, eval_batches=batches)
+            for event in eval_events(self._program, self._now(), self._evals, plan):
+                if isinstance(event, EvalStep | Waiting):
+                    yield Waiting(self._step, self._epoch, self._held, event.name)
+
+    def _owes_evaluation(self) -> bool:
+        """Whether an evaluation was due where the run was left, and not done."""
+        every = self._plan.eval_every
+        due = every.at_epoch(self._epoch) if self._has_ended else every.at_step(self._step)
+        return due and self._epoch > 0
 
     def _train_epoch(self) -> Iterator[Event]:
-        self._epoch += not self._epoch_step
+        had_ended, first = self._has_ended, self._step
+        self._epoch, self._has_ended = self._epoch + (not self._epoch_step), False
         expected = self._plan.epoch_steps(self._step, self._epoch_step, self._feed.length)
         yield EpochStart(self._step, self._epoch, self._held, expected)
-        clock = _Clock()
+        self._clock.resume()
         with closing(self._recorder.supply(self._step, self._epoch, self._epoch_step)) as batches:
-            yield from self._train_on(batches, clock)
+            self._clock.watch(batches)
+            yield from self._train_on(batches)
         in_time = time.monotonic() < self._deadline
-        if not self._epoch_step and in_time:
-            raise self._feed.used_up(self._epoch)
-        if not self._is_finished():
+        if not self._epoch_step:
+            if in_time:
+                raise self._feed.used_up(self._epoch)
+            self._epoch, self._has_ended = self._epoch - 1, True  # the time was up before its first step
+            return
+        if not self._plan.finished(self._step, self._epoch, time.monotonic() - self._began):
             self._feed.prepare(self._epoch + 1)  # while the device is busy with the last steps
         yield from self._tell(wait=True)
-        metrics = self._recorder.epoch_metrics()
-        yield EpochEnd(self._step, self._epoch, self._held, metrics, clock.seconds, batches.waited, self._feed_state)
-        yield from self._say(slow_data(self._epoch, clock.seconds, batches.waited))
-        if in_time and self._step != self._plan.max_steps:
-            whole = shorter(self._feed.length, self._plan.steps_per_epoch)
-            yield from self._say(early_end(self._feed.name, self._epoch, self._epoch_step, whole))
-        self._epoch_step = 0
+        if had_ended and self._step == first:  # an epoch that was cut off, and told of, exactly at its end
+            self._has_ended, self._epoch_step = True, 0
+            return
+        yield self._save_point()
+        yield from self._end_epoch(in_time=in_time)
 
-    def _train_on(self, batches: Supply, clock: "_Clock") -> Iterator[Event]:
+    def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
+        whole = shorter(self._feed.length, self._plan.steps_per_epoch)
+        by_plan = not in_time or self._step == self._plan.max_steps
+        cut_off = self._epoch_step if by_plan and (whole is None or self._epoch_step < whole) else 0
+        metrics, seconds, waited = self._recorder.epoch_metrics(), self._clock.seconds, self._clock.waited
+        steps, self._clock = self._epoch_step, _Clock()
+
+        def close() -> None:
+            self._has_ended, self._epoch_step = True, cut_off
+
+        end = EpochEnd(self._step, self._epoch, self._held, metrics, seconds, waited, self._feed_state, cut_off)
+        yield from _wholly(end, close)
+        yield from self._say(slow_data(self._epoch, seconds, waited))
+        if not by_plan:
+            yield from self._say(early_end(self._feed.name, self._epoch, steps, whole))
+
+    def _train_on(self, batches: Supply) -> Iterator[Event]:
         while time.monotonic() < self._deadline and (taken := batches.next(PATIENCE)) is not None:
             if taken is LATE:
                 yield Waiting(self._step, self._epoch, self._held, self._feed.name)
                 continue
             self._held, grads = self._recorder.dispatch(self._held, taken, self._step)
             self._step += taken.steps
-            self._epoch_step += taken.steps
+            self._epoch_step = taken.number + 1  # some before it may have been left out
             self._feed_state = taken.state
             failpoint("step")
             yield StepEnd(self._step, self._epoch, self._held, taken.steps, self._epoch_step, grads, self._feed_state)
             if not self._has_introduced:
                 yield from self._say(self._feed.replay_notice, self._recorder.notice)
                 self._has_introduced = True
-            due = self._plan.eval_every.at_step(self._step) or time.monotonic() >= self._evaluated + self._eval_pause
-            if due or self._recorder.has_news:
-                yield from self._tell(wait=due)
-            if due:
-                with clock.paused():
-                    yield from self._judge()
+            now = time.monotonic()
+            due = self._plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
+            saves = bool(self._plan.saves) and self._plan.saves_at(self._step, now - self._saved)
+            if due or saves or self._recorder.has_news:
+                yield from self._tell(wait=due or saves)
+            if due or saves:
+                with self._clock.paused():
+                    yield from self._judge(saves=saves) if due else self._pause(saves=True)
+            self._preemption.check()
 
     def _is_finished(self) -> bool:
-        return self._plan.finished(self._step, self._epoch, time.monotonic() - self._began)
+        whole_epochs = self._epoch - (self._epoch_step > 0)
+        return self._plan.finished(self._step, whole_epochs, time.monotonic() - self._began)
 
-    def _judge(self) -> Iterator[Event]:
-        if self._evaluated_step != self._step:
-            at = Event(self._step, self._epoch, self._held)
-            yield from eval_events(self._program, at, self._evals, self._plan)
-            self._evaluated, self._evaluated_step = time.monotonic(), self._step
+    def _judge(self, *, saves: bool = False) -> Iterator[Event]:
+        """Evaluates the present state, unless that was done; `saves`: it is time to save, too."""
+
+        def close() -> None:
+            self._judged_step, self._evaluated = self._step, time.monotonic()
+
+        if self._judged_step != self._step:
+            yield self._save_point()
+            for event in eval_events(self._program, self._now(), self._evals, self._plan):
+                if not (isinstance(event, Notice) and event.text in self._said):
+                    yield from _wholly(event, close if isinstance(event, EvalRoundEnd) else _nothing)
+                self._said |= {event.text} if isinstance(event, Notice) else set()
+            close()
+        yield from self._pause(saves=saves)
+
+    def _pause(self, *, saves: bool = False) -> Iterator[Event]:
+        yield self._save_point(due=saves)
+
+    def _now(self) -> Event:
+        return Event(self._step, self._epoch, self._held)
+
+    def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> SavePoint:
+        if due:
+            self._saved = time.monotonic()
+        return SavePoint(self._step, self._epoch, self._held, self._standing, due, reason)
+
+    def _standing(self) -> Standing:
+        just_begun = not (self._has_ended or self._epoch_step)  # the epoch: nothing of it has happened
+        return Standing(
+            position=Position(self._epoch - just_begun, self._epoch_step, self._feed_state),
+            has_ended=self._has_ended or just_begun,
+            judged_step=self._judged_step,
+            seconds=time.monotonic() - self._began,
+            epoch_seconds=self._clock.seconds,
+            epoch_waited=self._clock.waited,
+            meter=self._recorder.meter_state(),
+        )
 
     def _tell(self, *, wait: bool) -> Iterator[Event]:
         for rows in self._recorder.read(wait=wait):
@@ -132,21 +251,39 @@ class _Training:
                 yield Notice(self._step, self._epoch, self._held, text)
 
 
+def _wholly(event: Event, close: Callable[[], None]) -> Iterator[Event]:
+    """Tells of `event`; `close` is done when everybody has heard of it, also if the run ends with it."""
+    try:
+        yield event
+    except (StopTraining, Interruption):
+        close()
+        raise
+    close()
+
+
+def _nothing() -> None:
+    pass
+
+
 def eval_events(
     program: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
-) -> Iterator[EvalStart | EvalStep | EvalEnd | EvalRoundEnd | Waiting]:
-    """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`."""
+) -> Iterator[EvalStart | EvalStep | EvalEnd | EvalRoundEnd | Waiting | Notice]:
+    """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`.
+
+    A set without any batch is told of by a `Notice`, and by nothing else.
+    """
     judged: dict[str, dict[str, Any]] = {}
     for name, source in evals.items():
-        feed = source if isinstance(source, Feed) else Feed(source, name)
+        feed = source if isinstance(source, Feed) else Feed(source, name, may_be_empty=True)
         reader, meter, in_flight = None, RowMeter(_phase(name)), InFlight(program, plan)
-        yield EvalStart(at.step, at.epoch, at.held, name, shorter(feed.length, plan.eval_batches))
         tape, done = None, 0
         with closing(eval_takes(program, feed, plan.eval_batches, in_flight.is_empty)) as batches:
             while (taken := batches.next(PATIENCE)) is not None:
                 if taken is LATE:
                     yield Waiting(at.step, at.epoch, at.held, name)
                     continue
+                if not done:
+                    yield EvalStart(at.step, at.epoch, at.held, name, shorter(feed.length, plan.eval_batches))
                 program.feeding = partial(in_words, taken.number, 1, name)
                 try:
                     if reader is None:
@@ -163,13 +300,20 @@ def eval_events(
                 failpoint("eval_step")
                 yield EvalStep(at.step, at.epoch, at.held, name, done)
         if reader is None:
-            raise feed.used_up(1)
+            yield _nothing_in(feed, at)
+            continue
         for rows in reader.flush():
             meter.add(rows)
         judged[name] = meter.compute()
         yield EvalEnd(at.step, at.epoch, at.held, name, judged[name])
     if judged:
         yield EvalRoundEnd(at.step, at.epoch, at.held, judged)
+
+
+def _nothing_in(feed: Feed, at: Event) -> Notice:
+    if feed.is_one_shot:
+        raise feed.used_up(max(1, at.epoch))
+    return Notice(at.step, at.epoch, at.held, feed.nothing_to_judge())
 
 
 def evaluate(
@@ -182,22 +326,39 @@ def evaluate(
 
 
 class _Clock:
-    """How long an epoch's training took so far, without pauses."""
+    """How long an epoch's training took so far, without pauses, and for how much of that there was no batch."""
 
-    def __init__(self) -> None:
-        self._began, self._paused = time.perf_counter(), 0.0
+    def __init__(self, seconds: float = 0.0, waited: float = 0.0) -> None:
+        self._seconds, self._waited = seconds, waited  # from before
+        self._began: float | None = None
+        self._supply: Supply | None = None
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._began - self._paused
+        """So far."""
+        return self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    @property
+    def waited(self) -> float:
+        """So far."""
+        return self._waited + (0.0 if self._supply is None else self._supply.waited)
+
+    def resume(self) -> None:
+        """Time counts from now on."""
+        self._began = time.perf_counter()
+
+    def watch(self, supply: Supply) -> None:
+        """These are the batches that are waited for."""
+        self._supply = supply
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
+        """Meanwhile no time counts."""
+        self._seconds, self._began = self.seconds, None
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - began
+            self.resume()
 
 
 def check_compiled(program: Any) -> None:

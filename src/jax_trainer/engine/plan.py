@@ -59,6 +59,8 @@ class Plan:
         metrics_every: fetch step metrics from the device once per so many steps.
         max_in_flight: how many dispatches may wait for several devices at once.
         cuts: when else somebody must see the state; see `seen_by`.
+        saves: when a save is due besides epochs and evaluations; see `seen_by`.
+        left_out: batches that are not trained on: their epochs (from 1), and their numbers in these (from 0).
     """
 
     max_steps: int | None = None
@@ -76,6 +78,8 @@ class Plan:
     metrics_every: int = 50
     max_in_flight: int = 8
     cuts: tuple[Every, ...] = ()
+    saves: tuple[Every, ...] = ()
+    left_out: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
@@ -112,9 +116,26 @@ class Plan:
         )
 
     def seen_by(self, observers: Iterable[object]) -> "Plan":
-        """The plan with chunks cut where an observer must see the state, as its `sees_state_every` says."""
-        wishes = (getattr(observer, "sees_state_every", Every()) for observer in observers)
-        return replace(self, cuts=(*self.cuts, *(wish for wish in wishes if wish.steps)))
+        """The plan with chunks cut where an observer must see the state, and saves where one wants to save.
+
+        An observer says so by `sees_state_every` and `saves_every`.
+        """
+        observers = list(observers)
+        looks = (getattr(observer, "sees_state_every", Every()) for observer in observers)
+        saves = (getattr(observer, "saves_every", Every()) for observer in observers)
+        return replace(
+            self,
+            cuts=(*self.cuts, *(wish for wish in looks if wish.steps)),
+            saves=(*self.saves, *(wish for wish in saves if wish.steps or wish.minutes)),
+        )
+
+    def saves_at(self, step: int, seconds: float) -> bool:
+        """Whether a save is due after this step, so many seconds after the last one."""
+        return any(wish.at_step(step) or wish.after(seconds) for wish in self.saves)
+
+    def left_out_of(self, epoch: int) -> list[int]:
+        """The numbers of the batches of an epoch that are not trained on."""
+        return sorted(number for one, number in self.left_out if one == epoch)
 
     def finished(self, step: int, epoch: int, seconds: float) -> bool:
         """Whether training is over after this step, this many epochs and this time."""
@@ -139,7 +160,7 @@ class Plan:
 
     def room(self, step: int, left: int | None) -> int:
         """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
-        looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts))
+        looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts, *self.saves))
         return max(0, min((n for n in (left, *looks) if n is not None), default=sys.maxsize))
 
 

@@ -1,7 +1,7 @@
 """Dispatching training steps and collecting what they report."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ class Recorder:
             self._feed.length,
             self._chunk,
             ready,
+            self._plan.left_out_of(epoch),
         )
         return self._rows.supply(batches, self._in_flight.is_empty, depth)
 
@@ -107,6 +108,15 @@ class Recorder:
     def epoch_metrics(self) -> dict[str, Any]:
         """The metrics of the epoch that ends here."""
         return self._meter.compute()
+
+    def meter_state(self) -> dict[str, Any]:
+        """What the epoch's metrics are folded into so far."""
+        return self._meter.state()
+
+    def go_on_with(self, meter: Mapping[str, Any]) -> None:
+        """Goes on with the metrics of an epoch that was begun before."""
+        if meter:
+            self._meter.load(meter)
 
     def _check(self, rows: StepRows) -> None:
         for check in self._program.checks:

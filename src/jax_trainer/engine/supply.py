@@ -1,6 +1,6 @@
 """What the plan takes from the data, and when."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -33,13 +33,19 @@ def takes(
     length: int | None,
     chunk: int,
     ready: Ready,
+    left_out: Sequence[int] = (),
 ) -> Generator[Taken, None, None]:
-    """What to dispatch in the rest of an epoch: batches, cut where somebody must see the state."""
+    """What to dispatch in the rest of an epoch: batches without those `left_out`, cut where the state must be seen."""
     room = 0
     with closing(open_cursor()) as cursor:
         while True:
             room = room or plan.room(step, plan.epoch_steps(step, epoch_step, length))
-            taken = cursor.take(room, chunk) if room else None
+            before_next = min((number - epoch_step for number in left_out if number >= epoch_step), default=room)
+            if room and not before_next:
+                cursor.skip()
+                epoch_step, room = epoch_step + 1, 0
+                continue
+            taken = cursor.take(min(room, before_next), chunk) if room else None
             if taken is None:
                 return
             step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps

@@ -41,8 +41,10 @@ class TrainerConfig(Settings):
         detect_nans: watch for losses and gradients that are not finite; `on_nonfinite` says what happens then.
         nan_keys: the metrics that must be finite, besides the gradients.
         on_nonfinite: raise (keep batch and state, end with an error), stop (the same without the error), skip (leave
-            the update out and go on) or null (raise with `detect_nans`, otherwise nothing is watched).
+            the update out and go on), rollback (go back to the latest checkpoint and leave the batch out) or null
+            (raise with `detect_nans`, otherwise nothing is watched).
         max_skipped: end with an error after so many skipped updates in a row.
+        max_rollbacks: end with an error at the next bad batch after going back so often.
         logger: what is recorded, and where.
         callbacks: watchers by name; the name of a callback's class needs no `class_name`.
         model_mode: nnx or linen; left out, the model says so itself.
@@ -76,8 +78,9 @@ class TrainerConfig(Settings):
     interm_log_modes: tuple[Statistic, ...] = STATISTICS
     detect_nans: bool = False
     nan_keys: tuple[str, ...] = ("train/loss",)
-    on_nonfinite: Literal["raise", "stop", "skip"] | None = None
+    on_nonfinite: Literal["raise", "stop", "skip", "rollback"] | None = None
     max_skipped: Count = 10
+    max_rollbacks: Count = 3
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
     callbacks: dict[str, Callback.cfgtype] = field(default_factory=dict)
     model_mode: ModelMode | None = None
@@ -100,6 +103,11 @@ class TrainerConfig(Settings):
         savers = self._savers()
         if len(savers) > 1:
             yield "callbacks", f"One ModelCheckpoint can save, and there are {len(savers)}: {', '.join(savers)}."
+        if self.on_nonfinite == "rollback" and not savers:
+            yield (
+                "on_nonfinite",
+                "`rollback` goes back to a checkpoint: add the callback ModelCheckpoint, which saves some.",
+            )
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
@@ -125,7 +133,7 @@ class TrainerConfig(Settings):
         return Plan(max_steps=0, eval_batches=batches)
 
     @property
-    def guards(self) -> Literal["raise", "stop", "skip"] | None:
+    def guards(self) -> Literal["raise", "stop", "skip", "rollback"] | None:
         """What happens at a loss or gradient that is not finite; None: nobody looks."""
         return self.on_nonfinite or ("raise" if self.detect_nans else None)
 

@@ -13,15 +13,15 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import Batch, TrainState
 from jax_trainer.datasets import DatasetModule, Position
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, StepEnd
-from jax_trainer.logger import run_place
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, SavePoint, Standing, StepEnd
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.learner import Learner
-from jax_trainer.trainer.stored import configs_of, kind_for, run_and_step, storable, write_configs
+from jax_trainer.trainer.stored import configs_of, kind_for, run_and_step, storable
 from jax_trainer.trainer.task import Task
 
 WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
+FINE_TUNED = ("params", "model_state")
 Which = int | Literal["best", "latest"]
 
 
@@ -42,7 +42,13 @@ class Keeper(Learner):
         super().__init__(config, model, optimizer, exmp_input, mesh, dataset)
         self.folder = folder
         self.other_configs = storable(other_configs or {})
-        self._at, self._last_metrics = Position(), {}
+        self._at: Position | Standing = Position()
+        self._last_metrics: dict[int, dict[str, Any]] = {}
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called; runs are put into a folder of this name."""
+        return self._model.name
 
     @property
     def compares_itself(self) -> bool:
@@ -55,19 +61,10 @@ class Keeper(Learner):
         match event:
             case StepEnd() | EpochEnd():
                 self._at = event.position
+            case SavePoint():
+                self._at = event.standing
             case EvalRoundEnd():
                 self._last_metrics = {event.step: merged_names(event.metrics)}
-
-    def _open_folder(self, resume: bool | str | Path) -> RunFolder:
-        if isinstance(resume, str | Path):
-            self.folder = RunFolder.open(Path(resume))
-        elif resume and self.folder is None:
-            raise ValueError("There is nothing to resume: pass the run's folder, as in `resume='runs/…'`.")
-        elif not resume:
-            self.folder = RunFolder.create(*run_place(self.config.logger, self._model.name))
-        folder = self._own_folder("record")
-        write_configs(self, folder)
-        return folder
 
     def _own_folder(self, purpose: str) -> RunFolder:
         if self.folder is None:
@@ -93,8 +90,10 @@ class Keeper(Learner):
         folder, state = self._own_folder("save to"), self.state
         known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
         saver = self.config.saver
-        unknown = {} if saver is None else {saver.monitor: math.nan}  # never the best
-        return self._store(folder).save(state, self._at, {**unknown, **scalars_of(known)})
+        unknown = {saver.monitor: math.nan} if known and saver is not None else {}  # never the best
+        at = Standing.of(self._at, int(state.step))
+        run = {"loop": at.to_data()}
+        return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=run)
 
     def load_model(self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None) -> None:
         """Takes the weights of a checkpoint of this run.
@@ -112,6 +111,33 @@ class Keeper(Learner):
         except CheckpointError:
             if raise_if_not_found or store.steps():
                 raise
+
+    def load_weights(
+        self,
+        checkpoint: str | Path,
+        *,
+        which: Which = "best",
+        rename: Mapping[str, str] | None = None,
+        partial: bool = False,
+        cast: bool = False,
+    ) -> None:
+        """Takes the weights of another run, to begin training with: for fine-tuning.
+
+        Training then begins at step 0 with an optimizer that has seen nothing. By default the checkpoint must have
+        exactly the arrays of this model.
+
+        Args:
+            checkpoint: the other run's folder, or that of one of its checkpoints.
+            which: "best" by what that run monitored (where it judged nothing: the latest), "latest", or a step.
+            rename: what becomes of names in the checkpoint: `{"params.encoder.*": "params.backbone.*"}`.
+            partial: what the checkpoint lacks stays as it is, and what only it has is left out; both are told.
+            cast: convert numbers to this model's precision.
+        """
+        folder, step = run_and_step(Path(checkpoint))
+        store = CheckpointStore(folder.checkpoints, **_stored_options(folder))
+        chosen = _chosen(store, -1, which if step is None else step)
+        options: dict[str, Any] = {"rename": rename, "partial": partial, "cast": cast}
+        self.state = store.restore(chosen, like=self.state, only=FINE_TUNED, **options)[0]
 
     def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
         """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
@@ -156,6 +182,12 @@ class Keeper(Learner):
 def scalars_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those of `metrics` that are single numbers."""
     return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+
+
+def _stored_options(folder: RunFolder) -> dict[str, Any]:
+    """How a run has told its best checkpoint."""
+    saver = stored_run(folder).value.trainer.saver
+    return {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
 
 
 def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:

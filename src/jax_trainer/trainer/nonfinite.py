@@ -16,7 +16,7 @@ from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Event, StopTraining
 
 FOLDER = "nonfinite"
-Policy = Literal["raise", "stop", "skip"]
+Policy = Literal["raise", "stop", "skip", "rollback"]
 
 
 def explained(
@@ -49,7 +49,7 @@ def explained(
         f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. Lower the "
         "learning rate, clip gradients, or look at the batch; `on_nonfinite: skip` leaves such updates out."
     )
-    return NonFiniteError(text, step=error.step, batch=error.batch)
+    return NonFiniteError(text, step=error.step, batch=error.batch, place=error.place)
 
 
 def _sentence(found: Examination) -> str:

@@ -30,6 +30,14 @@ class Results:
         """Takes what was found out besides about the weights of an evaluation."""
         self._add(TEST if all(name.startswith("test") for name in event.metrics) else event.epoch, metrics)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All metrics so far."""
+        return {"metrics": self.metrics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with those of a run that was interrupted."""
+        self.metrics = dict(state["metrics"])
+
     @property
     def final(self) -> dict[str, Any]:
         """The metrics of the last validation and of the test."""

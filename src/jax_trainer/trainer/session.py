@@ -1,22 +1,24 @@
 """One training of a trainer: where it writes, who watches, and its events from the first to the last."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
 
 from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, Run, logger_observers
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.checkpoint.store import CheckpointStore, Saved
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine import (
     Driver,
     EpochEnd,
     EpochStart,
+    EvalStart,
     Event,
     Plan,
-    StepEnd,
+    Standing,
     StopTraining,
     driving,
     eval_events,
@@ -28,6 +30,17 @@ from jax_trainer.trainer.hooks import TrainerHooks
 from jax_trainer.trainer.nonfinite import WatchedEvaluations, explained
 from jax_trainer.trainer.results import Results
 
+LOG = logging.getLogger("jax_trainer")
+
+
+class Work(NamedTuple):
+    """What is to be trained and judged, and how long."""
+
+    program: CompiledProgram
+    plan: Plan
+    data: Data  # training and validation sets
+    tests: Mapping[str, Any]  # by name
+
 
 @dataclass
 class Session:
@@ -35,33 +48,29 @@ class Session:
 
     Args:
         trainer: whose state is trained.
-        program: what runs.
-        plan: how long, and when to validate.
-        data: training and validation sets.
-        tests: test sets by name.
+        work: what is to be done.
         folder: the run's.
         store: its checkpoints.
         logger: where numbers go.
-        at: where in the data training begins.
+        at: where training begins.
         callbacks: who watches, by name.
         results: what comes out.
     """
 
     trainer: Any
-    program: CompiledProgram
-    plan: Plan
-    data: Data
-    tests: Mapping[str, Any]
+    work: Work
     folder: RunFolder
     store: CheckpointStore
     logger: Logger
-    at: Position = Position()
+    at: Position | Standing = Position()
     callbacks: dict[str, Callback] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
 
     def __post_init__(self) -> None:
+        self.program, self.plan, self.data, self.tests = self.work
         keeps_best = self.tests and self.data.evals and self.trainer.config.saver is None
         self.best = BestWeights(self.trainer.is_new_model_better) if keeps_best else None
+        self._records = logger_observers(self.logger)
         self._driver: Driver | None = None
         self._events: Iterator[Event] = iter(())
 
@@ -80,7 +89,7 @@ class Session:
             epochs=self.plan.max_epochs,
         )
 
-    def go(self, train_loader: Any, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
+    def go(self, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
         """Trains, tests the best weights, and returns all metrics of evaluations."""
         watching = self._observers(quiet)
         self.plan = self.plan.seen_by(watching)
@@ -88,8 +97,7 @@ class Session:
             self._driver = driver
             try:
                 while driver.goes_on and driver.feed(self._events, until=EpochStart):
-                    self.trainer.train_epoch(train_loader, driver.event.epoch)
-                    self._check_trained(driver)
+                    self._train_epoch(driver)
                 if self.tests and (driver.stopped is None or driver.stopped.then is None):
                     driver.feed(self._testing())
             finally:
@@ -102,35 +110,67 @@ class Session:
         end = self._driver.feed(self._events, until=EpochEnd)
         return end.metrics if isinstance(end, EpochEnd) else {}
 
-    def _check_trained(self, driver: Driver) -> None:
-        if driver.goes_on and not isinstance(driver.event, EpochEnd):
-            name = type(self.trainer).__name__
-            raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
+    def _train_epoch(self, driver: Driver) -> None:
+        try:
+            self.trainer.train_epoch(self.data.train, driver.event.epoch)
+            if driver.goes_on and not isinstance(driver.event, EpochEnd):
+                name = type(self.trainer).__name__
+                raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
+        except Exception as reason:  # of a `train_epoch` of the user's own; the events know of others already
+            driver.wind_up(self._events, reason)
+            raise
 
     def _training(self) -> Iterator[Event]:
-        trainer, at = self.trainer, self.at
-        last: Event | None = None
-        try:
-            with closing(train_events(self.program, trainer.state, self.data, self.plan, at)) as events:  # type: ignore[type-var]
-                for event in events:
-                    trainer.follow(event)
-                    last = event if isinstance(event, StepEnd) else last
-                    yield event
-        except NonFiniteError as error:
-            if error.batch is None or not isinstance(last, StepEnd):
-                raise
-            late = last.step - (error.step - 1)
-            before = Position(last.epoch, last.epoch_step - late, None)
-            told = explained(error, self.program, trainer.state, before, self.folder.path)
-            if trainer.config.guards == "stop":
-                raise StopTraining(str(told)) from error
-            raise told from error
+        """Trains to the end of the plan; goes back to the latest checkpoint at a bad batch, if that is the policy."""
+        config, at = self.trainer.config, self.at
+        for gone_back in range(config.max_rollbacks + 1):
+            try:
+                yield from train_events(self.program, self.trainer.state, self.data, self.plan, at)
+                return
+            except NonFiniteError as error:
+                if error.place is None:
+                    raise
+                may_go_back = config.guards == "rollback" and gone_back < config.max_rollbacks
+                at = self._gone_back(error) if may_go_back else None
+                if at is None:
+                    self._end_at(error)
+
+    def _end_at(self, error: NonFiniteError) -> NoReturn:
+        """Keeps what is needed to look into it, and ends the run as the configuration says."""
+        assert error.place is not None
+        trainer, (epoch, number) = self.trainer, error.place
+        told = explained(error, self.program, trainer.state, Position(epoch, number), self.folder.path)
+        if trainer.config.guards == "stop":
+            raise StopTraining(str(told)) from error
+        raise told from error
+
+    def _gone_back(self, error: NonFiniteError) -> Position | Standing | None:
+        """The latest checkpoint becomes the present state, and the bad batch is left out; None: there is none yet."""
+        assert error.place is not None
+        self.store.wait()
+        if self.store.latest() is None:
+            return None
+        self.trainer.state, saved = self.store.restore("latest", like=self.trainer.state)
+        self.remember(saved)
+        self.plan = replace(self.plan, left_out=self.plan.left_out | {error.place})
+        LOG.warning(
+            f"Step {error.step} was not finite. Going back to the checkpoint of step {saved.step}; batch "
+            f"{error.place[1]} of epoch {error.place[0]} is left out from now on."
+        )
+        return standing_of(saved)
+
+    def remember(self, saved: Saved) -> None:
+        """Everybody who watches goes on with what they knew at a checkpoint."""
+        for name, one in self._stateful().items():
+            if name in saved.callbacks:
+                one.load_state_dict(saved.callbacks[name])
 
     def _testing(self) -> Iterator[Event]:
         trainer = self.trainer
         if self.best is not None:
             state = self.best.of(trainer.state)
         else:
+            self.store.wait()
             best = self.store.best()
             state = trainer.state if best is None else trainer.with_weights(self.store, best)
         epoch = 0 if self._driver is None else self._driver.event.epoch
@@ -141,13 +181,13 @@ class Session:
         """In the order in which they are told: who saves comes last, and saves what the others have learnt."""
         config, run = self.trainer.config, self.run
         watched = WatchedEvaluations(config.watched_evaluations, config.guards or "raise")
-        records = [*logger_observers(self.logger), self.results, TrainerHooks(run, self.results, self._loaders)]
+        records = [*self._records, self.results, TrainerHooks(run, self.results, self._loaders)]
         records += [self.best] if self.best is not None else []
         records += [watched] if config.guards and config.watched_evaluations else []
         savers = [one for one in self.callbacks.values() if isinstance(one, ModelCheckpoint)]
         apart = (ModelCheckpoint, Progress) if quiet else ModelCheckpoint  # a bar that nobody is to see hears nothing
         others = [one for one in self.callbacks.values() if not isinstance(one, apart)]
-        return [*self._bar(others, quiet), *records, *others, *savers]
+        return [Following(self.trainer), *self._bar(others, quiet), *records, *others, *savers]
 
     @property
     def _loaders(self) -> dict[str, Any]:
@@ -160,5 +200,29 @@ class Session:
         return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=self.plan.max_epochs)]
 
     def _states(self) -> dict[str, Any]:
-        states = {name: one.state_dict() for name, one in self.callbacks.items()}
+        states = {name: one.state_dict() for name, one in self._stateful().items()}
         return {name: state for name, state in states.items() if state}
+
+    def _stateful(self) -> dict[str, Any]:
+        """Who has something to remember, by name; those that are no callbacks under names that no callback has."""
+        records = {f"run/log/{index}": one for index, one in enumerate(self._records)}
+        return {**self.callbacks, **records, "run/results": self.results}
+
+
+class Following:
+    """Keeps a trainer up with its training; the first to be told. Tests may be of other weights."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._is_training = trainer, True
+
+    def handle(self, event: Event) -> None:
+        """Passes the state on."""
+        self._is_training &= not (isinstance(event, EvalStart) and event.name.startswith("test"))
+        if self._is_training:
+            self._trainer.follow(event)
+
+
+def standing_of(saved: Saved) -> Position | Standing:
+    """Where a run stood when it saved."""
+    loop = saved.run.get("loop")
+    return saved.position if loop is None else Standing.from_data(saved.position, loop)

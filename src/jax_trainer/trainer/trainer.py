@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,12 +15,10 @@ from rich.progress import track
 
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointStore, Saved
 from jax_trainer.core import Batch, CompiledProgram, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
-from jax_trainer.logger.rows import drop_rows_after
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
@@ -29,8 +26,9 @@ from jax_trainer.trainer.given import one_of
 from jax_trainer.trainer.keeper import Keeper, scalars_of
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import named_sets
-from jax_trainer.trainer.session import Session
-from jax_trainer.trainer.stored import configs_of, hparams_of
+from jax_trainer.trainer.resuming import Place, Resume, place_of, restored
+from jax_trainer.trainer.session import Session, Work, standing_of
+from jax_trainer.trainer.stored import configs_of, hparams_of, write_configs
 from jax_trainer.trainer.task import Task
 from jax_trainer.trainer.watchers import Given, taken_in
 
@@ -167,7 +165,8 @@ class TrainerModule(Keeper):
         test_loader: Any = None,
         num_epochs: int | None = None,
         *,
-        resume: bool | str | Path = False,
+        resume: Resume = False,
+        fork: bool = False,
         quiet: bool = False,
     ) -> dict[int | str, dict[str, Any]]:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
@@ -175,27 +174,37 @@ class TrainerModule(Keeper):
         Args:
             val_loader, test_loader: one loader, or several by name.
             num_epochs: instead of `train_epochs`.
-            resume: go on from the latest checkpoint of `folder`, or of the run in the folder given here; the present
-                configuration becomes the stored one.
+            resume: True: go on from the latest checkpoint of `folder`. A path: of the run in that folder, or from that
+                checkpoint of a run; the present configuration becomes the stored one. "auto": go on with the newest
+                run of exactly this configuration, or begin one. A run that has ended trains no further.
+            fork: go on in a new folder, and leave the one that is gone on from as it is.
             quiet: show no progress, whatever the configuration says.
         """
         evals = named_sets("val", val_loader) if self.config.validates else {}
         program = self.prepare(train_loader, num_epochs)
         self._check(program, evals)
-        self._start(program, resume=bool(resume))
-        folder = self._open_folder(resume)
-        store = self._store(folder, validates=bool(evals))
-        saved = self._restored(store, folder) if resume else None  # before the logger opens what is cut here
-        plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
-        self.logger = self.init_logger(folder)
-        session = Session(
-            self, program, plan, data, named_sets("test", test_loader), folder, store, self.logger, self._at
-        )
+        place = place_of(self, resume, fork=fork)
+        self._start(program, resume=place.goes_on is not None)
+        with place.folder.locked():
+            self.folder = place.folder
+            write_configs(self, place.folder)
+            plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
+            return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
+
+    def _train(self, place: Place, work: Work, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
+        store = self._store(place.folder, validates=bool(work.data.evals))
+        saver = self.config.saver
+        saves = saver is not None and saver.saves_at_all
+        found = restored(place, store, self.state, saves=saves)  # before the logger opens what is cut here
+        if found is not None:
+            self.state, self._at = found[0], standing_of(found[1])
+        self.logger = self.init_logger(place.folder)
+        session = Session(self, work, place.folder, store, self.logger, self._at)
         try:
             session.callbacks = self.callbacks = self.init_callbacks(session.run)
-            self._introduce(session.logger) if saved is None else _remind(session.callbacks, saved)
+            self._introduce(session.logger) if found is None else session.remember(found[1])
             self._session = session
-            return session.go(train_loader, quiet=quiet)
+            return session.go(quiet=quiet)
         finally:
             self._session = None
             if session.results.status in ("completed", "stopped"):
@@ -259,12 +268,6 @@ class TrainerModule(Keeper):
             begun = program.begin(self._key, state.params, state.model_state)
             self.state = begun.replace(extra={**begun.extra, **averaged})
 
-    def _restored(self, store: CheckpointStore, folder: RunFolder) -> Saved:
-        state, saved = store.restore("latest", like=self.state)
-        self.state, self._at = state, saved.position
-        drop_rows_after(folder.metrics_file, saved.step, saved.epoch)
-        return saved
-
     def _introduce(self, logger: Logger) -> None:
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
         logger.log_scalar("param/num_model_params", count, 0)
@@ -283,12 +286,6 @@ class _EpochMetrics:
     def handle(self, event: Event) -> None:
         if isinstance(event, EpochEnd):
             self.metrics = event.metrics
-
-
-def _remind(callbacks: Mapping[str, Callback], saved: Saved) -> None:
-    for name, callback in callbacks.items():
-        if name in saved.callbacks:
-            callback.load_state_dict(saved.callbacks[name])
 
 
 def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:

@@ -1,0 +1,41 @@
+"""One of two processes that train together; the second is told that its machine goes away."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+
+index, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+
+from jax_trainer.core import Layout, compile_program  # noqa: E402 - JAX has to know of the other process first
+from jax_trainer.datasets import ArrayLoader, Data  # noqa: E402
+from jax_trainer.engine import Plan, SavePoint, StepEnd, run  # noqa: E402
+from jax_trainer.testing import numbered_data, tiny_program  # noqa: E402
+
+
+class Told:
+    """Gets the notice at step 20, and writes down where it could save."""
+
+    def handle(self, event) -> None:
+        if isinstance(event, StepEnd):
+            time.sleep(0.01)
+            if event.step == 20 and index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if isinstance(event, SavePoint) and event.reason is not None:
+            sys.stdout.write(f"saved at {event.step}\n")
+            sys.stdout.flush()
+
+
+mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=[jax.devices()[0], jax.devices()[-1]])
+program = compile_program(tiny_program("linen"), layout=Layout(mesh=mesh))
+loader = ArrayLoader(numbered_data(1024), 32, shuffle=True, process=(0, 1))  # both have all of it
+state = program.init(jax.random.key(0), next(iter(loader)))
+try:
+    run(program, state, Data(loader), Plan(max_epochs=100), [Told()])
+except SystemExit as end:
+    sys.stdout.flush()
+    os._exit(end.code)
