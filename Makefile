@@ -1,12 +1,12 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests (`make slow` has what takes longer)
+#   make test    environment, install, lint, types, tests (`make slow` and `make scorecard` have what takes longer)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests slow bench bench-peers bench-loaders data configs clean
+.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders data configs clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -21,16 +21,22 @@ types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not scorecard"
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind
+
+scorecard: $(VENV)/installed-test
+	$(BIN)/python scripts/scorecard.py  # every fault, many times over; writes docs/reliability.md
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py
 
 bench-peers: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/step_overhead.py --peers
+
+bench-checkpoints: $(VENV)/installed
+	$(BIN)/python benchmarks/checkpoints.py
 
 bench-loaders: $(VENV)/installed-test
 	$(BIN)/python benchmarks/loaders.py

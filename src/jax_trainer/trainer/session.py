@@ -10,7 +10,7 @@ from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressB
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, Saved
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, step_of
-from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets import Data, Feed, Position
 from jax_trainer.engine import (
     Driver,
     EpochEnd,
@@ -145,10 +145,10 @@ class Session:
         raise told from error
 
     def _gone_back(self, error: NonFiniteError) -> Position | Standing | None:
-        """The latest checkpoint becomes the present state, and the bad batch is left out; None: there is none yet."""
+        """The latest checkpoint becomes the present state, and the bad batch is left out; None: that cannot be."""
         assert error.place is not None
         self.store.wait()
-        if self.store.latest() is None:
+        if self.store.latest() is None or not Feed(self.data.train, "train").can_go_back:
             return None
         self.trainer.state, saved = self.store.restore("latest", like=self.trainer.state)
         self.remember(saved)

@@ -1,0 +1,69 @@
+"""Going back to the latest checkpoint when a batch makes the loss not finite, and leaving that batch out."""
+
+import numpy as np
+import pytest
+from trainer_runs import plain_for
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.core import NonFiniteError
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import assert_same_bits, numbered_data
+
+BAD = (2, 5)  # batches of every epoch
+
+
+def arrays(bad=BAD):
+    broken = {name: np.array(array) for name, array in numbered_data(256).items()}
+    for number in bad:
+        broken["x"][32 * number + 5, 1] = np.nan
+    return broken
+
+
+def without_bad_ones():
+    return [batch for number, batch in enumerate(ArrayLoader(arrays(()), 32).epoch(1)) if number not in BAD]
+
+
+def trainer_for(folder, **changes):
+    saver = {"saver": ModelCheckpointConfig(every_n_steps=2)}
+    options = {"on_nonfinite": "rollback", "max_rollbacks": 4, "check_val_every_n_epoch": 0, "train_epochs": 2}
+    return plain_for("linen", folder, **{**options, "callbacks": saver, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps_per_call": 3}, {"resident": True, "steps_per_call": "epoch"}],
+    ids=["one", "chunks", "resident"],
+)
+def test_the_result_is_that_of_a_run_that_never_saw_the_bad_batches(tmp_path, caplog, changes):
+    clean = trainer_for(tmp_path, **{**changes, "resident": False})
+    clean.train_model(without_bad_ones())
+    trainer = trainer_for(tmp_path, **changes)
+    trainer.train_model(ArrayLoader(arrays(), 32))
+    assert_same_bits(trainer.state, clean.state)
+    told = [record.message for record in caplog.records if "Going back" in record.message]
+    assert len(told) == 4  # two of each epoch
+    assert "Step 3 was not finite. Going back to the checkpoint of step 2; batch 2 of epoch 1 is left out" in told[0]
+
+
+def test_it_goes_back_only_so_often(tmp_path):
+    trainer = trainer_for(tmp_path, max_rollbacks=1)
+    with pytest.raises(NonFiniteError, match="The batch and the state before this step are in"):
+        trainer.train_model(ArrayLoader(arrays(), 32))
+    assert all(np.isfinite(leaf).all() for leaf in trainer.state.params["hidden"].values())
+
+
+def test_without_a_checkpoint_yet_it_is_an_error(tmp_path):
+    with pytest.raises(NonFiniteError, match="The batch and the state before this step are in"):
+        trainer_for(tmp_path).train_model(ArrayLoader(arrays((1,)), 32))
+
+
+def test_data_that_cannot_go_back_is_an_error_and_not_trained_on_at_another_place(tmp_path):
+    trainer = trainer_for(tmp_path, train_epochs=1)
+    with pytest.raises(NonFiniteError, match="The batch and the state before this step are in"):
+        trainer.train_model(iter(list(ArrayLoader(arrays(), 32).epoch(1))))
+
+
+def test_it_needs_something_that_saves(tmp_path):
+    with pytest.raises(SettingsError, match="`rollback` goes back to a checkpoint: add"):
+        trainer_for(tmp_path, callbacks={})
