@@ -45,12 +45,13 @@ def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Writes arrays into the new folder `folder` (an absolute path), and waits until they are there."""
     full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
     folder.mkdir(mode=0o700)
-    writing = asyncio.run(_handler().async_save(folder, args=_orbax().args.PyTreeSave(full))) or ()
+    place = load_late("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
+    writing = asyncio.run(_handler().async_save(place, args=_orbax().args.PyTreeSave(full))) or ()
     try:
         failpoint("mid_array")
     finally:
         _wait_for_all(writing)  # also after a failure: what is still being written must not outlive its folder
-    _handler().finalize(folder)
+    _handler().finalize(place)
 
 
 def stored_specs(folder: Path) -> dict[str, Spec]:

@@ -23,6 +23,8 @@ class Snapshots:
             self._resize(leaves)
             for buffer in self._buffers.values():
                 buffer.fill(0)
+        else:
+            self.take(leaves)  # copies on a device are compiled when they are first made
 
     def take(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The values of `leaves` as they are now, on the host or, where there is room, on their devices."""

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-_ALLOWED = ("orbax.checkpoint", "tensorboardX", "wandb", "optuna", "matplotlib.figure", "PIL.Image")
+_ALLOWED = ("orbax.checkpoint", "etils.epath", "tensorboardX", "wandb", "optuna", "matplotlib.figure", "PIL.Image")
 
 
 def load_late(name: str, *, extra: str = "") -> ModuleType:
