@@ -50,10 +50,12 @@ def test_an_interruption_gets_through_while_one_waits():
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         thread.wait()
+    thread.wait()  # who did not want to wait is not kept waiting by others, not even at the end of the process
     assert time.perf_counter() - began < 5
     assert thread.is_busy
     go_on.set()
-    thread.wait()
+    thread.settle(insist=True)
+    assert not thread.is_busy
 
 
 def test_a_long_wait_is_told_of(monkeypatch, caplog):

@@ -77,7 +77,8 @@ def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
     assert [digest(store.restore(one, like)[0]) for one in (0, 3, 6)] == before
 
 
-def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warning(store, caplog):
+def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warning(store, caplog, monkeypatch):
+    monkeypatch.setattr("jax_trainer.checkpoint.store._NOTICEABLE", 0.5)
     with fault(SLOWLY), caplog.at_level(logging.WARNING, "jax_trainer"):
         began = time.perf_counter()
         path = store.save(state(4), AT, {}, wait=False)
@@ -91,7 +92,7 @@ def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warni
         store.save(state(6), AT, {}, wait=False)
         store.save(state(7), AT, {})
     [warning] = caplog.records
-    assert "Saving takes longer than the time between two saves: training waited" in warning.getMessage()
+    assert "Saving takes longer than the time between two saves: so far training waited" in warning.getMessage()
     assert not store.is_saving and store.steps() == [6, 7]
 
 

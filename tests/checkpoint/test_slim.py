@@ -242,9 +242,9 @@ def flipped_bit(path: Path) -> None:
 
 
 def missing_array(path: Path) -> None:
-    index = json.loads((path / "state" / "_METADATA").read_text())
-    del index["tree_metadata"]["('params.w',)"]
-    (path / "state" / "_METADATA").write_text(json.dumps(index))
+    index = json.loads((path / "small.json").read_text())
+    del index["params.w"]
+    (path / "small.json").write_text(json.dumps(index))
     write_manifest(path)
 
 

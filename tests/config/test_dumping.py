@@ -1,7 +1,7 @@
 import string
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from config_things import (
@@ -22,6 +22,7 @@ from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Place, Problems
 from jax_trainer.config.secrets import is_secret
 from jax_trainer.config.yaml_text import parse
+from jax_trainer.settings import AtLeast, Settings
 
 WORDS = """
     1 1.5 1e-3 1E5 .5 1_000 0x10 0o17 007 +1 - -- --- ... ? : ~ null Null true True yes no on off y n .nan .inf -.Inf
@@ -153,6 +154,26 @@ def test_the_same_value_in_two_places_is_written_twice():
 def test_a_key_that_no_file_may_have_is_refused_when_it_is_written():
     with pytest.raises(ValueError, match="cannot be written to a file. A key is a name without dots, got 'a.b'"):
         dump_config(Sketch(notes={"a.b": "c"}))
+
+
+def test_a_whole_number_for_a_key_of_floats_is_written_as_it_will_be_read():
+    @dataclass
+    class Numbers(Settings):
+        """Two numbers.
+
+        Args:
+            rate: takes floats.
+            bounded: takes floats.
+            count: takes whole numbers.
+            either: takes both.
+        """
+
+        rate: float | None = 1
+        bounded: Annotated[float, AtLeast(-1)] = -1
+        count: int = 2
+        either: int | float = 3
+
+    assert dump_config(Numbers()) == "rate: 1.0\nbounded: -1.0\ncount: 2\neither: 3\n"
 
 
 def test_a_configuration_as_data_has_only_plain_values():

@@ -40,7 +40,7 @@ class CallbackConfig(Settings):
     """
 
     every_n_epochs: Annotated[int, AtLeast(-1)] = 1
-    every_n_minutes: Annotated[float, AtLeast(-1)] = -1
+    every_n_minutes: Annotated[float, AtLeast(-1)] = -1.0
 
     def due_at(self, epoch: int) -> bool:
         """Whether the filtered hooks are called in this epoch."""

@@ -78,9 +78,10 @@ class _Mark(NamedTuple):
     standing: Standing
     states: Mapping[str, Any]  # of callbacks and others that watch
     record: Callable[[], int | None]  # the size of the run's record, as soon as it is written
+    devices: int  # that share the state
 
     def data(self) -> dict[str, Any]:
-        return {"loop": self.standing.to_data(), "record": self.record()}
+        return {"loop": self.standing.to_data(), "record": self.record(), "devices": self.devices}
 
 
 @register
@@ -143,7 +144,8 @@ class ModelCheckpoint(Callback):
         """Takes note of a place to go on from, and saves if that is due."""
         standing = event.standing
         if not standing.is_at(None if self._mark is None else self._mark.standing):
-            self._mark = _Mark(standing, self.run.callback_states(), self.run.logger.mark())
+            devices = len(event.state.step.sharding.device_set)
+            self._mark = _Mark(standing, self.run.callback_states(), self.run.logger.mark(), devices)
         wanted, self._wants = self._wants or (event.due and event.step > self._first), False
         if wanted and self.config.saves_at_all and self._saves_for(event.reason):
             self._tolerating(self._checkpoints.check)

@@ -74,7 +74,7 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
     )
     try:
-        full = _handler().restore(folder, args=request)
+        full = _handler().restore(folder, args=request) if arguments else {}
     except Exception as error:
         raise _unreadable(folder, error) from error
     return {name: placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}

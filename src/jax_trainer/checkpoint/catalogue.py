@@ -11,6 +11,7 @@ from jax_trainer.checkpoint.record import RECORD, CheckpointError, Record, Saved
 
 OLD = ".old"  # of a checkpoint whose step is being saved again
 _NAME = re.compile(r"step_([0-9]{8,18})(\.old)?")
+_ASIDE = re.compile(_NAME.pattern + r"\.damaged-[0-9]+")  # what had the place of a checkpoint that was saved again
 _ATTEMPTS = 5
 _log = logging.getLogger("jax_trainer")
 
@@ -51,7 +52,7 @@ class Catalogue:
             if (now := self._names()) == names:
                 break
             names, listing = now, self._read_all(now)
-        self._tell([name for name in names if not _is_name(name)])
+        self._tell([name for name in names if not (_is_name(name) or _ASIDE.fullmatch(name))])
         return listing
 
     def _names(self) -> list[str]:

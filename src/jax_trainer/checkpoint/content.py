@@ -12,6 +12,7 @@ from jax_trainer.checkpoint.commit import commit
 from jax_trainer.checkpoint.durable import sync_tree, write_atomically
 from jax_trainer.checkpoint.leaves import Spec, impl_of, words_of
 from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.packing import PACK, packed, read_packed, read_places, specs_of, write_places
 from jax_trainer.checkpoint.partial import partial_folder
 from jax_trainer.checkpoint.record import RECORD, CheckpointError, Record
 from jax_trainer.checkpoint.untrusted import check_only_plain_files
@@ -34,7 +35,9 @@ def write_checkpoint(
     """
     with partial_folder(folder) as partial:
         failpoint("after_tmp_dir")
-        write_arrays(partial / _ARRAYS, arrays)
+        together, places = packed(arrays)
+        write_arrays(partial / _ARRAYS, together)
+        write_places(partial, places)
         write_atomically(partial / RECORD, record().text())
         failpoint("before_manifest")
         write_manifest(partial)
@@ -51,7 +54,9 @@ def stored_in(path: Path, record: Record) -> dict[str, Spec]:
     except ValueError as error:
         raise CheckpointError(f"The checkpoint {path} is not restored: {error}.") from error
     empty = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in record.empty.items()}
-    return stored_specs(path / _ARRAYS) | empty
+    stored = stored_specs(path / _ARRAYS)
+    small = specs_of(read_places(path, stored))
+    return {name: spec for name, spec in stored.items() if name != PACK} | small | empty
 
 
 def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
@@ -63,7 +68,11 @@ def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
 def read_held(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of the checkpoint in `path` that `like` names, placed as it says; its specs must agree already."""
     keys = {name: leaf for name, leaf in like.items() if impl_of(leaf)}
-    read = read_arrays(path / _ARRAYS, {name: words_of(leaf) for name, leaf in like.items()})
+    stored = stored_specs(path / _ARRAYS)
+    places, words = read_places(path, stored), {name: words_of(leaf) for name, leaf in like.items()}
+    small = {name: leaf for name, leaf in words.items() if name in places}
+    read = read_arrays(path / _ARRAYS, {name: leaf for name, leaf in words.items() if name not in places})
+    read |= read_packed(path / _ARRAYS, places, stored[PACK].shape[0] if small else 0, small)
     return read | {name: _as_key(read[name], leaf) for name, leaf in keys.items()}
 
 

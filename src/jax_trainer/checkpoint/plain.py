@@ -23,7 +23,7 @@ PLAIN = (
 )
 _TAG = "$"
 _DEEPEST = 100
-_DTYPES = {
+DTYPES = {
     str(dtype): dtype
     for dtype in map(
         np.dtype,
@@ -34,7 +34,7 @@ _DTYPES = {
         ),
     )
 }
-_TORCH_DTYPES = _DTYPES.keys() - {"uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"}
+_TORCH_DTYPES = DTYPES.keys() - {"uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"}
 _BITS = re.compile("[0-9a-f]{16}")
 _Shape = list[Annotated[int, AtLeast(0)]]
 
@@ -113,7 +113,7 @@ def _odd_numbers(value: Any, where: str) -> str:
         if str(value.layout) != "torch.strided" or value.is_quantized:
             return f"{where} is a tensor that is not dense"
     else:
-        name, known = str(value.dtype), _DTYPES.keys()
+        name, known = str(value.dtype), DTYPES.keys()
         if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
             return f"{where} is {shown(value)}, of type {type(value).__name__}"
     return "" if name in known else f"{where} is {shown(value)}, of the dtype {name}"
@@ -149,13 +149,13 @@ def _float(*, bits: Any) -> float:
 
 def _array(*, dtype: Any, shape: Any, **raw: Any) -> np.ndarray:
     content = _as_bytes(raw["base64"])
-    if not isinstance(dtype, str) or dtype not in _DTYPES or not fits(_Shape, shape):
+    if not isinstance(dtype, str) or dtype not in DTYPES or not fits(_Shape, shape):
         raise ValueError(f"there is no array of {shown(dtype)} and {shown(shape)}")
-    if math.prod(shape) * _DTYPES[dtype].itemsize != len(content):
+    if math.prod(shape) * DTYPES[dtype].itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no array of {dtype} and {shown(shape)}")
     if not content:
-        return np.zeros(shape, _DTYPES[dtype])
-    return np.frombuffer(bytearray(content), _DTYPES[dtype]).reshape(shape)  # of its own: it may be written to
+        return np.zeros(shape, DTYPES[dtype])
+    return np.frombuffer(bytearray(content), DTYPES[dtype]).reshape(shape)  # of its own: it may be written to
 
 
 def _scalar(*, dtype: Any, shape: Any, **raw: Any) -> Any:

@@ -39,7 +39,7 @@ __all__ = ["CheckpointError", "CheckpointStore", "Listed", "SaveError", "Saved",
 Which = Saved | Path | int | Literal["latest", "best"] | None
 Remembered = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _FIELDS = tuple(TrainState.__dataclass_fields__)
-_NOTICEABLE = 0.25  # seconds that a save waits for the one before
+_NOTICEABLE = 2.0  # seconds, all together, that saves have waited for the one before
 _log = logging.getLogger("jax_trainer")
 
 
@@ -83,7 +83,7 @@ class CheckpointStore:
         )
         self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)
         self._snapshots, self._thread = Snapshots(), SavingThread("jax-trainer-save", f"a checkpoint in {self.folder}")
-        self._has_told_of_waiting = False
+        self._waited, self._has_told_of_waiting = 0.0, False
 
     def prepare(self, state: TrainState) -> None:
         """Finds out, before the first step, whether states like this can be saved here, and gets ready for it."""
@@ -222,13 +222,13 @@ class CheckpointStore:
             )
 
     def _wait_for_the_one_before(self) -> None:
-        waited = self._thread.settle()
-        if waited > _NOTICEABLE and not self._has_told_of_waiting:
+        self._waited += self._thread.settle(insist=True)
+        if self._waited > _NOTICEABLE and not self._has_told_of_waiting:
             self._has_told_of_waiting = True
             _log.warning(
-                "Saving takes longer than the time between two saves: training waited %.1f s for %s. Save less often, "
-                "or to a faster disk.",
-                *(waited, self.folder),
+                "Saving takes longer than the time between two saves: so far training waited %.1f s for %s. Save less "
+                "often, or to a faster disk.",
+                *(self._waited, self.folder),
             )
         self._thread.check()
 

@@ -16,9 +16,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
+import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
-from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.store import CheckpointError, SaveError
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.secrets import environment_secrets
 from jax_trainer.settings import SettingsError
@@ -34,6 +39,8 @@ Train, test and resume experiments that are described by one YAML file.
   jax-trainer check configs/digits.yaml                            everything but training
   jax-trainer test runs/CNN/20261115-142311                        judge the best weights of a run
   jax-trainer resume runs/CNN/20261115-142311                      go on from its latest checkpoint
+  jax-trainer train configs/digits.yaml resume=auto                begin a run, or go on with it
+  jax-trainer ckpt runs/CNN/20261115-142311 --verify               what was saved, and whether it is whole
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    look for better values
   jax-trainer describe AdamW                                       what can be configured
@@ -51,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": kind, "allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        raise commands.WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
+        raise WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"jax-trainer {commands.version()}")
     kinds = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[..., commands.Outcome], help: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., Outcome], help: str) -> argparse.ArgumentParser:
         one = kinds.add_parser(name, help=help, description=(run.__doc__ or "").strip(), epilog=_EXIT_CODES)
         one.set_defaults(run=run, error=one.error, secrets=set())
         one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
@@ -69,23 +76,28 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
         return one
 
-    train = command("train", commands.train, "train what a file describes")
+    train = command("train", training.train, "train what a file describes")
     check = command("check", commands.check, "look for mistakes and show what would be trained")
     test = command("test", commands.test, "judge the weights of a run on its test data")
-    resume = command("resume", commands.resume, "go on with a run from its latest checkpoint")
+    resume = command("resume", training.resume, "go on with a run from a checkpoint")
+    ckpt = command("ckpt", checkpoints.ckpt, "list the checkpoints of a run, and verify them")
     describe = command("describe", commands.describe, "show what can be configured")
     command("schema", commands.schema, "print a JSON schema of configurations, for editors")
     tune = command("tune", tuning.tune, "look for the values with which an experiment does best")
     for one in (train, check, tune):
         one.add_argument("config", metavar="CONFIG", help="a YAML file")
-    for one in (test, resume):
-        one.add_argument("folder", metavar="RUN", help="the folder of a run")
+    for one in (test, resume, ckpt):
+        one.add_argument("folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     given = "other values, such as trainer.train_epochs=3, and files with classes of your own"
     for one in (train, check, test, resume, tune):
-        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given)
-    whose = "whose weights: best, latest, or the number of a step (default: best)"
+        more = "; resume=auto: go on with a run of this configuration, if there is one" if one is train else ""
+        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given + more)
+    for one, default in ((test, "best"), (resume, "latest")):
+        whose = f"which checkpoint: best, latest, or the number of a step (default: {default})"
+        one.add_argument("--which", type=_which, help=whose)
+    resume.add_argument("--fork", action="store_true", help="go on in a new folder, and leave RUN as it is")
+    ckpt.add_argument("--verify", action="store_true", help="read all of it, and compare with its digests")
     tuning.add_options(tune)
-    test.add_argument("--which", default="best", type=_which, help=whose)
     describe.add_argument("name", nargs="?", default="", metavar="NAME", help="a class, or a kind such as Callback")
     return whole
 
@@ -116,17 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = _parsed(given)
         with _one_line_each(asked):
             outcome = asked.run(asked)
-    except (commands.Interrupted, KeyboardInterrupt) as end:
-        code, run = getattr(end, "code", commands.CTRL_C), getattr(end, "run", "")
+    except (Interrupted, KeyboardInterrupt) as end:
+        code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
         _tell(asked, code, str(end) or "Interrupted.", status="interrupted", run=run)
         return _ended_at_once(code) if arguments is None else code
     except ConfigError as error:
         count = len(error.problems) + error.more
         heading = f"{count} problems:\n" if count > 1 else ""
         return _tell(asked, WRONG_INPUT, str(error), heading, problems=[one.as_data() for one in error.problems])
-    except (commands.WrongInput, UserCodeError, SettingsError) as error:
+    except (WrongInput, UserCodeError, SettingsError) as error:
         return _tell(asked, WRONG_INPUT, str(error))
-    except (commands.Failure, CheckpointError) as error:
+    except SaveError as error:  # what was trained since the last checkpoint is lost, and the notes say where it is
+        return _tell(asked, FAILED, " ".join((str(error), *getattr(error, "__notes__", ()))))
+    except (Failure, CheckpointError, RunInUseError) as error:
         return _tell(asked, FAILED, str(error))
     except Exception as error:
         sys.stderr.write(_without_secrets(asked, traceback.format_exc()))
@@ -135,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(outcome.data)
     elif not asked.quiet:
         outcome.show(_Page())
-    return DONE
+    if outcome.problem:
+        sys.stderr.write(f"jax-trainer: {tame(_without_secrets(asked, outcome.problem))}\n")
+    return FAILED if outcome.problem else DONE
 
 
 def _ended_at_once(code: int) -> NoReturn:
@@ -147,7 +163,7 @@ def _ended_at_once(code: int) -> NoReturn:
 
 
 def _tell(asked: argparse.Namespace, code: int, text: str, heading: str = "", **more: Any) -> int:
-    text = _tame(_without_secrets(asked, text))
+    text = tame(_without_secrets(asked, text))
     if asked.json:
         _write({"status": "failed", "error": text, **more})
     sys.stderr.write(f"jax-trainer: {heading}{text}\n")
@@ -190,18 +206,13 @@ def _without_secrets(asked: argparse.Namespace, text: str) -> str:
     return redact_text(text, environment_secrets() | asked.secrets)
 
 
-def _tame(text: str) -> str:
-    """Without what would move the cursor of a terminal: the name of a file may have it."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
-
-
 @contextmanager
 def _one_line_each(asked: argparse.Namespace) -> Iterator[None]:
     """Messages and warnings are one line each, told once, without secrets; so are those in a run's own log."""
     told: set[str] = set()
 
     def put_on_a_line(record: logging.LogRecord) -> bool:
-        record.msg, record.args = _tame(" ".join(_without_secrets(asked, record.getMessage()).split())), ()
+        record.msg, record.args = tame(" ".join(_without_secrets(asked, record.getMessage()).split())), ()
         return True
 
     def is_new(record: logging.LogRecord) -> bool:

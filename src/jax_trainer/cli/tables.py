@@ -82,6 +82,23 @@ def described_data(one: Described) -> dict[str, Any]:
     return {"name": one.name, "interface": one.interface, "summary": one.summary, "keys": keys}
 
 
+def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """What was saved, a row each, and what there is to say about all of it."""
+    names = ("step", "epoch", "metric", "size", "lacks", "kept as", "state")
+    table = Table(*(Column(name, overflow="fold") for name in names))
+    for step, epoch, metric, size, *rest in rows:
+        table.add_row(*(escape(tame(cell)) for cell in (step, epoch, metric, _bytes(int(size)), *rest)))
+    if rows:
+        console.print(table)
+    for note in notes:
+        _line(console, tame(note))
+
+
+def tame(text: str) -> str:
+    """Without what would move the cursor of a terminal: the name of a file may have it."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
 def _below(console: Console, text: str, indent: int) -> None:
     console.print(Padding(text, (0, 0, 0, indent), expand=False), highlight=False)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jax_trainer.cli import commands
+from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--timeout", "no trial begins after so many seconds", type=_seconds, metavar="SECONDS")
 
 
-def tune(asked: argparse.Namespace) -> commands.Outcome:
+def tune(asked: argparse.Namespace) -> Outcome:
     """Looks for the values with which an experiment does best; asked again, it adds the trials that are missing."""
     changes = commands.changes_of(asked)
     asked.secrets |= secrets_of(asked.storage or "")
@@ -55,7 +56,7 @@ def tune(asked: argparse.Namespace) -> commands.Outcome:
         quiet = asked.quiet or asked.json
         done = tuned(asked.config, asked.space, overrides=changes, quiet=quiet, **options)
     data = redact({"status": "completed", **done.data()}, secrets=asked.secrets)
-    return commands.Outcome(data, lambda console: _show(console, done, data["config"]))
+    return Outcome(data, lambda console: _show(console, done, data["config"]))
 
 
 @contextmanager
@@ -64,20 +65,20 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        code = commands.CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
-        if code not in (commands.CTRL_C, commands.TERMINATED):
+        code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
+        if code not in (CTRL_C, TERMINATED):
             raise  # something of the user's has asked for another end
         folder = redact(str(folder_of(asked.name or name_of(asked.config), asked.folder)), secrets=asked.secrets)
         text = f"Interrupted. What was found is in {folder}; the same command goes on from here."
-        raise commands.Interrupted(code, text, folder) from None
+        raise Interrupted(code, text, folder) from None
     except StudyError as error:
-        raise commands.WrongInput(str(error)) from None
+        raise WrongInput(str(error)) from None
     except (StorageError, OSError) as error:
-        raise commands.Failure(str(error)) from None
+        raise Failure(str(error)) from None
     except ModuleNotFoundError as missing:
         if missing.name != "optuna":
             raise
-        raise commands.Failure(str(missing)) from None
+        raise Failure(str(missing)) from None
 
 
 def _show(console: Console, done: Tuned, config: str | None) -> None:

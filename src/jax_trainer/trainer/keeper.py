@@ -197,4 +197,6 @@ def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:
             epochs = ", ".join(str(saved.epoch) for saved in store.all()) or "none"
             raise CheckpointError(f"There is no checkpoint of epoch {epoch} in {store.folder}. There are: {epochs}.")
         return found[-1]
-    return store.best() or "latest" if which in (None, "best") else which
+    if which in (None, "best"):
+        return "latest" if store.best() is None else "best"
+    return which

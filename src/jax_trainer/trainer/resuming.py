@@ -84,6 +84,12 @@ def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: b
         store.goes_on_from(saved)
     cut(place.folder.metrics_file, saved.run.get("record"))
     LOG.info(f"Going on from step {saved.step} of {place.goes_on.path}.")
+    before, now = saved.run.get("devices"), len(state.step.sharding.device_set)
+    if before not in (None, now):
+        LOG.warning(
+            f"This run was saved on {before} device{'s' if before != 1 else ''} and goes on on {now}: sums are added in "
+            "another order, so what comes out agrees closely, and not bit for bit."
+        )
     return state, saved
 
 

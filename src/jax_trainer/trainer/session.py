@@ -171,8 +171,8 @@ class Session:
             state = self.best.of(trainer.state)
         else:
             self.store.wait()
-            best = self.store.best()
-            state = trainer.state if best is None else trainer.with_weights(self.store, best)
+            has_best = self.store.best() is not None
+            state = trainer.with_weights(self.store, "best") if has_best else trainer.state
         epoch = 0 if self._driver is None else self._driver.event.epoch
         at = Event(step_of(trainer.state), epoch, HeldState.of(state))
         return eval_events(self.program, at, self.tests, trainer.config.test_plan)

@@ -187,7 +187,6 @@ class TrainerModule(Keeper):
         self._start(program, resume=place.goes_on is not None)
         with place.folder.locked():
             self.folder = place.folder
-            write_configs(self, place.folder)
             plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
             return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
 
@@ -196,6 +195,7 @@ class TrainerModule(Keeper):
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all
         found = restored(place, store, self.state, saves=saves)  # before the logger opens what is cut here
+        write_configs(self, place.folder)
         if found is not None:
             self.state, self._at = found[0], standing_of(found[1])
         self.logger = self.init_logger(place.folder)

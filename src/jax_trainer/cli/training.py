@@ -1,0 +1,96 @@
+"""The commands `train` and `resume`: where a run begins or goes on, and what is said when it ends early."""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointStore, Listed
+from jax_trainer.cli import commands, tables
+from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.runs import Meant, meant, without_resume
+from jax_trainer.config import Loaded, redact
+from jax_trainer.trainer import load_experiment
+
+
+def train(asked: argparse.Namespace) -> Outcome:
+    """Trains what a file describes, then tests the weights that were best in validation.
+
+    With `resume=auto` the same command begins a run or goes on with it: with the newest of exactly this configuration.
+    """
+    changes, source = without_resume(commands.changes_of(asked))
+    return _trained(asked, load_experiment(asked.config, changes), source)
+
+
+def resume(asked: argparse.Namespace) -> Outcome:
+    """Goes on with a run from one of its checkpoints, to the end that its configuration says."""
+    changes, source = commands.changes_of(asked), meant(asked, "latest")
+    loaded = commands.stored(source, changes)
+    return _trained(asked, loaded, source, fork=asked.fork)  # with other values, if there are any, from now on
+
+
+def _trained(
+    asked: argparse.Namespace,
+    loaded: Loaded[Any],
+    source: Meant | Literal["auto"] | None,
+    *,
+    fork: bool = False,
+) -> Outcome:
+    own = source.folder if isinstance(source, Meant) and not fork else None
+    if own is not None:
+        own.check_free()  # before the data is loaded
+    if isinstance(source, Meant):
+        source.check_saved()
+    with commands.told_with_places(asked, loaded):
+        trainer = commands.built(loaded, own)
+        data, quiet = trainer.dataset, asked.quiet or asked.json
+        start = source.path(trainer) if isinstance(source, Meant) else source or False
+        with _told_with_a_way_on(asked, trainer):
+            results = trainer.train_model(
+                data.train_loader, data.val_loader, data.test_loader, resume=start, fork=fork, quiet=quiet
+            )
+    metrics = {str(place): commands.scalars(values) for place, values in results.items()}
+    run = redact(str(trainer.folder.path), secrets=asked.secrets)
+    following = _command(asked, "test", trainer.folder) if _saved(trainer.folder) else ""
+    outcome = {"status": "completed", "run": run, "metrics": metrics}
+    return Outcome(outcome, lambda console: tables.trained(console, metrics, run, following))
+
+
+@contextmanager
+def _told_with_a_way_on(asked: argparse.Namespace, trainer: Any) -> Iterator[None]:
+    """Whatever ends a run, a person learns how to go on with it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
+        if code not in (CTRL_C, TERMINATED):
+            raise  # something of the user's has asked for another end
+        run = "" if trainer.folder is None else redact(str(trainer.folder.path), secrets=asked.secrets)
+        raise Interrupted(code, f"Interrupted. {_way_on(asked, trainer.folder)}", run) from None
+    except Exception as error:
+        if trainer.folder is not None:
+            error.add_note(f"The run's folder is {trainer.folder.path}. {_way_on(asked, trainer.folder)}")
+        elif isinstance(error, OSError):
+            reason = f"{error.strerror}: {str(error.filename)[:200]}." if error.strerror else str(error)
+            raise WrongInput(f"The run's folder cannot be made. {reason}") from None
+        raise
+
+
+def _way_on(asked: argparse.Namespace, folder: RunFolder | None) -> str:
+    whole = [] if folder is None else [one.step for one in _saved(folder) if not one.without]
+    if folder is None or not whole:
+        return "Nothing was saved."
+    return f"Go on from step {whole[-1]} by `{_command(asked, 'resume', folder)}`."
+
+
+def _saved(folder: RunFolder) -> list[Listed]:
+    """The checkpoints of a run that look whole; what is damaged fails here no second time."""
+    return [one for one in CheckpointStore(folder.checkpoints).listed() if not one.problem]
+
+
+def _command(asked: argparse.Namespace, name: str, folder: RunFolder) -> str:
+    imports = [word for module in asked.imports for word in ("--import", module)]
+    path = redact(str(folder.path), secrets=asked.secrets)
+    return shlex.join(["jax-trainer", name, path, *imports])
