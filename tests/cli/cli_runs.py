@@ -71,7 +71,7 @@ def ask(*arguments: str | Path, folder: Path) -> Said:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
-    return Said(code, out.getvalue(), err.getvalue())
+    return Said(code, out.getvalue(), without_haste(err.getvalue()))
 
 
 def ask_process(*arguments: str | Path, folder: Path, **environment: str) -> Said:
@@ -80,7 +80,12 @@ def ask_process(*arguments: str | Path, folder: Path, **environment: str) -> Sai
     done = subprocess.run(
         command, cwd=folder, env=process_environment(**environment), capture_output=True, timeout=PATIENCE, text=True
     )
-    return Said(done.returncode, done.stdout, done.stderr)
+    return Said(done.returncode, done.stdout, without_haste(done.stderr))
+
+
+def without_haste(err: str) -> str:
+    """What was said, without what depends on how much else the disk has to do."""
+    return "".join(line for line in err.splitlines(keepends=True) if "Saving takes longer than" not in line)
 
 
 def process_environment(**more: str) -> dict[str, str]:

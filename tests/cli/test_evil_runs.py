@@ -12,7 +12,9 @@ import pytest
 import tensorstore
 from cli_runs import ask, watched
 
-STEP = "checkpoints/step_00000008"
+from jax_trainer.checkpoint.manifest import write_manifest
+
+STEP, EARLIER = "checkpoints/step_00000008", "checkpoints/step_00000004"
 
 
 class Evil:
@@ -24,6 +26,16 @@ class Evil:
 
 def put(run: Path, name: str, content: bytes) -> None:
     (run / name).write_bytes(content)
+
+
+def signed(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    """With digests that fit: whoever changes a checkpoint can write those, too."""
+
+    def change_both(run: Path) -> None:
+        change(run)
+        write_manifest(run / STEP)
+
+    return change_both
 
 
 def in_config(old: str, new: str) -> Callable[[Path], None]:
@@ -38,9 +50,9 @@ def in_config(old: str, new: str) -> Callable[[Path], None]:
 def in_record(**changed: Any) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         file = run / STEP / "checkpoint.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed, indent=1))
 
-    return change
+    return signed(change)
 
 
 def huge(run: Path) -> None:
@@ -78,6 +90,16 @@ def linked_data(run: Path) -> None:
     file.symlink_to("/etc/passwd")
 
 
+def in_manifest(name: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = run / STEP / "MANIFEST.json"
+        content = json.loads(file.read_text())
+        content["files"][name] = {"size": 1, "sha256": "0" * 64}
+        file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+    return change
+
+
 # what was done to a run, the exit code, and what is said
 REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a class name of code": (in_config("class_name: MLP", "class_name: os.system"), 2, "found 'os.system'"),
@@ -95,19 +117,27 @@ REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "numbers that are a pipe": (piped("metrics.jsonl"), 2, "metrics.jsonl is a link or a device"),
     "messages that are a link": (linked("run.log"), 2, "run.log is a link"),
     "checkpoints that are a link": (linked("checkpoints"), 2, "checkpoints is a link"),
-    "a checkpoint that is a link": (linked(STEP), 2, "has no checkpoint"),
+    "a checkpoint that is a link": (linked(STEP), 1, "step_00000008 is not a folder"),
     "data that is a link": (linked_data, 1, "is a link"),
-    "a class path in the record": (in_record(_class_path="os.system"), 2, "has no checkpoint"),
-    "a state with a class path": (in_record(metrics={"val/acc": {"__reduce__": "os.system"}}), 2, "has no checkpoint"),
-    "another format": (in_record(format=2), 1, "format 2"),
-    "a shape of 10^12": (huge, 1, "float32[1000000000000]"),
+    "a class path in the record": (in_record(_class_path="os.system"), 1, "has an unknown '_class_path'"),
+    "a state with a class path": (in_record(metrics={"val/acc": {"__reduce__": "os.system"}}), 1, "metrics must be"),
+    "another format": (in_record(format=999), 1, "format 999"),
+    "a shape of 10^12": (signed(huge), 1, "float32[1000000000000]"),
+    "a pickle in the checkpoint": (
+        lambda run: put(run, f"{STEP}/x.pkl", pickle.dumps(Evil())),
+        1,
+        "x.pkl is not of it",
+    ),
+    "digests that are a link": (linked(f"{STEP}/MANIFEST.json"), 1, "MANIFEST.json"),
+    "digests of other files": (in_manifest("../../config.yaml"), 1, "config.yaml is missing"),
+    "digests of the user's files": (in_manifest("/etc/passwd"), 1, "passwd is missing"),
     "an array without content of 10^12": (in_record(empty={"params.x": ["float32", [10**12, 0]]}), 1, "params.x"),
 }
 # what may be there, and is not looked at
 FINE: dict[str, Callable[[Path], None]] = {
     "a pickle beside the configuration": lambda run: put(run, "config.pkl", pickle.dumps(Evil())),
-    "a pickle in the checkpoint": lambda run: put(run, f"{STEP}/state.pkl", pickle.dumps(Evil())),
-    "a pickle among the arrays": lambda run: put(run, f"{STEP}/state/data.pkl", pickle.dumps(Evil())),
+    "a pickle that a checkpoint says it has": signed(lambda run: put(run, f"{STEP}/x.pkl", pickle.dumps(Evil()))),
+    "a pickle among the arrays": signed(lambda run: put(run, f"{STEP}/state/data.pkl", pickle.dumps(Evil()))),
     "a module": lambda run: put(run, "sitecustomize.py", b"import os; os.mkdir('canary')"),
 }
 
@@ -119,14 +149,15 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     (folder / "theirs").mkdir()
     for name in ("good", *REFUSED, *FINE):
         shutil.copytree(trained, folder / name)
+        shutil.rmtree(folder / name / EARLIER)  # or that would be taken instead
     for name, change in {**{name: row[0] for name, row in REFUSED.items()}, **FINE}.items():
         change(folder / name)
     theirs = contents(folder / "theirs")
-    first = [["test", "good"], ["resume", "good", "--quiet"], ["test", "missing"]]
-    commands = [[command, name] for name in (*REFUSED, *FINE) for command in ("test", "resume")]
+    first = [["test", "good"], ["resume", "good", "--quiet"], ["test", "missing"], ["ckpt", "good", "--quiet"]]
+    commands = [[command, name] for name in (*REFUSED, *FINE) for command in ("ckpt", "test", "resume")]
     jobs = {"first": first, "watched": commands, "writable": str(folder), "forbidden": "import exec"}
     made = watched(jobs, folder)
-    assert [one["code"] for one in made["first"]] == [0, 0, 2]
+    assert [one["code"] for one in made["first"]] == [0, 0, 2, 0]
     named = {f"{command} {name}": one for (command, name), one in zip(commands, made["watched"], strict=True)}
     is_left_alone = contents(folder / "theirs") == theirs and not (folder / "canary").exists()
     return {**made, "by_name": named, "is_left_alone": is_left_alone}
@@ -149,6 +180,16 @@ def test_a_run_that_was_tampered_with_is_refused_in_words(command: str, name: st
 @pytest.mark.parametrize("name", FINE)
 def test_what_else_is_there_is_not_looked_at(name: str, report: dict[str, Any]):
     assert [report["by_name"][f"{command} {name}"]["code"] for command in ("test", "resume")] == [0, 0]
+
+
+def test_checkpoints_of_somebody_else_are_listed_or_refused(report: dict[str, Any]):
+    listed = {name: one for name, one in report["by_name"].items() if name.startswith("ckpt ")}
+    assert {one["code"] for one in listed.values()} == {0, 2}
+    refused = {name for name, one in listed.items() if one["code"] == 2}
+    assert refused == {"ckpt checkpoints that are a link"}
+    damaged = {name for name, one in listed.items() if "damaged:" in one["out"]}
+    assert {"ckpt data that is a link", "ckpt a pickle in the checkpoint", "ckpt a class path in the record"} <= damaged
+    assert not any(f"ckpt {name}" in damaged for name in FINE)
 
 
 def test_nothing_is_run_and_nothing_outside_is_touched(report: dict[str, Any]):

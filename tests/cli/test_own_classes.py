@@ -57,7 +57,7 @@ def test_the_same_class_in_a_package_tests_the_run(run: Path, folder: Path):
 
 def test_the_run_is_resumed_described_and_checked_with_its_file(run: Path, folder: Path):
     said = ask("resume", run, "own_models.py", "trainer.train_epochs=3", "--json", folder=folder)
-    assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["3", "test"])
+    assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["1", "2", "3", "test"])
     assert "  width: 24\n      how many units it has." in ask("describe", "OwnWide", folder=folder).out
     wrong = ask("check", "tiny.yaml", "own_models.py", "model.width=0", "model.widht=1", folder=folder)
     assert wrong.code == 2

@@ -1,0 +1,175 @@
+"""train and resume: beginning, going on, going back, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import Said, ask, last_state, tiny_file
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.cli import commands
+from jax_trainer.core.failpoints import arm
+from jax_trainer.testing import assert_same_bits
+
+FIRST, LAST = "step_00000004", "step_00000008"
+
+
+def cut_short(run: Path) -> Path:
+    """`run` as it was after its first epoch, when it was killed."""
+    shutil.rmtree(run / "checkpoints" / LAST)
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """What was measured, without what took how long."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "time" not in name} for row in rows if "epoch" in row]
+
+
+def place_on_disk(run: Path) -> int:
+    """The same, as long as nobody saves the first epoch again."""
+    return (run / "checkpoints" / FIRST).stat().st_ino
+
+
+def assert_is_the_same_run(run: Path, whole: Path) -> None:
+    (state, step), (expected, last) = last_state(run), last_state(whole)
+    assert step == last
+    assert_same_bits(state, expected)
+    assert numbers(run) == numbers(whole)
+
+
+def one_line(said: Said, code: int) -> str:
+    assert (said.code, said.out, said.err.count("\n")) == (code, "", 1), said.err
+    return said.err
+
+
+# the same command again
+
+
+def test_the_same_command_goes_on_with_a_run_that_was_killed(trained: Path, tmp_path: Path):
+    run = cut_short(Path(shutil.copytree(trained, tmp_path / "runs" / "MLP" / trained.name)))
+    before = place_on_disk(run)
+    said = ask("train", tiny_file(tmp_path), "resume=auto", "--json", folder=tmp_path)
+    assert (said.code, said.err, said.data["run"]) == (0, "", str(run))
+    assert place_on_disk(run) == before  # it did not begin again
+    assert_is_the_same_run(run, trained)
+
+
+def test_another_configuration_is_another_run(trained: Path, tmp_path: Path):
+    run = Path(shutil.copytree(trained, tmp_path / "runs" / "MLP" / trained.name))
+    before = contents(run)
+    change = "trainer.fast_dev_run=1"
+    said = ask("train", tiny_file(tmp_path), change, "resume=auto", "--json", folder=tmp_path)
+    assert (said.code, said.data["run"]) == (0, str(max((tmp_path / "runs/MLP").iterdir())))
+    assert said.data["run"] != str(run) and contents(run) == before
+
+
+@pytest.mark.parametrize("which", ["", f"/checkpoints/{FIRST}"])
+def test_a_run_can_be_named(which: str, run: Path, trained: Path, tmp_path: Path):
+    said = ask("train", tiny_file(tmp_path), f"resume={cut_short(run)}{which}", "--json", folder=tmp_path)
+    assert (said.code, said.err, said.data["run"]) == (0, "", str(run))
+    assert_is_the_same_run(run, trained)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("word", ["", "yes", "true", "Auto", "tiny.yaml", "."])
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_what_else_is_said_about_resuming_is_told_with_what_is_possible(command: str, word: str, tmp_path: Path):
+    told = one_line(ask(command, tiny_file(tmp_path), f"resume={word}", folder=tmp_path), 2)
+    assert "`resume=auto`" in told and "`resume=never`" in told and f"found {word!r}" in told
+
+
+def test_of_two_words_the_last_one_counts_and_what_can_be_trained_can_be_checked(tmp_path: Path):
+    said = ask("check", tiny_file(tmp_path), "resume=nowhere", "resume=never", "--json", folder=tmp_path)
+    assert (said.code, said.data["steps"]) == (0, 8)
+
+
+# going back, and forking
+
+
+def test_a_run_that_saved_nothing_begins_again(run: Path, trained: Path, tmp_path: Path):
+    shutil.rmtree(run / "checkpoints")
+    said = ask("resume", run, "--json", folder=tmp_path)
+    assert (said.code, said.data["run"], said.err.count("\n")) == (0, str(run), 1)
+    assert "begins again" in said.err
+    assert_is_the_same_run(run, trained)
+
+
+def test_a_run_goes_back_to_an_earlier_step(run: Path, trained: Path, tmp_path: Path):
+    first, last = place_on_disk(run), (run / "checkpoints" / LAST).stat().st_ino
+    said = ask("resume", run, "--which", "4", "--json", folder=tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert place_on_disk(run) == first and (run / "checkpoints" / LAST).stat().st_ino != last
+    assert (run / "config.yaml").read_text() == (trained / "config.yaml").read_text()  # `resume=auto` finds it by that
+    assert_is_the_same_run(run, trained)
+
+
+def test_a_fork_goes_on_elsewhere_and_leaves_the_run_as_it_is(run: Path, trained: Path, tmp_path: Path):
+    before = contents(run)
+    said = ask("resume", run / "checkpoints" / FIRST, "--fork", "--json", folder=tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert contents(run) == before
+    [fork] = (tmp_path / "runs" / "MLP").iterdir()
+    assert said.data["run"] == str(fork) and [path.name for path in (fork / "checkpoints").iterdir()] == [LAST]
+    assert_same_bits(last_state(fork)[0], last_state(trained)[0])
+
+
+def test_the_best_can_be_gone_on_from(run: Path, tmp_path: Path):
+    kept = {one["step"]: one["kept_as"] for one in ask("ckpt", run, "--json", folder=tmp_path).data["checkpoints"]}
+    [best] = [step for step in kept if "best" in kept[step]]
+    said = ask("resume", run, "--which", "best", "--fork", "--quiet", folder=tmp_path)
+    [fork] = (tmp_path / "runs" / "MLP").iterdir()
+    steps = [row["step"] for row in numbers(fork) if "val/acc" in row]
+    assert said == Said(0, "", "") and steps == [4, 8]
+    went_on = {path.name for path in (fork / "checkpoints").iterdir()}
+    assert went_on == ({LAST} if best == 4 else set())
+
+
+def test_a_checkpoint_is_named_once(run: Path, tmp_path: Path):
+    for command in ("test", "resume"):
+        said = ask(command, run / "checkpoints" / FIRST, "--which", "8", folder=tmp_path)
+        assert "is the checkpoint of step 4 already. Leave out `--which`" in one_line(said, 2)
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: Path, tmp_path: Path):
+    for where in ([run, "--which", "7"], [run / "checkpoints" / "step_00000007"]):
+        told = one_line(ask("resume", *where, folder=tmp_path), 2)
+        assert f"{run} has no checkpoint of step 7. There are 4, 8." in told
+
+
+# in use, and failing
+
+
+@pytest.mark.parametrize("command", ["resume", "train"])
+def test_a_run_that_is_in_use_is_refused_before_data_is_loaded(
+    command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(commands, "build", lambda *_, **__: pytest.fail("it builds"))
+    arguments = [run] if command == "resume" else [tiny_file(tmp_path), f"resume={run}"]
+    before = contents(run)
+    with RunFolder(run).locked():
+        told = one_line(ask(command, *arguments, folder=tmp_path), 1)
+    assert str(run) in told and "in use" in told
+    assert {**contents(run), "run.lock": b""} == {**before, "run.lock": b""}
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """The second checkpoint finds no room."""
+    arm("before_rename:enospc:2")
+    yield
+    arm(None)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_a_way_on(tmp_path: Path, full_disk: None):
+    said = ask("train", tiny_file(tmp_path), "--json", folder=tmp_path)
+    [run] = (tmp_path / "runs" / "MLP").iterdir()
+    assert (said.code, said.data["status"], said.err.count("\n")) == (1, "failed", 1)
+    assert "step 8" in said.err and "bytes" in said.err and "Traceback" not in said.err
+    assert f"Go on from step 4 by `jax-trainer resume {run}`" in said.err
