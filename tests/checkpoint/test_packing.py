@@ -4,6 +4,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 from jax_trainer.checkpoint.content import read_held, stored_in
 from jax_trainer.checkpoint.leaves import named_leaves
@@ -76,6 +77,15 @@ def test_an_index_that_makes_no_sense_is_refused(checkpoint, entry):
     file.write_text(json.dumps({**json.loads(file.read_text()), "params.float32_7": entry}))
     write_manifest(checkpoint)  # somebody else made it like this
     with pytest.raises(CheckpointError, match="small.json"):
+        CheckpointStore(checkpoint.parent).restore("latest", STATE)
+
+
+def test_a_pack_of_another_size_is_refused_before_it_is_read(checkpoint):
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{checkpoint / 'state'}/"}).result()
+    name = f"{PACK}/.zarray"
+    store[name] = json.dumps(json.loads(store[name]) | {"shape": [10**12]}).encode()
+    write_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=r"stored as uint8\[1000000000000\]"):
         CheckpointStore(checkpoint.parent).restore("latest", STATE)
 
 

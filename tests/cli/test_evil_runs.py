@@ -57,7 +57,7 @@ def in_record(**changed: Any) -> Callable[[Path], None]:
 
 def huge(run: Path) -> None:
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{run / STEP / 'state'}/"}).result()
-    name = "params.out.bias/.zarray"
+    name = "(small)/.zarray"
     store[name] = json.dumps(json.loads(store[name]) | {"shape": [10**12]}).encode()
 
 
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a class path in the record": (in_record(_class_path="os.system"), 1, "has an unknown '_class_path'"),
     "a state with a class path": (in_record(metrics={"val/acc": {"__reduce__": "os.system"}}), 1, "metrics must be"),
     "another format": (in_record(format=999), 1, "format 999"),
-    "a shape of 10^12": (signed(huge), 1, "float32[1000000000000]"),
+    "a shape of 10^12": (signed(huge), 1, "uint8[1000000000000]"),
     "a pickle in the checkpoint": (
         lambda run: put(run, f"{STEP}/x.pkl", pickle.dumps(Evil())),
         1,

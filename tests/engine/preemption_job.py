@@ -38,4 +38,4 @@ try:
     run(program, state, Data(loader), Plan(max_epochs=100), [Told()])
 except SystemExit as end:
     sys.stdout.flush()
-    os._exit(end.code)
+    os._exit(int(end.code or 0))

@@ -1,6 +1,7 @@
 """A run that is ended anywhere goes on as if nothing had happened."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +42,8 @@ class Record:
 
     def __init__(self, rows=()):
         self.rows, self.events, self.updates = list(rows), 0, 0
-        self.standing, self.kept, self.state = None, list(rows), None
+        self.kept, self.state = list(rows), None
+        self.standing: Standing | None = None
 
     def handle(self, event: Event) -> None:
         self.events += 1
@@ -86,7 +88,7 @@ class At:
             raise self.error
 
 
-def part(program, plan, record, state, at, *more):
+def part(program, plan, record, state, at, *more) -> Any:
     """Runs until the end, or until something ends it."""
     data = Data(numbered_loader(144, batch_size=16), EVALS)
     try:
@@ -115,6 +117,7 @@ def test_a_run_that_ends_at_any_event_goes_on_to_the_same_bits_metrics_and_rows(
             continue
         again = record.gone_on()
         # a checkpoint stores it as plain data
+        assert record.standing is not None
         standing = Standing.from_data(record.standing.position, record.standing.to_data())
         end = part(program, plan, again, record.state, standing)
         assert digest(end) == final, number
@@ -174,6 +177,7 @@ def test_standing_is_plain_data(program):
     part(
         program, Plan(max_steps=5), record, program.init(jax.random.key(0), EXAMPLE), Standing(), At(6, RuntimeError())
     )
+    assert record.standing is not None
     data = record.standing.to_data()
     assert "position" not in data
     assert json.dumps({name: value for name, value in data.items() if name != "meter"})

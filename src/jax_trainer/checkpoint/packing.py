@@ -24,7 +24,7 @@ from jax_trainer.settings import AtLeast, fits
 PACK = "(small)"  # no name of an array in a state
 INDEX = "small.json"
 LARGEST = 1 << 16  # bytes of an array that counts as small
-_MAX_INDEX_BYTES = 1 << 26
+_MAX_INDEX_BYTES = 1 << 22  # some ten thousand names
 _Count = Annotated[int, AtLeast(0)]
 Places = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, and where in the pack it begins
 
@@ -57,10 +57,14 @@ def read_places(folder: Path, stored: Mapping[str, Spec]) -> Places:
         places = {name: (dtype, shape, start) for name, (dtype, shape, start) in content.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {INDEX} cannot be read: {error}.") from error
-    size = stored[PACK].shape[0] if stored[PACK].dtype == "uint8" and len(stored[PACK].shape) == 1 else -1
+    end = 0
     for name, place in places.items():
-        if not fits(Places, {name: place}) or place[0] not in DTYPES or place[2] + _bytes(place) > size:
+        is_sane = fits(Places, {name: place}) and place[0] in DTYPES and place[2] == end and _bytes(place) <= LARGEST
+        if not is_sane:
             raise CheckpointError(f"{folder}: {INDEX} says of {shown(name)}: {shown(place)}, which makes no sense.")
+        end += _bytes(place)
+    if stored[PACK] != Spec("uint8", (end,)):  # before it is read: it may say that it has any size
+        raise CheckpointError(f"{folder}: {INDEX} is of {end} bytes, and they are stored as {stored[PACK]}.")
     return places
 
 

@@ -87,8 +87,8 @@ def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: b
     before, now = saved.run.get("devices"), len(state.step.sharding.device_set)
     if before not in (None, now):
         LOG.warning(
-            f"This run was saved on {before} device{'s' if before != 1 else ''} and goes on on {now}: sums are added in "
-            "another order, so what comes out agrees closely, and not bit for bit."
+            f"This run was saved on {before} device{'s' if before != 1 else ''} and goes on on {now}: sums are added "
+            "in another order, so what comes out agrees closely, and not bit for bit."
         )
     return state, saved
 

@@ -1,0 +1,52 @@
+"""Jobs in this process, for cases where a process of its own adds nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from job import BATCH, Job, Options, data_of, trainer_for
+
+from jax_trainer.callbacks import Callback, CallbackConfig
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.engine import StepEnd
+from jax_trainer.testing import digest, numbered_data
+
+PLAIN = {"save_every": 0, "val_every": 0, "val_epochs": 0, "test": 0, "extras": "bare", "resume": "no"}
+
+
+def options_for(folder: Path, **changes: Any) -> Options:
+    """A short job that only trains; `changes` add to that."""
+    return Options(out=str(folder), **{"steps": 40, "flavour": "nnx", **PLAIN, **changes})
+
+
+def trained(options: Options, train: Any = None, evals: Any = None, **more: Any) -> Job:
+    """A trainer that has run this job, on other data where some is given."""
+    trainer = trainer_for(options, **more)
+    given, sets, tests = data_of(options)
+    judged = evals if evals is not None else sets if options.val_every or options.val_epochs else None
+    resume: Any = {"auto": "auto", "no": False, "yes": True}.get(options.resume, options.resume)
+    trainer.train_model(given if train is None else train, judged, tests if options.test else None, resume=resume)
+    return trainer
+
+
+def batches(count: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
+    """So many batches."""
+    loader = ArrayLoader(numbered_data(count * size), size)
+    return list(loader.epoch(1))
+
+
+class Digests(Callback):
+    """Keeps a digest of every part of the state after each step."""
+
+    config: CallbackConfig
+
+    def __init__(self) -> None:
+        self.at: dict[int, dict[str, str]] = {}
+        super().__init__()
+
+    def on_step_end(self, event: StepEnd) -> None:
+        state = self.state
+        parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "rng")}
+        self.at[event.step] = {
+            name: digest(part) for name, part in {**parts, "ema": state.extra.get("ema", {})}.items()
+        }

@@ -1,0 +1,180 @@
+"""Group C, data: empty, exhausted, changing, varying data, workers that die, and memory that does not suffice."""
+
+import itertools
+import multiprocessing
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from crashes import committed
+from harness import Score
+from inside import batches, options_for, trained
+from job import BATCH, Job
+from small import hearing
+from workers import Failing
+
+from jax_trainer.core import OutOfMemoryError, RecompileWarning
+from jax_trainer.datasets import ArrayLoader, DataError
+from jax_trainer.datasets.records import GrainLoader
+from jax_trainer.testing import numbered_data
+
+pytestmark = pytest.mark.scorecard
+
+
+def refusal(kinds: Any, make: Any) -> tuple[str, float]:
+    """With which words something is refused, and after how long; "" if it is not."""
+    began = time.perf_counter()
+    try:
+        make()
+    except kinds as error:
+        return " ".join([str(error), *getattr(error, "__notes__", ())]), time.perf_counter() - began
+    return "", time.perf_counter() - began
+
+
+def some(count: int) -> dict[str, np.ndarray]:
+    """So many examples."""
+    return {name: array[:count] for name, array in numbered_data(64).items()}
+
+
+def test_c6_too_little_training_data_is_told_before_anything_is_compiled(tmp_path):
+    cases = {
+        "no example": lambda: ArrayLoader(some(0), BATCH),
+        "no batch": list,
+        "fewer than a batch": lambda: ArrayLoader(some(20), BATCH, drop_last=True),
+    }
+    with Score("C6") as score:
+        for name, make in cases.items():
+            text, _ = refusal(
+                (DataError, ValueError), lambda name=name, make=make: trained(options_for(tmp_path / name), make())
+            )
+            score.check(bool(text), f"{name}: nothing is told")
+            score.check(not (tmp_path / name / "progress").exists(), f"{name}: it trained")
+        one = trained(options_for(tmp_path / "one", steps=2), ArrayLoader(some(1), BATCH))
+        score.check(int(one.state.step) == 2, "one example is not enough")
+
+
+def test_c6_an_empty_validation_set_costs_a_warning_and_no_checkpoint(tmp_path):
+    options = options_for(tmp_path / "run", steps=12, val_every=5, save_every=5)
+    with Score("C6") as score, hearing() as heard:
+        trained(options, evals={"val": []})
+        score.check(max(committed(options)) == 12, f"there are {committed(options)}")
+    with Score("C6") as score:
+        told = [text for text in heard.messages if "empty" in text]
+        score.check(len(told) == 1, f"{len(told)} warnings: {heard.messages}")
+
+
+def test_c7_data_that_ends_early_or_never_is_told(tmp_path):
+    whole = batches(10)
+    with Score("C7") as score:
+        options = options_for(tmp_path / "early", steps=100, epochs=1, schedule=400)
+        with hearing() as heard:
+            trainer = _limited(options, (batch for batch in whole), 20)
+        score.check(int(trainer.state.step) == 10, f"{trainer.state.step} steps")
+        score.check("ended after 10 of 20 steps" in heard.text, f"nothing is told: {heard.messages}")
+        text, _ = refusal(
+            DataError,
+            lambda: _limited(options_for(tmp_path / "endless", epochs=2, schedule=400), itertools.cycle(whole), None),
+        )
+        score.check("steps_per_epoch" in text, f"an endless iterator: {text!r}")
+        text, _ = refusal(
+            DataError, lambda: _limited(options_for(tmp_path / "once", epochs=2, schedule=400), iter(whole), None)
+        )
+        score.check("only once" in text, f"a used up iterator: {text!r}")
+
+
+def _limited(options: Any, data: Any, steps_per_epoch: int | None) -> Job:
+    def kind(config: Any, **rest: Any) -> Job:
+        config.max_steps, config.max_steps_per_epoch = None, steps_per_epoch
+        return Job(config, **rest)
+
+    return trained(options, data, kind=kind)
+
+
+CHANGES = {
+    "rank": (lambda b: {**b, "x": b["x"][..., None]}, ["x", "batch 3"]),
+    "dtype": (lambda b: {**b, "x": b["x"].astype(np.float16)}, ["x", "float16", "float32", "batch 3"]),
+    "key": (lambda b: {k: v for k, v in b.items() if k != "y"}, ["y", "batch 3"]),
+    "text": (lambda b: {**b, "y": np.array(["a"] * BATCH)}, ["y", "batch 3"]),
+    "objects": (lambda b: {**b, "x": np.array([object()] * BATCH)}, ["x", "batch 3"]),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_c8_a_batch_of_another_kind_is_named(what, tmp_path):
+    change, words = CHANGES[what]
+    given = batches(6)
+    given[3] = change(given[3])
+    with Score("C8") as score:
+        text, _ = refusal((DataError, TypeError), lambda: trained(options_for(tmp_path / what, steps=6), given))
+        missing = [word for word in words if word not in text]
+        score.check(not missing, f"{what}: {missing} are not in {text!r}")
+
+
+def test_c8_doubles_are_taken_as_floats(tmp_path):
+    doubles = [{**batch, "x": batch["x"].astype(np.float64)} for batch in batches(3)]
+    with Score("C8") as score:
+        trainer = trained(options_for(tmp_path / "run", steps=3), doubles)
+        kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.state.params)}
+        score.check(kinds == {"float32"}, f"parameters became {kinds}")
+
+
+def test_c9_batches_of_twenty_lengths_are_told_three_times(tmp_path):
+    data = numbered_data(64)
+    lengths = [{name: array[: 10 + n] for name, array in data.items()} for n in range(20)]
+    with Score("C9") as score, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(options_for(tmp_path / "run", steps=20, ledger=0), lengths)
+    told = [str(one.message) for one in caught if issubclass(one.category, RecompileWarning)]
+    with Score("C9") as score:
+        score.check(1 <= len(told) <= 3, f"{len(told)} warnings")
+        score.check("[10" in told[0] and "[11" in told[0], told[0])
+        score.check("compilation 4" in told[-1] and "Further" in told[-1], told[-1])
+        score.note(warnings=len(told))
+
+
+@pytest.mark.parametrize("what", ["raise", "kill", "hang"])
+def test_c10_a_worker_that_fails_ends_the_run_soon_and_leaves_nothing_behind(what, tmp_path):
+    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    loader = GrainLoader(Failing(what, str(tmp_path / "failed")), BATCH, workers=2, timeout=3.0)
+    with Score("C10") as score:
+        text, _ = refusal(Exception, lambda: trained(options_for(tmp_path / what, steps=50), loader))
+        failed, trained_last = tmp_path / "failed", tmp_path / what / "progress"  # it may fail long before it is asked
+        seconds = time.time() - max(file.stat().st_mtime for file in (failed, trained_last) if file.exists())
+        words = {"raise": "the disk is gone", "kill": "worker", "hang": "hang"}
+        score.check(words[what] in text, f"{what}: {text!r}")
+        score.check(seconds <= 5 + 3 * (what == "hang"), f"{what}: it took {seconds:.1f} s")
+        loader.close()
+        deadline = time.monotonic() + 10
+        while multiprocessing.active_children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        score.check(not multiprocessing.active_children(), "processes are left")
+        left = {
+            name for name in (set(os.listdir("/dev/shm")) if before else set()) - before if not name.startswith("sem.")
+        }
+        score.check(not left, f"shared memory is left: {left}")
+        score.note(**{what: f"{seconds:.1f} s"})
+
+
+class Hungry(Job):
+    """Needs more memory than there is, for the ragged last batch."""
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+        if train and len(batch["y"]) != BATCH:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
+        return super().loss_function(model, batch, train)
+
+
+def test_c11_running_out_of_memory_says_what_takes_it_and_what_helps(tmp_path):
+    options = options_for(tmp_path / "run", save_every=5)
+    with Score("C11") as score:
+        text, _ = refusal(OutOfMemoryError, lambda: trained(options, kind=Hungry))
+        missing = [word for word in ("11 examples", "parameters", "optimizer state") if word not in text]
+        score.check(not missing, f"{missing} are not in {text!r}")
+        knobs = text.partition("What helps: ")[2].count(";") + 1
+        score.check(knobs >= 3, f"{knobs} things help: {text!r}")
+        score.check(max(committed(options)) >= 30, f"there are {committed(options)}")

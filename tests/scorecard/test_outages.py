@@ -1,0 +1,232 @@
+"""Group D: tools and disks that fail, long runs, and strange surroundings."""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crashes import committed
+from harness import Score, lines, reference, result, rows, run, saves, starts, until_done
+from inside import options_for, trained
+from job import Job, Options
+from small import filled, hearing, state_at
+from trouble import Broken, usage
+
+from jax_trainer.callbacks import LambdaCallback
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.logger import WandbConfig
+from jax_trainer.logger.writers import JsonlWriter
+from jax_trainer.testing import digest
+
+QUIET = {"steps": 30, "save_every": 10, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run in this process that nobody disturbs."""
+    return trained(options_for(tmp_path_factory.mktemp("undisturbed"), **QUIET))
+
+
+def same(trainer: Job, other: Job) -> list[str]:
+    """What differs between the states of two trainers."""
+    return [] if digest(trainer.state) == digest(other.state) else ["the states differ"]
+
+
+@pytest.mark.parametrize("place", ["init", "call", "step", "close"])
+def test_d1_a_tool_that_fails_costs_one_warning(place, tmp_path, undisturbed):
+    with hearing() as heard:
+        trainer = trained(options_for(tmp_path / "run", tool=place, **QUIET))
+    with Score("D1") as score:
+        problems = same(trainer, undisturbed)
+        told = [text for text in heard.messages if text.startswith("Placed ") and "Training goes on" in text]
+        problems += [] if len(told) == 1 else [f"{len(told)} warnings: {heard.messages}"]
+        assert trainer.logger is not None
+        lost = trainer.logger.failures.get("Placed", 0)
+        problems += [] if lost else ["nothing is counted as lost"]
+        score.add(problems, place)
+        score.note(**{place: f"{lost} lost"})
+
+
+@pytest.mark.scorecard
+def test_d2_a_tool_that_blocks_holds_up_nothing(tmp_path, references):
+    options = Options(out=str(tmp_path / "run"), steps=200, tool="block", val_every=0, val_epochs=0, test=0)
+    usual = reference(replace(options, tool=""), references, JOB_PACE="0.002")
+    with Score("D2") as score:
+        ended = run(options, JOB_PACE="0.002")
+        problems = [] if ended.code == 0 else [f"the exit code is {ended.code}: {ended.text[-1000:]}"]
+        if not problems:
+            found, wanted = result(options), result(usual)
+            slow, fast = found["step_ms"]["p99"], wanted["step_ms"]["p99"]
+            problems += [] if found["digest"] == wanted["digest"] else ["the states differ"]
+            problems += (
+                [] if slow <= 1.5 * fast else [f"99 of 100 steps take up to {slow:.1f} instead of {fast:.1f} ms"]
+            )
+            after = ended.seconds - float((Path(usual.out) / "seconds").read_text())
+            problems += [] if after <= 10 else [f"it ended {after:.1f} s late"]
+            score.note(p99_ms=f"{slow:.1f} against {fast:.1f}", late_s=round(after, 1))
+        score.add(problems)
+
+
+@pytest.mark.scorecard
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["not installed", "offline", "no key"])
+def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbed, trouble):
+    trouble.delenv("WANDB_API_KEY", raising=False)
+    trouble.setenv("HOME", str(tmp_path))
+    if how == "not installed":
+        trouble.setitem(sys.modules, "wandb", None)
+    options = options_for(tmp_path / "run", **QUIET)
+
+    def kind(config: Any, **rest: Any) -> Job:
+        config.logger.tool_config.append(
+            WandbConfig(project="scorecard", timeout=5.0, mode="offline" if how == "offline" else "online")
+        )
+        return Job(config, **rest)
+
+    began = time.perf_counter()
+    with Score("D2") as score, hearing() as heard:
+        trainer = trained(options, kind=kind)
+        score.add(same(trainer, undisturbed), how)
+    with Score("D2") as score:
+        seconds = time.perf_counter() - began
+        score.check(seconds <= 30, f"{how}: it took {seconds:.0f} s")
+        told = [text for text in heard.messages if "Training goes on" in text]
+        score.check(len(told) == (how != "offline"), f"{how}: {heard.messages}")
+
+
+@pytest.mark.scorecard
+@pytest.mark.parametrize("what", ["deleted", "full", "gone"])
+def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, undisturbed, trouble):
+    options = options_for(tmp_path / "run", **QUIET)
+
+    def act(event: Any) -> None:
+        if event.step == 12 and what == "deleted":
+            (options.folder / "metrics.jsonl").unlink()
+        if event.step == 12 and what == "gone":
+            shutil.rmtree(options.folder / "metrics", ignore_errors=True)
+            (options.folder / "metrics.jsonl").unlink()
+            (options.folder / "run.log").unlink()
+
+    def full(self: Any, row: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if what == "full":
+        trouble.setattr(JsonlWriter, "append", full)
+    with Score("D3") as score, hearing() as heard:
+        trainer = trained(options, callbacks=[LambdaCallback(on_step_end=act)])
+        assert trainer.logger is not None
+        problems = same(trainer, undisturbed)
+        problems += [] if trainer.logger.failures else ["nothing is counted as lost"]
+        score.add(problems, what)
+    with Score("D3") as score:
+        told = [text for text in heard.messages if "Training goes on" in text]
+        score.check(len(told) == 1, f"{what}: {len(told)} warnings: {heard.messages}")
+
+
+@pytest.mark.scorecard
+def test_d4_a_callback_of_the_user_that_raises_ends_the_run_with_its_checkpoint(tmp_path, trouble, undisturbed):
+    trouble.setenv("JOB_TROUBLE", "callback:17")
+    options = options_for(tmp_path / "run", **QUIET)
+    with Score("D4") as score:
+        with pytest.raises(Broken, match="at step 17"):
+            trained(options)
+        score.check(bool(committed(options)), f"there are {committed(options)}")
+        trouble.setenv("JOB_TROUBLE", "")
+        trainer = trained(replace(options, resume="auto"))
+        score.add(same(trainer, undisturbed), "afterwards")
+
+
+@pytest.mark.scorecard
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_d5_ten_thousand_steps_hold_no_more_than_a_thousand(flavour, tmp_path):
+    options = Options(
+        out=str(tmp_path / "run"), flavour=flavour, steps=10_000, log_every=50, val_every=500, save_every=50
+    )
+    options = replace(options, val_epochs=0, ledger=0)
+    at = (999, 2599, 4999, 9799)  # as far into an epoch and a window of metrics, so as many arrays wait to be read
+    with Score("D5") as score:
+        ended = run(options, trouble=",".join(f"usage:{step}" for step in at))
+        assert ended.code == 0, ended.text[-2000:]
+        found = lines(tmp_path / "run" / "usage.jsonl")
+        grown = {name: round(found[-1][name] - found[0][name], 1) for name in ("MB", "arrays", "threads", "files")}
+        score.check(grown["MB"] <= 8, f"{flavour}: memory grew by {grown['MB']} MB: {found}")
+        for name in ("arrays", "threads", "files"):
+            score.check(abs(grown[name]) <= 2, f"{flavour}: {name}: {found}")
+        score.check(len(saves(options)) >= 200, f"{len(saves(options))} saves")
+        score.note(**{flavour: ", ".join(f"{change:+g} {name}" for name, change in grown.items())})
+
+
+@pytest.mark.scorecard
+def test_d6_fifty_trainers_in_one_process_leave_nothing_behind(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = []
+    for number in range(50):
+        trained(options_for(tmp_path / f"run-{number}", steps=4, save_every=2))
+        found.append(usage())
+    with Score("D6") as score:
+        first, last = found[9], found[-1]
+        slope = (last["MB"] - first["MB"]) / 40
+        score.check(slope <= 1, f"each takes {slope:.2f} MB")
+        score.check(last["threads"] - first["threads"] <= 2, f"threads: {first['threads']} → {last['threads']}")
+        score.check(last["files"] - first["files"] <= 2, f"files: {first['files']} → {last['files']}")
+        now = {number: signal.getsignal(number) for number in handlers}
+        score.check(now == handlers, "signal handlers were not put back")
+        score.note(mb_each=round(slope, 2), threads=int(last["threads"]))
+
+
+def shift_clock(path: Path, seconds: float) -> None:
+    """Lets a file look as if it had been written so much later."""
+    then = time.time() + seconds
+    os.utime(path, (then, then))
+
+
+@pytest.mark.scorecard
+def test_d11_the_latest_is_told_by_its_step_and_not_by_the_clock(tmp_path, references):
+    store = filled(tmp_path / "checkpoints", (5, 10, 15))
+    with Score("D11") as score:
+        for age, step in enumerate((15, 10, 5)):
+            for path in (store.folder / f"step_{step:08d}").rglob("*"):
+                shift_clock(path, -3600 * (3 - age))
+            shift_clock(store.folder / f"step_{step:08d}", -3600 * (3 - age))
+        _, saved = CheckpointStore(store.folder).restore("latest", like=state_at(0))
+        score.check(saved.step == 15, f"step {saved.step}")
+        options = Options(out=str(tmp_path / "run"), steps=70)
+        undisturbed = reference(options, references)
+        assert run(options, trouble="kill:33", TZ="Asia/Tokyo").code == -signal.SIGKILL
+        for path in options.folder.rglob("*"):  # as if the clock had been an hour ahead
+            shift_clock(path, 3600)
+        until_done(options, TZ="America/New_York")
+        score.check(starts(options)[-1] >= 25, f"it went on from {starts(options)[-1]}")
+        score.check(
+            rows(options) == rows(undisturbed) and result(options)["digest"] == result(undisturbed)["digest"],
+            "the result differs",
+        )
+
+
+@pytest.mark.scorecard
+def test_d12_training_works_in_a_thread_and_beside_other_handlers(tmp_path, undisturbed):
+    with Score("D12") as score:
+        done: list[Job] = []
+        thread = threading.Thread(target=lambda: done.append(trained(options_for(tmp_path / "thread", **QUIET))))
+        thread.start()
+        thread.join(120)
+        score.check(len(done) == 1 and not same(done[0], undisturbed), "in a thread the run fails or differs")
+        called: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+        try:
+            stop = LambdaCallback(
+                on_step_end=lambda event: signal.raise_signal(signal.SIGTERM) if event.step == 9 else None
+            )
+            with pytest.raises(SystemExit) as ended:
+                trained(options_for(tmp_path / "handler", **QUIET), callbacks=[stop])
+            score.check(called == [signal.SIGTERM], f"the user's handler was called {len(called)} times")
+            score.check(ended.value.code == 143, f"exit code {ended.value.code}")
+            score.check(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the user's handler is gone")
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,49 @@
+"""What `scripts/scorecard.py` makes of the lines that cases record."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "scorecard.py"))
+
+
+def row(case: str, runs: int, passed: int, **numbers: Any) -> str:
+    return json.dumps({"case": case, "runs": runs, "passed": passed, "numbers": numbers, "problems": []})
+
+
+def test_the_runs_of_a_case_are_added_up_over_its_tests(tmp_path):
+    card = tmp_path / "card.jsonl"
+    card.write_text("\n".join([row("A1", 3, 3, linen="3 kills"), row("A1", 2, 1, nnx="2 kills"), row("B5", 1, 1)]))
+    found = SCRIPT["tallied"](card)
+    text = SCRIPT["table"](["A1", "B5", "A6"], found).splitlines()
+    assert text[2].endswith("| 5 | **4** | linen: 3 kills; nnx: 2 kills |")
+    assert text[3].endswith("| 1 | 1 |  |") and "| not run | 0 |" in text[4]
+
+
+@pytest.mark.parametrize(
+    ("priority", "runs", "passed", "is_enough"),
+    [(0, 50, 50, True), (0, 50, 49, False), (0, 0, 0, False), (1, 20, 19, True), (1, 20, 18, False), (2, 5, 4, True)],
+)
+def test_how_much_is_enough_depends_on_how_much_a_case_matters(priority, runs, passed, is_enough):
+    assert SCRIPT["Tally"](runs, passed).is_enough(priority) is is_enough
+
+
+def test_every_test_belongs_to_a_case_of_the_table():
+    names = [
+        line.split("(")[0]
+        for file in Path(__file__).parent.glob("test_*.py")
+        for line in file.read_text().split("def ")
+    ]
+    cases = {name.split("_")[1] for name in names if name.startswith(("test_a", "test_b", "test_c", "test_d"))}
+    known = {case.lower() for case in SCRIPT["CASES"]}
+    numbered = {case for case in cases if case[1:].isdigit()}
+    assert numbered == known - {"mutants"}
+
+
+def test_groups_and_cases_can_be_chosen():
+    assert SCRIPT["chosen"]("A6, D") == ["A6", "D1", "D2", "D3", "D4", "D5", "D6", "D11", "D12"]
+    with pytest.raises(SystemExit, match="There is no case 'A99'"):
+        SCRIPT["chosen"]("A99")

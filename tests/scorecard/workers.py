@@ -1,0 +1,36 @@
+"""Records whose reading goes wrong, for worker processes, which import this by its name."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_trainer.testing import numbered_data
+
+
+class Failing:
+    """200 examples; reading the 150th raises, kills the process or hangs."""
+
+    def __init__(self, trouble: str, mark: str) -> None:
+        self._data, self._trouble, self._mark = numbered_data(200), trouble, Path(mark)
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index == 150:
+            self._mark.touch()
+            self._fail()
+        return {name: array[index] for name, array in self._data.items()}
+
+    def _fail(self) -> Any:
+        match self._trouble:
+            case "raise":
+                raise OSError("the disk is gone")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(60)
