@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_trainer.checkpoint.record import SaveError
+from jax_trainer.core import readable_bytes
 
 Result = TypeVar("Result")
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
@@ -47,10 +48,7 @@ def readable(size: int) -> str:
     >>> readable(3_200_000), readable(12)
     ('3.2 MB (3200000 bytes)', '12 bytes')
     """
-    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit} ({size} bytes)"
-    return f"{size} bytes"
+    return f"{readable_bytes(size)} ({size} bytes)" if size >= 1000 else f"{size} bytes"
 
 
 def free_bytes(folder: Path) -> int:

@@ -144,7 +144,7 @@ class Guarded:
             count = f"{seconds:.1f} s, compilation {self.compilations}"
             where = f" on {self._batch()}" if self._batch() else ""
             text = f"`{self.name}` was compiled again{where} ({count}): {_told(found)}{last}"
-            warnings.warn(text, RecompileWarning, stacklevel=3)
+            warnings.warn(text, RecompileWarning, stacklevel=4)
 
     def _signature(self) -> Signature:
         held, *more = self._args
