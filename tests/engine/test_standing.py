@@ -106,11 +106,12 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("error", [StopTraining, RuntimeError], ids=["stopped", "failed"])
-def test_a_run_that_ends_at_any_event_goes_on_to_the_same_bits_metrics_and_rows(program, name, error):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every fifth", "every one"])
+def test_a_run_that_ends_at_any_event_goes_on_to_the_same_bits_metrics_and_rows(program, name, error, every):
     plan, fresh = PLANS[name], program.init(jax.random.key(0), EXAMPLE)
     whole = Record()
     final = digest(part(program, plan, whole, copy_state(fresh), Standing()))
-    for number in range(1, whole.events, 2 if name == "one by one" else 1):
+    for number in range(1 + 2 * (error is RuntimeError), whole.events, every):
         record = Record()
         part(program, plan, record, copy_state(fresh), Standing(), At(number, error()))
         if record.state is None:  # it ended before it began
