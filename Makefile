@@ -21,7 +21,7 @@ types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not scorecard"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not scorecard"
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind

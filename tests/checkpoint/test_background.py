@@ -43,6 +43,15 @@ def test_asking_from_within_does_not_wait_for_itself():
     thread.wait()
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C works as it does for a person; what starts tests in the background may have switched it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interruption_gets_through_while_one_waits():
     thread, go_on = SavingThread("test", "a checkpoint"), threading.Event()
     thread.start(lambda: go_on.wait(20))

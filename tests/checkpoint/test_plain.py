@@ -72,6 +72,7 @@ def test_data_that_looks_like_a_form_stays_what_it_is(odd):
     assert there_and_back(odd) == odd
 
 
+@pytest.mark.slow
 def test_torch_tensors_come_back_as_tensors_where_torch_is_in_use(monkeypatch):
     torch = pytest.importorskip("torch")
     values = [

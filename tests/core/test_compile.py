@@ -204,6 +204,7 @@ def test_debug_shows_values_inside_functions_that_the_user_compiled():
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_debug_gives_the_same_numbers(flavour):
     batch = numbered_data(8)
     fast, slow = (Run(tiny_program(flavour, optax.sgd(0.1)), batch, debug=debug) for debug in (False, True))

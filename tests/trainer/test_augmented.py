@@ -68,6 +68,7 @@ def trainer_with(flavour: str, folder: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("flavour", "augmentation"), [("nnx", NoiseConfig()), ("linen", CropAndFlipConfig(padding=1))], ids=["nnx", "linen"]
 )
+@pytest.mark.slow
 def test_models_train_with_augmentations_of_the_other_flavour(flavour, augmentation, tmp_path):
     short = {"train_epochs": 1, "max_steps": 2, "check_val_every_n_epoch": 0}
     augmented, plain = (trainer_with(flavour, tmp_path, augmentation=one, **short) for one in (augmentation, None))

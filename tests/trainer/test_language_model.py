@@ -22,6 +22,7 @@ def trainer_on(data, folder, vocab_size: int) -> LanguageModelTrainer:
     return LanguageModelTrainer(config, model, AdamWConfig(learning_rate=0.01), data.train[:16], dataset=data)
 
 
+@pytest.mark.slow
 def test_a_text_is_learned_and_measured_in_bits(text, tmp_path):
     results = trainer_on(text, tmp_path, len(text.vocabulary)).train_model(text.train_loader, text.val_loader)
     first, last = results[1], results[4]

@@ -32,7 +32,11 @@ def trainer_for(folder, **changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"steps_per_call": 3}, {"resident": True, "steps_per_call": "epoch"}],
+    [
+        {},
+        pytest.param({"steps_per_call": 3}, marks=pytest.mark.slow),
+        pytest.param({"resident": True, "steps_per_call": "epoch"}, marks=pytest.mark.slow),
+    ],
     ids=["one", "chunks", "resident"],
 )
 def test_the_result_is_that_of_a_run_that_never_saw_the_bad_batches(tmp_path, caplog, changes):

@@ -35,6 +35,7 @@ def validations(run: Path) -> list[float]:
     return [row["val/acc"] for row in rows if "val/acc" in row]
 
 
+@pytest.mark.slow
 def test_bad_trials_are_cut_and_good_ones_are_not(found: Tuned):
     assert found.count("complete") + found.count("pruned") == TRIALS
     cut = [trial for trial in found.trials if trial["state"] == "pruned"]
@@ -84,6 +85,7 @@ def test_asked_again_nothing_is_trained(found: Tuned, folder: Path):
     assert {path: path.stat().st_mtime_ns for path in (found.folder / "trials").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_is_a_failed_trial(tmp_path: Path):
     options: dict[str, Any] = {"sampler": "grid", "overrides": ["trainer.train_epochs=1"], "quiet": True}
     found = tune(tiny_file(tmp_path), {RATE: [1e-1, 1e30]}, folder=tmp_path / "out", **options)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import pytest
 from optuna.storages.journal import JournalFileBackend
 from tuning_runs import LINE, PATIENCE, python
 
@@ -33,6 +34,7 @@ def identity(values: dict[str, Any], trial: Any) -> float:
     return values["x"]
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work(tmp_path: Path):
     (tmp_path / "out").mkdir()
     processes = [python(SHARING, tmp_path) for _ in range(2)]
@@ -53,6 +55,7 @@ def notes(folder: Path) -> list[dict[str, Any]]:
     return [trial.user_attrs["process"] for trial in study.trials]
 
 
+@pytest.mark.slow
 def test_the_values_of_a_killed_process_are_tried_again_once(tmp_path: Path):
     for _ in range(2):  # the second one tries again what has killed the first
         process = python(DYING, tmp_path)
