@@ -158,7 +158,7 @@ def in_two(folder: Path, make: Callable[[], Callback], plan: Plan, step: int) ->
         return second, logged(folder, before, run)
 
 
-@pytest.mark.parametrize("step", [6, 8])  # within an epoch, and at its end
+@pytest.mark.parametrize("step", [6, pytest.param(8, marks=pytest.mark.slow)])  # within an epoch, and at its end
 @pytest.mark.parametrize("name", [*MAKERS, *STOPPING])
 def test_it_survives_an_interruption(tmp_path, name, step):
     make = {**MAKERS, **STOPPING}[name]
@@ -187,6 +187,7 @@ def test_the_contract_is_about_something(tmp_path):
     assert "after step 8" in stopping.state_dict()["stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "OptunaPruning"])  # a trial has one run
 def test_a_second_run_is_watched_like_the_first(tmp_path, name):
     callback, seen = MAKERS[name](), []

@@ -87,6 +87,9 @@ def state(step: int) -> TrainState:
     return TrainState(jnp.int32(step), {"w": w}, {}, {"m": -w}, jnp.zeros(2, jnp.uint32), {})
 
 
+pytestmark = pytest.mark.slow  # a dozen processes; the scorecard's smoke test kills some, too
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Path:
     """A folder per point at which a process was killed or ended."""
