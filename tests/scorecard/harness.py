@@ -230,7 +230,11 @@ def _first_difference(name: str, found: list[Any], wanted: list[Any]) -> list[st
 
 
 class Score:
-    """What a case came to: how many runs, how many as they should be, and some numbers."""
+    """What a case came to: how many runs, how many as they should be, and some numbers.
+
+    Used as `with Score("A1") as score:`; leaving the block fails the test unless there were runs and all of them are as
+    they should be.
+    """
 
     def __init__(self, case: str) -> None:
         self.case, self.runs, self.passed = case, 0, 0
@@ -260,6 +264,7 @@ class Score:
         record(self)
         if error is None:
             told = "\n".join(self.problems[:10])
+            assert self.runs > 0, f"{self.case}: nothing was tried"
             assert self.passed == self.runs, f"{self.case}: {self.passed} of {self.runs} are as they should be:\n{told}"
 
 

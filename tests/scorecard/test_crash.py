@@ -58,7 +58,7 @@ def test_a1_kills_at_random_times_change_nothing(flavour, tmp_path, references):
             restarts = until_done(options)
             problems = differences(options, undisturbed)
             problems += [f"it took {restarts} commands to end"] if restarts > 1 else []
-            for _ in range(here):
+            for _ in range(here or bool(problems)):  # one that was never killed counts only if something is wrong
                 score.add(problems, f"run {finished} of {flavour}, killed {here} times")
             finished += 1
         score.note(**{flavour: f"{kills} kills in {finished} runs of {seconds:.0f} s"})

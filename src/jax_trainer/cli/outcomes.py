@@ -25,6 +25,14 @@ class Interrupted(Exception):
         self.code, self.run = code, run
 
 
+def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
+    """The exit code of an end that a person or the system asked for; any other end goes on: it is the user's own."""
+    code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
+    if code not in (CTRL_C, TERMINATED):
+        raise end
+    return int(code)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came out: for scripts, and for people; and what is wrong with it, which is a failure, if anything is."""

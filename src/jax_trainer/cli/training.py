@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, Listed
 from jax_trainer.cli import commands, tables
-from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.cli.runs import Meant, meant, without_resume
 from jax_trainer.config import Loaded, redact
 from jax_trainer.trainer import load_experiment
@@ -64,9 +64,7 @@ def _told_with_a_way_on(asked: argparse.Namespace, trainer: Any) -> Iterator[Non
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
-        if code not in (CTRL_C, TERMINATED):
-            raise  # something of the user's has asked for another end
+        code = interrupting_code(end)
         run = "" if trainer.folder is None else redact(str(trainer.folder.path), secrets=asked.secrets)
         raise Interrupted(code, f"Interrupted. {_way_on(asked, trainer.folder)}", run) from None
     except Exception as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jax_trainer.cli import commands
-from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
@@ -65,9 +65,7 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
-        if code not in (CTRL_C, TERMINATED):
-            raise  # something of the user's has asked for another end
+        code = interrupting_code(end)
         folder = redact(str(folder_of(asked.name or name_of(asked.config), asked.folder)), secrets=asked.secrets)
         text = f"Interrupted. What was found is in {folder}; the same command goes on from here."
         raise Interrupted(code, text, folder) from None
