@@ -19,15 +19,20 @@ MAY_IMPORT = {
     "logger": {"core", "settings"},
     "checkpoint": {"core", "datasets", "settings"},
     "callbacks": {"core", "settings", "engine", "logger", "checkpoint", "datasets", "optimizer"},
+    "runs": {"core", "engine", "logger", "checkpoint", "callbacks", "datasets"},
+    "styles": {
+        *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
+        *("checkpoint", "callbacks", "runs"),
+    },
     "config": {"settings"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "config"),
+        *("checkpoint", "callbacks", "runs", "config"),
     },
     "tuning": {"core", "settings", "config", "trainer", "callbacks", "checkpoint"},
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        "checkpoint",
+        *("checkpoint", "runs"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

@@ -11,7 +11,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli.outcomes import WrongInput
-from jax_trainer.trainer.stored import run_and_step
+from jax_trainer.runs import run_and_step
 
 Which = int | Literal["best", "latest"]
 

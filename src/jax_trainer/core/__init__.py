@@ -24,6 +24,7 @@ from jax_trainer.core.metrics import (
     batch_weight,
     resized,
 )
+from jax_trainer.core.own_line import with_own_line
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
@@ -111,5 +112,6 @@ __all__ = [
     "thawed",
     "with_ema",
     "with_finite_guard",
+    "with_own_line",
     "with_statistics",
 ]

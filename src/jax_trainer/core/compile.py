@@ -11,6 +11,7 @@ from jax import lax
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
+from jax_trainer.core.own_line import with_own_line
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
 from jax_trainer.core.rng import key_data
@@ -96,9 +97,12 @@ class CompiledProgram:
 
         Steps that are traced here are not traced again when they run on a batch of the same shapes.
         """
-        state = jax.eval_shape(self._program.init, key, example)
-        trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
-        return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
+        try:
+            state = jax.eval_shape(self._program.init, key, example)
+            trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
+            return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
+        except Exception as error:
+            raise with_own_line(error)  # noqa: B904 - the same error, with a note
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
         """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""

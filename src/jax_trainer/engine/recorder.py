@@ -16,6 +16,7 @@ from jax_trainer.core import (
     StepRows,
     TapeReader,
     resized,
+    with_own_line,
 )
 from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
 from jax_trainer.engine.plan import Plan
@@ -156,12 +157,12 @@ class InFlight:
 
 
 def named(error: Exception, batch: str) -> Exception:
-    """The error, saying on which batch it happened."""
+    """The error, saying in which line of the user's code and on which batch it happened."""
     if isinstance(error, BatchChangedError):
         changed = DataError(f"The {batch} differs from those before it: {error}")
         changed.__cause__ = error
         return changed
-    error.add_note(f"This happened on {batch}.")
+    with_own_line(error).add_note(f"This happened on {batch}.")
     return error
 
 

@@ -18,9 +18,9 @@ from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.runs import Given
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
-from jax_trainer.trainer.watchers import Given
 
 LOG = logging.getLogger("jax_trainer")
 

@@ -15,9 +15,10 @@ from jax_trainer.core import Batch, TrainState
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, SavePoint, Standing, StepEnd
 from jax_trainer.logger.jsonl import save_metrics
+from jax_trainer.runs import run_and_step
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.learner import Learner
-from jax_trainer.trainer.stored import configs_of, kind_for, run_and_step, storable
+from jax_trainer.trainer.stored import configs_of, kind_for, storable
 from jax_trainer.trainer.task import Task
 
 WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs

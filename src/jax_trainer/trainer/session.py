@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, Run, logger_observers
+from jax_trainer.callbacks import Callback, Progress, ProgressBar, Run, logger_observers
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, Saved
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, step_of
@@ -25,9 +25,9 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.runs import WatchedEvaluations, Watching, explained, standing_of
 from jax_trainer.trainer.best import BestWeights
 from jax_trainer.trainer.hooks import TrainerHooks
-from jax_trainer.trainer.nonfinite import WatchedEvaluations, explained
 from jax_trainer.trainer.results import Results
 
 LOG = logging.getLogger("jax_trainer")
@@ -161,9 +161,12 @@ class Session:
 
     def remember(self, saved: Saved) -> None:
         """Everybody who watches goes on with what they knew at a checkpoint."""
-        for name, one in self._stateful().items():
-            if name in saved.callbacks:
-                one.load_state_dict(saved.callbacks[name])
+        self._watching.remember(saved)
+
+    @property
+    def _watching(self) -> Watching:
+        records = {f"run/log/{index}": one for index, one in enumerate(self._records)}
+        return Watching(self.callbacks, {**records, "run/results": self.results})
 
     def _testing(self) -> Iterator[Event]:
         trainer = self.trainer
@@ -181,32 +184,25 @@ class Session:
         """In the order in which they are told: who saves comes last, and saves what the others have learnt."""
         config, run = self.trainer.config, self.run
         watched = WatchedEvaluations(config.watched_evaluations, config.guards or "raise")
-        records = [*self._records, self.results, TrainerHooks(run, self.results, self._loaders)]
-        records += [self.best] if self.best is not None else []
-        records += [watched] if config.guards and config.watched_evaluations else []
-        savers = [one for one in self.callbacks.values() if isinstance(one, ModelCheckpoint)]
-        apart = (ModelCheckpoint, Progress) if quiet else ModelCheckpoint  # a bar that nobody is to see hears nothing
-        others = [one for one in self.callbacks.values() if not isinstance(one, apart)]
-        return [Following(self.trainer), *self._bar(others, quiet), *records, *others, *savers]
+        more: list[Any] = [TrainerHooks(run, self.results, self._loaders)]
+        more += [self.best] if self.best is not None else []
+        more += [watched] if config.guards and config.watched_evaluations else []
+        everybody = self._watching.observers([Following(self.trainer), *self._bar(quiet)], more)
+        # a bar that nobody is to see hears nothing
+        return [one for one in everybody if not (quiet and isinstance(one, Progress))]
 
     @property
     def _loaders(self) -> dict[str, Any]:
         return {**self.data.evals, **self.tests}
 
-    def _bar(self, callbacks: list[Callback], quiet: bool) -> list[ProgressBar]:
+    def _bar(self, quiet: bool) -> list[ProgressBar]:
         is_shown = self.trainer.config.enable_progress_bar and not quiet
-        if not is_shown or any(isinstance(one, Progress) for one in callbacks):
+        if not is_shown or any(isinstance(one, Progress) for one in self.callbacks.values()):
             return []
         return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=self.plan.max_epochs)]
 
     def _states(self) -> dict[str, Any]:
-        states = {name: one.state_dict() for name, one in self._stateful().items()}
-        return {name: state for name, state in states.items() if state}
-
-    def _stateful(self) -> dict[str, Any]:
-        """Who has something to remember, by name; those that are no callbacks under names that no callback has."""
-        records = {f"run/log/{index}": one for index, one in enumerate(self._records)}
-        return {**self.callbacks, **records, "run/results": self.results}
+        return self._watching.states()
 
 
 class Following:
@@ -220,9 +216,3 @@ class Following:
         self._is_training &= not (isinstance(event, EvalStart) and event.name.startswith("test"))
         if self._is_training:
             self._trainer.follow(event)
-
-
-def standing_of(saved: Saved) -> Position | Standing:
-    """Where a run stood when it saved."""
-    loop = saved.run.get("loop")
-    return saved.position if loop is None else Standing.from_data(saved.position, loop)

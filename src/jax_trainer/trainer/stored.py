@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from compoconf import registered
@@ -18,7 +17,6 @@ from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import StoredRun
 
 HPARAMS = "hparams.json"
-_OF_A_CHECKPOINT = "step_"
 
 
 def configs_of(trainer: Any) -> dict[str, Any]:
@@ -66,15 +64,6 @@ def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(other_configs.keys() - known):
         raise ValueError(f"`other_configs` may have {', '.join(sorted(known))}, and has {', '.join(unknown)}.")
     return dict(other_configs)
-
-
-def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
-    """The run that `path` means: its folder, or one of its checkpoints, of which this is the step."""
-    name = path.name.removeprefix(_OF_A_CHECKPOINT)
-    is_checkpoint = path.name.startswith(_OF_A_CHECKPOINT) and name.isdigit()
-    if is_checkpoint and path.absolute().parent.name == RunFolder(path).checkpoints.name:
-        return RunFolder.open(path.absolute().parent.parent), int(name)
-    return RunFolder.open(path), None
 
 
 def _of_class(config: Any, kind: type[Any]) -> Any:

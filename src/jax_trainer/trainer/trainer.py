@@ -19,6 +19,7 @@ from jax_trainer.core import Batch, CompiledProgram, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
+from jax_trainer.runs import Given, Place, restored, standing_of
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
@@ -26,11 +27,11 @@ from jax_trainer.trainer.given import one_of
 from jax_trainer.trainer.keeper import Keeper, scalars_of
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import named_sets
-from jax_trainer.trainer.resuming import Place, Resume, place_of, restored
-from jax_trainer.trainer.session import Session, Work, standing_of
+from jax_trainer.trainer.resuming import Resume, place_of
+from jax_trainer.trainer.session import Session, Work
 from jax_trainer.trainer.stored import configs_of, hparams_of, write_configs
 from jax_trainer.trainer.task import Task
-from jax_trainer.trainer.watchers import Given, taken_in
+from jax_trainer.trainer.watchers import taken_in
 
 LOG = logging.getLogger("jax_trainer")
 

@@ -1,0 +1,92 @@
+"""The folder of a run, and what a run goes on from."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax_trainer.callbacks.spike_file import FILE as SPIKES
+from jax_trainer.checkpoint.folder import METRICS, RunFolder
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.core import TrainState
+from jax_trainer.datasets import Position
+from jax_trainer.engine import Standing
+from jax_trainer.logger.rows import cut
+
+LOG = logging.getLogger("jax_trainer")
+TAKEN_ALONG = (METRICS, SPIKES)  # files that a run adds to
+_OF_A_CHECKPOINT = "step_"
+
+
+class Place(NamedTuple):
+    """The folder of a training, and the run that it goes on with, if it does: in the same folder, or in another one."""
+
+    folder: RunFolder
+    goes_on: RunFolder | None = None
+    step: int | None = None  # of the checkpoint that was asked for; None: the latest
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the run that is gone on with stays as it is."""
+        return self.goes_on is not None and self.goes_on.path != self.folder.path
+
+
+def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
+    """The run that `path` means: its folder, or one of its checkpoints, of which this is the step."""
+    name = path.name.removeprefix(_OF_A_CHECKPOINT)
+    is_checkpoint = path.name.startswith(_OF_A_CHECKPOINT) and name.isdigit()
+    if is_checkpoint and path.absolute().parent.name == RunFolder(path).checkpoints.name:
+        return RunFolder.open(path.absolute().parent.parent), int(name)
+    return RunFolder.open(path), None
+
+
+def standing_of(saved: Saved) -> Position | Standing:
+    """Where a run stood when it saved."""
+    loop = saved.run.get("loop")
+    return saved.position if loop is None else Standing.from_data(saved.position, loop)
+
+
+def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: bool) -> tuple[TrainState, Saved] | None:
+    """The state to go on from, with the run's record cut to what was known then; None begins with the first step.
+
+    Args:
+        place: what is gone on with.
+        store: of the folder in which the training writes.
+        like: a state of this training.
+        saves: whether this training saves anything.
+    """
+    if place.goes_on is None:
+        return None
+    source = CheckpointStore(place.goes_on.checkpoints) if place.is_fork else store
+    if place.is_fork:
+        _take_along(place.goes_on.path, place.folder.path)
+    if place.step is None and not source.listed():
+        if not saves:
+            raise CheckpointError(
+                f"{place.goes_on.path} has no checkpoint, and nothing saves any: add the callback ModelCheckpoint, or "
+                "train without `resume`."
+            )
+        LOG.warning(f"{place.goes_on.path} has no checkpoint: the run had saved nothing, and begins again.")
+        cut(place.folder.metrics_file, 0)
+        return None
+    state, saved = source.restore("latest" if place.step is None else place.step, like=like)
+    if not place.is_fork:
+        store.goes_on_from(saved)
+    cut(place.folder.metrics_file, saved.run.get("record"))
+    LOG.info(f"Going on from step {saved.step} of {place.goes_on.path}.")
+    _tell_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
+    return state, saved
+
+
+def _tell_of_other_devices(before: Any, now: int) -> None:
+    if before not in (None, now):
+        LOG.warning(
+            f"This run was saved on {before} device{'s' if before != 1 else ''} and goes on on {now}: sums are added "
+            "in another order, so what comes out agrees closely, and not bit for bit."
+        )
+
+
+def _take_along(old: Path, new: Path) -> None:
+    for name in TAKEN_ALONG:
+        if (old / name).is_file():
+            shutil.copyfile(old / name, new / name)

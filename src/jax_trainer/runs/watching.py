@@ -1,0 +1,66 @@
+"""Who watches a run: in which order they are told, and what they remember over an interruption."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
+from jax_trainer.checkpoint.store import Saved
+
+Given = Sequence[Callback | CallbackConfig] | Mapping[str, Callback | CallbackConfig]
+
+
+class Watching:
+    """Everybody who is told of a run. Who saves is told last, and saves what the others have learnt.
+
+    Args:
+        callbacks: by name.
+        records: others that have something to remember (`state_dict`), by names that no callback has.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Callback], records: Mapping[str, Any]) -> None:
+        self.callbacks, self.records = callbacks, records
+
+    def observers(self, first: Iterable[Any] = (), more: Iterable[Any] = ()) -> list[Any]:
+        """In the order in which they are told: `first`, records, `more`, callbacks, and those that save."""
+        savers = [one for one in self.callbacks.values() if isinstance(one, ModelCheckpoint)]
+        others = [one for one in self.callbacks.values() if not isinstance(one, ModelCheckpoint)]
+        return [*first, *self.records.values(), *more, *others, *savers]
+
+    def states(self) -> dict[str, Any]:
+        """What everybody must know to go on; nothing of those that need nothing."""
+        states = {name: one.state_dict() for name, one in self._stateful.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def remember(self, saved: Saved) -> None:
+        """Everybody goes on with what they knew at a checkpoint."""
+        for name, one in self._stateful.items():
+            if name in saved.callbacks:
+                one.load_state_dict(saved.callbacks[name])
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        return {**self.callbacks, **self.records}
+
+
+def named_callbacks(given: Given, taken: Iterable[str] = ()) -> dict[str, Any]:
+    """Callbacks, or configurations of them, by name: that of their class, with a number where it is taken."""
+    named = dict(_named(given, set(taken)))
+    for name, one in named.items():
+        if not isinstance(one, Callback | CallbackConfig):
+            kind = type(one).__name__
+            raise TypeError(f"The callback {name!r} is a {kind}. Pass a callback, or the configuration of one.")
+    return named
+
+
+def _named(given: Given, taken: set[str]) -> Iterator[tuple[str, Any]]:
+    if isinstance(given, Mapping):
+        yield from given.items()
+        return
+    for one in given:
+        base = name = getattr(one, "class_name", "") or type(one).__name__
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        yield name, one

@@ -1,0 +1,1 @@
+"""Other ways to write a training: `fit`, `train_fn` and `TrainLoop`. Each is a translation, none has a loop."""
