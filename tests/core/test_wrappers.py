@@ -16,6 +16,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     with_ema,
+    with_finite_check,
     with_finite_guard,
 )
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
@@ -187,6 +188,18 @@ def test_a_run_may_allow_no_bad_step_at_all():
     assert_same_bits(states[-1].params, states[1].params)
     with pytest.raises(NonFiniteError, match=r"Step 2\b"):
         check(program, rows)
+
+
+@pytest.mark.parametrize("first", [1, 101])
+def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_loss(first):
+    program = with_finite_check(fit_mean())
+    states, rows = trained(program, [GOOD, GOOD, BAD, BAD])
+    check(program, replace(rows.split(2)[0], first=first))
+    with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan.*Lower the learning rate") as caught:
+        check(program, replace(rows, first=first))
+    assert (caught.value.step, caught.value.batch) == (first + 2, None)
+    plain, _ = trained(fit_mean(), [GOOD, GOOD, BAD, BAD])
+    assert_same_bits(states[-1], plain[-1])
 
 
 def test_a_negative_number_of_allowed_skips_is_an_error():

@@ -45,7 +45,7 @@ from jax_trainer.core.steps import (
     make_train_step,
 )
 from jax_trainer.core.tape import TapeFormat
-from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_guard
+from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_check, with_finite_guard
 
 __all__ = [
     "STATISTICS",
@@ -111,6 +111,7 @@ __all__ = [
     "streams",
     "thawed",
     "with_ema",
+    "with_finite_check",
     "with_finite_guard",
     "with_own_line",
     "with_statistics",

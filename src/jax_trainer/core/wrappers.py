@@ -118,6 +118,27 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
     return _starting_with(start, program)._replace(train_step=train_step, checks=checks, keeps_batches=True)
 
 
+def with_finite_check(program: Program) -> Program:
+    """`program` whose run ends with `NonFiniteError` when a step's loss was not finite.
+
+    It costs the device nothing: the numbers are looked at when they arrive on the host, some steps later and always
+    before a state is saved. By then the weights may be spoilt; `with_finite_guard` keeps them.
+    """
+
+    def check(rows: StepRows) -> None:
+        values = rows.values_of("loss") if "loss" in rows.format.metrics else np.zeros(())
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad):
+            step = rows.first + int(bad[0])
+            raise NonFiniteError(
+                f"Step {step}: the loss was {values[bad[0]]}. What is saved is from before that was known. Lower the "
+                "learning rate, clip gradients, or look at the data of this step.",
+                step=step,
+            )
+
+    return program._replace(checks=(*program.checks, check))
+
+
 def thawed(state: TrainState) -> TrainState:
     """`state` as if no step had been skipped so far: none is frozen."""
     if _IN_A_ROW not in state.extra:
