@@ -123,8 +123,10 @@ def wait_for_epochs(count: int, folder: Path, process: subprocess.Popen[str]) ->
 
 @pytest.mark.parametrize(
     ("number", "code", "options"),
-    [(signal.SIGINT, 130, []), (signal.SIGTERM, 143, ["--json"])],
-    ids=["Ctrl-C", "SIGTERM"],
+    [
+        pytest.param(signal.SIGINT, 130, [], id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 143, ["--json"], id="SIGTERM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
     number: signal.Signals, code: int, options: list[str], folder: Path, uninterrupted: Path

@@ -15,6 +15,8 @@ from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.testing import assert_finite, digest, numbered_data
 
+pytestmark = pytest.mark.scorecard
+
 BAD = 12  # the step whose batch is bad
 
 
@@ -43,7 +45,6 @@ def test_c1_a_skipped_update_changes_nothing_but_the_count(tmp_path, trouble):
         assert_finite(trainer.state)
 
 
-@pytest.mark.scorecard
 def test_c1_a_rollback_leaves_the_bad_batch_out_a_few_times(tmp_path, trouble):
     trouble.setenv("JOB_TROUBLE", f"nan:{BAD}")
     options = options_for(tmp_path / "once", policy="rollback", save_every=5, steps=EPOCH, top_k=0)
@@ -61,7 +62,6 @@ def test_c1_a_rollback_leaves_the_bad_batch_out_a_few_times(tmp_path, trouble):
         score.add([], "too often")
 
 
-@pytest.mark.scorecard
 def test_c2_too_many_skips_in_a_row_end_the_run(tmp_path, trouble):
     trouble.setenv("JOB_TROUBLE", ",".join(f"nan:{step}" for step in range(BAD, BAD + 10)))
     seen = Digests()
@@ -74,7 +74,6 @@ def test_c2_too_many_skips_in_a_row_end_the_run(tmp_path, trouble):
         )
 
 
-@pytest.mark.scorecard
 def test_c3_a_spike_is_noted_and_costs_no_later_step(tmp_path, trouble):
     trouble.setenv("JOB_TROUBLE", "spike:30")
     options = options_for(tmp_path / "run", policy="skip", extras="", steps=EPOCH)
@@ -134,21 +133,18 @@ def test_c4_metrics_of_ragged_batches_equal_numpy(tmp_path):
         score.note(modes=len(MODES) + 1)
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("kind", [Tuples, Supervised])
 def test_c4_metrics_of_ragged_batches_equal_numpy_whatever_a_batch_is(kind, tmp_path):
     with Score("C4") as score:
         ragged(score, tmp_path / kind.__name__, kind)
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("changes", [{"flavour": "linen"}, {"steps_per_call": 8}, {"resident": 1}, {"accumulate": 3}])
 def test_c4_metrics_of_ragged_batches_equal_numpy_however_steps_are_taken(changes, tmp_path):
     with Score("C4") as score:
         ragged(score, tmp_path / "run", Job, **changes)
 
 
-@pytest.mark.scorecard
 def test_c4_concatenated_ids_are_exact(tmp_path):
     with Score("C4") as score:
         options = options_for(tmp_path / "run", steps=EPOCH)
@@ -162,7 +158,6 @@ def parts(trainer: Job) -> dict[str, str]:
     return {name: digest(getattr(trainer.state, name)) for name in ("params", "model_state", "opt_state", "rng")}
 
 
-@pytest.mark.scorecard
 def test_c12_validation_changes_no_bit_of_training(tmp_path):
     with Score("C12") as score:
         for name, base in (("plain", {}), ("window", {"window": 3}), ("chunks", {"steps_per_call": 4})):
@@ -189,7 +184,6 @@ OBSERVED = {
 }
 
 
-@pytest.mark.scorecard
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_c13_watching_changes_no_bit_of_training(tmp_path):
     with Score("C13") as score:

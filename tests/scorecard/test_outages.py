@@ -24,6 +24,8 @@ from jax_trainer.logger import WandbConfig
 from jax_trainer.logger.writers import JsonlWriter
 from jax_trainer.testing import digest
 
+pytestmark = pytest.mark.scorecard
+
 QUIET = {"steps": 30, "save_every": 10, "top_k": 0}
 
 
@@ -53,7 +55,6 @@ def test_d1_a_tool_that_fails_costs_one_warning(place, tmp_path, undisturbed):
         score.note(**{place: f"{lost} lost"})
 
 
-@pytest.mark.scorecard
 def test_d2_a_tool_that_blocks_holds_up_nothing(tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=200, tool="block", val_every=0, val_epochs=0, test=0)
     usual = reference(replace(options, tool=""), references, JOB_PACE="0.002")
@@ -73,7 +74,6 @@ def test_d2_a_tool_that_blocks_holds_up_nothing(tmp_path, references):
         score.add(problems)
 
 
-@pytest.mark.scorecard
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["not installed", "offline", "no key"])
 def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbed, trouble):
@@ -100,7 +100,6 @@ def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbe
         score.check(len(told) == (how != "offline"), f"{how}: {heard.messages}")
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("what", ["deleted", "full", "gone"])
 def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, undisturbed, trouble):
     options = options_for(tmp_path / "run", **QUIET)
@@ -129,7 +128,6 @@ def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, un
         score.check(len(told) == 1, f"{what}: {len(told)} warnings: {heard.messages}")
 
 
-@pytest.mark.scorecard
 def test_d4_a_callback_of_the_user_that_raises_ends_the_run_with_its_checkpoint(tmp_path, trouble, undisturbed):
     trouble.setenv("JOB_TROUBLE", "callback:17")
     options = options_for(tmp_path / "run", **QUIET)
@@ -142,7 +140,6 @@ def test_d4_a_callback_of_the_user_that_raises_ends_the_run_with_its_checkpoint(
         score.add(same(trainer, undisturbed), "afterwards")
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
 def test_d5_ten_thousand_steps_hold_no_more_than_a_thousand(flavour, tmp_path):
     options = Options(
@@ -162,7 +159,6 @@ def test_d5_ten_thousand_steps_hold_no_more_than_a_thousand(flavour, tmp_path):
         score.note(**{flavour: ", ".join(f"{change:+g} {name}" for name, change in grown.items())})
 
 
-@pytest.mark.scorecard
 def test_d6_fifty_trainers_in_one_process_leave_nothing_behind(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     found = []
@@ -186,7 +182,6 @@ def shift_clock(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-@pytest.mark.scorecard
 def test_d11_the_latest_is_told_by_its_step_and_not_by_the_clock(tmp_path, references):
     store = filled(tmp_path / "checkpoints", (5, 10, 15))
     with Score("D11") as score:
@@ -209,7 +204,6 @@ def test_d11_the_latest_is_told_by_its_step_and_not_by_the_clock(tmp_path, refer
         )
 
 
-@pytest.mark.scorecard
 def test_d12_training_works_in_a_thread_and_beside_other_handlers(tmp_path, undisturbed):
     with Score("D12") as score:
         done: list[Job] = []

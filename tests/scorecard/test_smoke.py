@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import pytest
 from crashes import killed_at, killed_when, terminated
 from harness import Score, differences, progress, reference, starts, until_done
 from job import Options
@@ -10,6 +11,7 @@ from job import Options
 SHORT = Options(out="", steps=45, val_every=20, val_epochs=1)
 
 
+@pytest.mark.slow
 def test_a2_a5_a_run_killed_while_it_saves_and_terminated_ends_as_if_nothing_had_happened(tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "disturbed"))
     undisturbed = reference(options, references)

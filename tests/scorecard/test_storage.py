@@ -16,6 +16,8 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.testing import digest
 
+pytestmark = pytest.mark.scorecard
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 
@@ -84,14 +86,12 @@ def test_b2_a_single_flipped_bit_is_found(tmp_path):
             score.add(problems)
 
 
-@pytest.mark.scorecard
 def test_b2_a_hundred_flipped_bits_are_found(tmp_path):
     with Score("B2") as score:
         for problems in flips(tmp_path / "checkpoints", 100):
             score.add(problems)
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("what", DAMAGES)
 def test_b1_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=70)
@@ -109,7 +109,6 @@ def test_b1_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(what, tmp_pat
         score.add(problems or differences(options, undisturbed), what)
 
 
-@pytest.mark.scorecard
 def test_b3_strange_things_among_the_checkpoints_are_ignored(tmp_path):
     store = filled(tmp_path / "checkpoints", (5, 10))
     (store.folder / "9").mkdir()
@@ -131,7 +130,6 @@ def test_b3_strange_things_among_the_checkpoints_are_ignored(tmp_path):
         score.check({"9", "abc", "100", "loop"} <= there, f"what it did not write is gone: {sorted(there)}")
 
 
-@pytest.mark.scorecard
 def test_b3_an_empty_folder_with_the_name_of_a_checkpoint_is_damaged(tmp_path):
     store = filled(tmp_path / "checkpoints", (5, 10))
     (store.folder / "step_00000099").mkdir()
@@ -188,7 +186,6 @@ def test_b13_the_best_and_the_latest_are_kept(tmp_path):
         retention(score, tmp_path, ["rising", "ties", "nan at 1", "only nan"])
 
 
-@pytest.mark.scorecard
 def test_b13_the_best_and_the_latest_are_kept_whatever_is_measured(tmp_path):
     with Score("B13") as score:
         retention(score, tmp_path, list(SEQUENCES))
@@ -210,7 +207,6 @@ CHANGED = {
 }
 
 
-@pytest.mark.scorecard
 @pytest.mark.parametrize("what", CHANGED)
 def test_b14_a_changed_model_is_told_leaf_by_leaf(what, tmp_path):
     params, words = CHANGED[what]
@@ -225,7 +221,6 @@ def test_b14_a_changed_model_is_told_leaf_by_leaf(what, tmp_path):
         score.check(not missing, f"{what}: {missing} are not in: {text}")
 
 
-@pytest.mark.scorecard
 def test_b14_what_is_asked_for_is_cast_left_out_and_renamed(tmp_path):
     store = filled(tmp_path / "checkpoints", (5,))
     with Score("B14") as score:
@@ -240,7 +235,6 @@ def test_b14_what_is_asked_for_is_cast_left_out_and_renamed(tmp_path):
         score.check(float(renamed.params["linear"]["kernel"][0, 0]) == 5.0, "rename")
 
 
-@pytest.mark.scorecard
 def test_b15_checkpoints_of_earlier_formats_are_read(tmp_path):
     goldens = sorted(GOLDENS.iterdir())
     with Score("B15") as score:
