@@ -1,8 +1,8 @@
 """Train JAX and Flax models: one engine, linen and nnx, exact and fast.
 
-`TrainerModule` trains with a subclass that says what the loss is. Below it, a run is a pure `Program`, a `Plan`, and a
-stream of events: an adapter makes the program from a model and a loss, `compile_program` readies it, `run` drives it
-and tells observers.
+`TrainerModule` trains with a subclass that says what the loss is; `fit`, `train_fn` and `TrainLoop` are other styles
+of writing the same. Below them, a run is a pure `Program`, a `Plan`, and a stream of events: an adapter makes the
+program from a model and a loss, `compile_program` readies it, `run` drives it and tells observers.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -54,6 +54,31 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
+from jax_trainer.styles import (
+    Checkpoint,
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    EvalLoop,
+    EvalTask,
+    FitResult,
+    HighestCheckpointFileReader,
+    HighestCheckpointFileWriter,
+    LowestCheckpointFileReader,
+    LowestCheckpointFileWriter,
+    Summary,
+    SummaryLogger,
+    SummaryWriter,
+    TrainLoop,
+    TrainTask,
+    every_n_steps,
+    fit,
+    get_default_checkpointer,
+    get_ema_hook,
+    lr_schedule,
+    serial,
+    train_fn,
+)
+from jax_trainer.styles import flax_nnx as nnx
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
 from jax_trainer.tuning import tune
 
@@ -66,11 +91,19 @@ __all__ = [
     "ArrayLoader",
     "Batch",
     "Callback",
+    "Checkpoint",
+    "CheckpointFileReader",
+    "CheckpointFileWriter",
     "Data",
     "DataError",
     "DatasetConfig",
     "DatasetModule",
+    "EvalLoop",
+    "EvalTask",
     "Every",
+    "FitResult",
+    "HighestCheckpointFileReader",
+    "HighestCheckpointFileWriter",
     "ImgClassifierTrainer",
     "JsonlWriter",
     "LambdaCallback",
@@ -81,6 +114,8 @@ __all__ = [
     "LogMode",
     "Logger",
     "LoggerConfig",
+    "LowestCheckpointFileReader",
+    "LowestCheckpointFileWriter",
     "MetricWriter",
     "NonFiniteError",
     "Plan",
@@ -91,8 +126,13 @@ __all__ = [
     "RecompileError",
     "RecompileWarning",
     "StopTraining",
+    "Summary",
+    "SummaryLogger",
+    "SummaryWriter",
     "SupervisedBatch",
+    "TrainLoop",
     "TrainState",
+    "TrainTask",
     "TrainerConfig",
     "TrainerModule",
     "__version__",
@@ -100,15 +140,23 @@ __all__ = [
     "drive",
     "eval_events",
     "evaluate",
+    "every_n_steps",
+    "fit",
     "flax_state_program",
     "function_program",
+    "get_default_checkpointer",
+    "get_ema_hook",
     "linen_program",
     "load_digits",
+    "lr_schedule",
+    "nnx",
     "nnx_program",
     "predictions",
     "run",
+    "serial",
     "stateful_program",
     "train_events",
+    "train_fn",
     "tune",
     "with_ema",
     "with_finite_guard",

@@ -13,22 +13,32 @@ from typing import Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
+from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
+    GradFn,
+    Gradients,
     InitVariables,
+    Metrics,
     PredictFn,
     Program,
     PyTree,
     StepOptions,
     TrainState,
+    as_metrics,
+    batch_weight,
     leaf_path,
     make_program,
+    make_train_step,
+    new_state,
     stream,
 )
+from jax_trainer.core.steps import EvalStep
 
 
 class NnxLoss(Protocol):
@@ -36,6 +46,14 @@ class NnxLoss(Protocol):
 
     def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
         """Returns the loss and what else to report, or just the loss."""
+        ...
+
+
+class NnxStep(Protocol):
+    """A step over an nnx model, which is in training mode to be trained, and in evaluation mode to be judged."""
+
+    def __call__(self, model: Any, rng_key: jax.Array, batch: Batch) -> Any:
+        """Returns `(loss, grads)` or `((loss, metrics), grads)`; to judge, `loss`, `(loss, metrics)` or metrics."""
         ...
 
 
@@ -52,8 +70,7 @@ class Split:
 
     def arrays(self, model: nnx.Module) -> tuple[PyTree, PyTree]:
         """The parameters and the other state of `model`, as nested dicts of arrays."""
-        _, params, _, rest = nnx.split(model, self.trainable, nnx.RngState, ...)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+        return _arrays(model, self.trainable)
 
     def join(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool) -> Any:
         """The module with these arrays and with random streams that belong to `rng`."""
@@ -70,6 +87,11 @@ class Split:
 
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
+
+
+def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
+    _, params, _, rest = nnx.split(model, trainable, nnx.RngState, ...)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
 
 def nnx_program(
@@ -190,3 +212,104 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
     """Puts the arrays of `state` into `model` (or `params`, e.g. the averaged ones, in place of its parameters)."""
     for arrays in (state.params if params is None else params, state.model_state):
         nnx.update(model, nnx.State(jax.tree.map(jnp.copy, arrays)))
+
+
+def nnx_step_program(
+    model: nnx.Module, optimizer: nnx.Optimizer, train_step: NnxStep, val_step: NnxStep | None = None
+) -> Program:
+    """A program that trains `model` with gradients that the user's `train_step` finds, as `optimizer` applies them.
+
+    It goes on from the weights of `model`, and from the state and the step of `optimizer`; both stay as they are until
+    somebody writes back. With a loss of the same bits it does to the weights what `nnx_program` does.
+
+    Args:
+        model: the module to train.
+        optimizer: whose `tx` and `wrt` count.
+        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
+        val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; left out, the program
+            cannot judge.
+    """
+    split = Split(model, optimizer.wrt)
+    return Program(
+        lambda key, batch: nnx_state(model, optimizer, key),
+        make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
+        _user_eval(split, val_step),
+        init_is_traced=False,
+    )
+
+
+def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
+    """The weights of `model`, and the state and the step of `optimizer`, as a state with the root key `key`."""
+    step = jnp.asarray(optimizer.step.get_value(), jnp.int32)
+    return new_state(*_arrays(model, optimizer.wrt), nnx_transformation(optimizer), key).replace(step=step)
+
+
+def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
+    def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
+        model = split.join(state.params, state.model_state, rng, train=True)
+        with _sowing_is_fine():
+            returned = train_step(model, stream(rng, "user"), batch)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"`train_step` must return the loss and the gradients, got a {type(returned).__name__}. Return "
+                "`nnx.value_and_grad(loss_fn)(model, …)`, or `((loss, metrics), grads)`."
+            )
+        reported = _reported("train_step", returned[0])
+        if "loss" not in reported:
+            raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
+        _, changed = split.arrays(model)
+        metrics = as_metrics(reported, batch_weight(batch))
+        return Gradients(
+            _fitting(returned[1], state.params, split.trainable), _kept(state.model_state, changed), metrics
+        )
+
+    return grad_fn
+
+
+def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        if val_step is None:
+            raise ValueError("This program cannot judge: it was made without a `val_step`.")
+        rng = stream(state.key, "eval")
+        model = split.join(state.params, state.model_state, rng, train=False)
+        with _sowing_is_fine():
+            returned = val_step(model, stream(rng, "user"), batch)
+        return as_metrics(_reported("val_step", returned), batch_weight(batch))
+
+    return eval_step
+
+
+def _reported(name: str, returned: Any) -> dict[str, Any]:
+    """What a user's step tells, with its loss among it."""
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(more, Mapping):
+        raise TypeError(f"What `{name}` returns with the loss must be a dict of metrics, got a {type(more).__name__}.")
+    if isinstance(loss, tuple) or jnp.shape(loss):
+        what = f"{len(loss)} things" if isinstance(loss, tuple) else f"shape {jnp.shape(loss)}"
+        raise ValueError(f"The loss that `{name}` returns must be one number, got {what}. Take its mean.")
+    return {"loss": loss, **more}
+
+
+def _fitting(grads: Any, params: PyTree, trainable: Any) -> PyTree:
+    """`grads` as a nested dict like `params`, which must be what they belong to."""
+    if not isinstance(grads, nnx.State | nnx.Module):
+        raise TypeError(
+            f"The gradients that `train_step` returns must be those of `nnx.grad` or `nnx.value_and_grad`, got a "
+            f"{type(grads).__name__}."
+        )
+    found = nnx.to_pure_dict(nnx.state(grads, trainable))
+    shapes = [
+        {leaf_path(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (found, params)
+    ]
+    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if wrong:
+        raise ValueError(
+            f"The gradients that `train_step` returns do not belong to the parameters that the optimizer updates: "
+            f"{wrong[0]} has {shapes[0].get(wrong[0], 'no gradient')}, and the parameter is "
+            f"{shapes[1].get(wrong[0], 'not one of them')}. Take them with respect to the model that `train_step` is "
+            "given, and to the variables that the optimizer's `wrt` names."
+        )
+    return found

@@ -27,6 +27,7 @@ from jax_trainer.engine import (
 from jax_trainer.settings import AtLeast
 
 SHOWN = 4  # metrics in a line; more do not fit
+RATE = "optimizer/lr"  # shown as well, where steps report it
 WIDTH = 24  # of the bar
 
 
@@ -134,7 +135,8 @@ def _clock(seconds: float) -> str:
 def _line(metrics: dict[str, Any]) -> str:
     own = {name: value for name, value in metrics.items() if "/" not in name and np.ndim(value) == 0}
     first = sorted(own, key=lambda name: name != "loss")[:SHOWN]
-    return "  ".join(f"{name} {own[name]:.4g}" for name in first)
+    rate = [f"lr {metrics[RATE]:.3g}"] if RATE in metrics else []
+    return "  ".join([*(f"{name} {own[name]:.4g}" for name in first), *rate])
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Networks that are ready to train, each with its configuration: perceptrons, a convolutional net, a transformer.
+"""Networks that are ready to train: perceptrons, a convolutional net, a transformer, a recurrent language model.
 
-They register themselves when this room is imported, so that a file's `model:` section can name them.
+Those with a configuration register themselves when this room is imported, so that a file's `model:` section can name
+them.
 """
 
 from jax_trainer.models.classifier import (
@@ -12,11 +13,13 @@ from jax_trainer.models.classifier import (
 from jax_trainer.models.cnn import CNN, CNNConfig
 from jax_trainer.models.gpt import GPT, GPTConfig
 from jax_trainer.models.mlp import MLP, MLPConfig
+from jax_trainer.models.rnnlm import RNNLM
 
 __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "RNNLM",
     "CNNConfig",
     "GPTConfig",
     "MLPConfig",

@@ -1,0 +1,240 @@
+"""What each style costs per step, next to a loop written by hand.
+
+    PYTHONPATH=src python benchmarks/styles.py [--rounds 5]
+
+All train the same perceptron with Adam on the same arrays, in the same order. Every run compiles in its first epoch,
+which is left out; the median of the others counts. Runs take turns; a ratio is the median over rounds of the ratio
+within a round. `|params|` is the norm of the parameters at the end: where it is equal, the same was computed. Styles
+look for losses that are not finite and log; loops by hand do not. A report, not a test.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+import jax_trainer as jt
+from jax_trainer.engine import EpochEnd
+
+SIZES = {"tiny": ((64, 32, 32, 10), 32, 1000), "medium": ((784, 256, 256, 10), 128, 200)}
+EPOCHS = 6
+TX = optax.adam(1e-3)
+Measured = tuple[float, float]  # seconds of an epoch, and the norm of the parameters
+
+
+class LinenMlp(nn.Module):
+    sizes: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for size in self.sizes[1:-1]:
+            x = nn.relu(nn.Dense(size)(x))
+        return nn.Dense(self.sizes[-1])(x)
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def cross_entropy(logits: Any, labels: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def loss_of(model: Any, batch: Any) -> jax.Array:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
+    """A dispatch per step, parameters and optimizer state donated; nothing is fetched."""
+    model = LinenMlp(sizes)
+    params = model.init(jax.random.key(0), next(loader.epoch(1))[0])
+    opt_state = TX.init(params)
+
+    @jax.jit(donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: cross_entropy(model.apply(params, x), y))(params)
+        updates, opt_state = TX.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, (loss, optax.tree.norm(grads), optax.tree.norm(params))
+
+    seconds = []
+    for epoch in range(1, EPOCHS + 1):
+        began = time.perf_counter()
+        for x, y in loader.epoch(epoch):
+            params, opt_state, _ = step(params, opt_state, x, y)
+        jax.block_until_ready(params)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]), float(optax.tree.norm(params))
+
+
+def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
+    """`nnx.jit` around the step, as Flax's own documentation has it."""
+    model = NnxMlp(sizes, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    seconds = []
+    for epoch in range(1, EPOCHS + 1):
+        began = time.perf_counter()
+        for batch in loader.epoch(epoch):
+            step(model, optimizer, batch)
+        jax.block_until_ready(nnx.state(model))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]), _norm(model)
+
+
+class Epochs(jt.Callback):
+    """Takes the seconds of every epoch's training."""
+
+    def reset(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        assert isinstance(self.event, EpochEnd)
+        self.seconds.append(self.event.seconds)
+
+
+def fitted(model: Any, loader: jt.ArrayLoader, **options: Any) -> Measured:
+    epochs = Epochs()
+    with tempfile.TemporaryDirectory() as folder:
+        result = jt.fit(
+            model,
+            loader,
+            loss_fn=cross_entropy,
+            optimizer=TX,
+            num_epochs=EPOCHS,
+            callbacks=[epochs],
+            log_dir=folder,
+            progress=False,
+            **options,
+        )
+    return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(result.state.params))
+
+
+class Trainer(jt.TrainerModule):
+    def batch_to_input(self, batch: Any) -> Any:
+        return batch[0]
+
+    def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+        logits, mutable = self.model_linen_apply(params, state, batch[0], rng, train=train)
+        return cross_entropy(logits, batch[1]), (mutable, {})
+
+
+def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
+    epochs = Epochs()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": jt.LoggerConfig(log_dir=folder)}
+        example = next(loader.epoch(1))
+        made = Trainer(model=LinenMlp(sizes), optimizer=TX, exmp_input=example, callbacks=[epochs], **options)
+        made.train_model(loader)
+    return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(made.state.params))
+
+
+def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = None, **options: Any) -> Measured:
+    """`train_fn` with a hook that takes the time once per epoch, and one that does nothing every so many steps."""
+    moments: list[float] = []
+    batches = len(loader)
+
+    def clock(step: int, *, model: Any, **kwargs: Any) -> None:
+        jax.block_until_ready(nnx.state(model))
+        moments.append(time.perf_counter())
+
+    def idle(step: int, *, model: Any, **kwargs: Any) -> None:
+        pass
+
+    clock.every_n_steps = batches  # type: ignore[attr-defined]
+    if every != 1:
+        idle.every_n_steps = every or batches  # type: ignore[attr-defined]
+    model = NnxMlp(sizes, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    train = jt.train_fn(
+        fns=(lambda model, key, batch: nnx.value_and_grad(loss_of)(model, batch), lambda model, key, batch: 0.0),
+        n_steps=EPOCHS * batches,
+        eval_every_n_steps=EPOCHS * batches,
+        n_eval_batches=1,
+        hooks=[clock, idle],
+        progress=False,
+        **options,
+    )
+    train(jax.random.key(0), model, optimizer, loader, None)
+    return statistics.median(np.diff(moments)), _norm(model)
+
+
+def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measured:
+    """`TrainLoop` with a checkpoint per epoch, or every so many steps."""
+    model, batches = LinenMlp(sizes), len(loader)
+    loop = jt.TrainLoop(
+        init=model.init,
+        task=jt.TrainTask(apply=model.apply, optimizer=TX, loss=cross_entropy, data=loader),
+        n_steps=EPOCHS * batches,
+        n_steps_per_checkpoint=checkpoint_every or batches,
+        stdout=False,
+    )
+    moments, last = [], None
+    for last in loop:
+        if last.step % batches == 0:
+            jax.block_until_ready(last.model_params)
+            moments.append(time.perf_counter())
+    assert last is not None
+    return statistics.median(np.diff(moments)), float(optax.tree.norm(last.model_params))
+
+
+def _norm(model: Any) -> float:
+    return float(optax.tree.norm(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+
+
+VARIANTS: dict[str, Callable[..., Measured]] = {
+    "linen by hand": by_hand,
+    "nnx.jit by hand": nnx_by_hand,
+    "TrainerModule, linen": trainer,
+    "fit, linen": lambda sizes, loader: fitted(LinenMlp(sizes), loader),
+    "fit, nnx": lambda sizes, loader: fitted(NnxMlp(sizes, nnx.Rngs(0)), loader),
+    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(LinenMlp(sizes), loader, steps_per_call=25),
+    "train_fn": stepped,
+    "train_fn, 25 steps per call": lambda sizes, loader: stepped(sizes, loader, steps_per_call=25),
+    "train_fn, a hook every 100 steps": lambda sizes, loader: stepped(sizes, loader, 100),
+    "train_fn, a hook at every step": lambda sizes, loader: stepped(sizes, loader, 1),
+    "TrainLoop": looped,
+    "TrainLoop, a checkpoint every 10 steps": lambda sizes, loader: looped(sizes, loader, 10),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    for name, (sizes, batch_size, batches) in SIZES.items():
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((batch_size * batches, sizes[0]), np.float32)
+        y = rng.integers(sizes[-1], size=len(x), dtype=np.int32)
+        loader = jt.ArrayLoader((x, y), batch_size, shuffle=True, drop_last=True)
+        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(asked.rounds)]
+        print(f"{name} ({jax.devices()[0].device_kind}), µs per step, ratio to linen by hand, |params|")
+        for kind in VARIANTS:
+            micro = statistics.median(one[kind][0] for one in rounds) / batches * 1e6
+            ratio = statistics.median(one[kind][0] / one["linen by hand"][0] for one in rounds)
+            print(f"  {kind:<40}{micro:>9.0f}{ratio:>8.2f}{rounds[0][kind][1]:>11.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""An `nnx.Optimizer` as the engine knows optimizers: plain nested dicts in, plain nested dicts out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jax_trainer.core import PyTree, TrainState, leaf_path
+
+
+def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformationExtraArgs:
+    """The optax transformation of `optimizer` on plain nested dicts; it begins with the state that `optimizer` has.
+
+    Inside, its `tx` gets the `nnx.State`s that it gets from `optimizer.update`, so that masks and labels that were
+    written for these hold here, too.
+    """
+    tx = optax.with_extra_args_support(optimizer.tx)
+    structure = jax.tree.structure(nnx.as_pure(optimizer.opt_state))
+
+    def init(params: PyTree) -> PyTree:
+        return _plain(nnx.as_pure(optimizer.opt_state))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, optax.OptState]:
+        assert params is not None
+        # both kinds of tree sort their keys, so the leaves come in the same order
+        states = structure.unflatten(jax.tree.leaves(state))
+        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **extra)
+        return _plain(updates), _plain(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def write_back_optimizer(optimizer: nnx.Optimizer, state: TrainState) -> None:
+    """Puts copies of the optimizer's part of `state`, and its step, into `optimizer`."""
+    arrays = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+    variables = jax.tree_util.tree_leaves_with_path(
+        optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    for path, variable in variables:
+        if (name := leaf_path(path)) in arrays:  # a parameter that is left out by a mask has nothing
+            variable.set_value(jnp.copy(arrays[name]))
+    optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
+
+
+def _plain(tree: PyTree) -> PyTree:
+    return jax.tree.map(_unwrapped, tree, is_leaf=lambda node: isinstance(node, nnx.State))
+
+
+def _unwrapped(node: Any) -> Any:
+    if isinstance(node, nnx.State | Mapping):
+        return {name: _unwrapped(inner) for name, inner in node.items()}
+    return node

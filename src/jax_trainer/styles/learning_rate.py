@@ -1,0 +1,58 @@
+"""The learning rate as something that every step reports, wherever the optimizer keeps it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
+from jax_trainer.optimizer import DEFAULT
+from jax_trainer.optimizer.record import Recorded
+
+METRIC = "optimizer/lr"
+
+
+def with_learning_rate(program: Program) -> Program:
+    """`program` whose steps report the rate of their update as `optimizer/lr`, where the optimizer's state has one.
+
+    That is so for the optimizers of this library, and for those made with `optax.inject_hyperparams`. Groups with a
+    rate of their own are `optimizer/lr_<group>`.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        state, report = program.train_step(state, batch)
+        rates = {name: _metric(rate) for name, rate in rates_in(state.opt_state).items()}
+        return state, report._replace(metrics=report.metrics.adding(**rates))
+
+    return program._replace(train_step=train_step)
+
+
+def rates_in(opt_state: PyTree) -> dict[str, Any]:
+    """The rates of the last update, by the names under which they are reported; none where none is kept.
+
+    >>> import optax
+    >>> state = optax.inject_hyperparams(optax.sgd)(0.5).init({"w": jax.numpy.zeros(3)})
+    >>> {name: float(rate) for name, rate in rates_in(state).items()}
+    {'optimizer/lr': 0.5}
+    """
+    return dict(_named(jax.tree.leaves(opt_state, is_leaf=_keeps_rates)))
+
+
+def _named(nodes: list[Any]) -> Iterator[tuple[str, Any]]:
+    for number, rates in enumerate((_rates_of(node) for node in nodes if _keeps_rates(node)), start=1):
+        base = METRIC if number == 1 else f"{METRIC}_{number}"
+        for name, rate in rates.items():
+            yield base if name == DEFAULT else f"{base}_{name}", rate
+
+
+def _keeps_rates(node: Any) -> bool:
+    return isinstance(node, Recorded) or "learning_rate" in getattr(node, "hyperparams", {})
+
+
+def _rates_of(node: Any) -> dict[str, Any]:
+    return dict(node.learning_rates) if isinstance(node, Recorded) else {DEFAULT: node.hyperparams["learning_rate"]}
+
+
+def _metric(rate: Any) -> dict[str, Any]:
+    # the last one of a window or an epoch, not the mean: that is where the schedule stands
+    return {"value": rate, "mode": "single", "log_mode": "train"}

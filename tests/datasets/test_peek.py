@@ -1,0 +1,71 @@
+"""A look at the first batch costs nobody a batch."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from data_sources import KINDS
+
+from jax_trainer.datasets import DataError, Feed
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.testing import assert_same_bits
+
+TWO_EPOCHS = 12  # batches
+
+
+def batches_of(data):
+    """Two epochs of a fresh feed, as the loop would take them."""
+    feed = Feed(data, "train", steps_per_epoch=6)
+    return [batch for epoch in (1, 2) for batch in itertools.islice(feed.open(epoch), 6)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_still_gives_all_batches_in_the_same_order(kind):
+    torch.manual_seed(0)
+    expected = batches_of(KINDS[kind]())
+    torch.manual_seed(0)
+    example, data = peeked(KINDS[kind]())
+    found = batches_of(data)
+    assert len(found) == TWO_EPOCHS
+    assert_same_bits(found, expected)
+    assert np.shape(jax.tree.leaves(example)[0]) == np.shape(jax.tree.leaves(expected[0])[0])
+
+
+def test_looking_at_a_torch_loader_leaves_the_random_numbers_of_others_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    peeked(KINDS["torch"]())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_whatever_can_be_begun_again_is_returned_itself():
+    for kind in ("array loader", "list", "function", "torch", "grain iterator"):
+        data = KINDS[kind]()
+        assert peeked(data)[1] is data
+
+
+def test_a_generator_whose_buffer_is_reused_keeps_its_first_batch():
+    buffer = np.zeros(2)
+
+    def filled():
+        for number in range(3):
+            buffer[:] = number
+            yield buffer
+
+    example, data = peeked(filled())
+    assert [batch.tolist() for batch in Feed(data, "train").open(1)] == [[0, 0], [1, 1], [2, 2]]
+    assert example.tolist() == [0, 0]
+
+
+def test_foreign_tensors_come_as_arrays():
+    example, _ = peeked([{"x": torch.ones(2, 3)}])
+    assert isinstance(example["x"], np.ndarray)
+
+
+@pytest.mark.parametrize("empty", [[], iter([]), lambda: iter([])], ids=["list", "iterator", "function"])
+def test_empty_data_is_an_error_that_names_it(empty):
+    with pytest.raises(DataError, match=r"'val' data .*empty"):
+        peeked(empty, "val")

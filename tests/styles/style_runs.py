@@ -1,0 +1,304 @@
+"""The same small training in every style: one model, one loss, one optimizer, one order of batches.
+
+A style is a class with two words: `train` goes to the end, from the beginning or from what an earlier training has
+saved, by the style's own means; `checkpoints` are the folders that it saved.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer import ArrayLoader, TrainerModule, TrainState
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.core import PyTree, stream, streams
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.styles import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    EvalLoop,
+    EvalTask,
+    TrainLoop,
+    TrainTask,
+    fit,
+    get_default_checkpointer,
+    train_fn,
+)
+
+SEED, EPOCHS, STEPS, SAVE = 5, 3, 4, 3  # STEPS of an epoch; SAVE: steps between two checkpoints
+TOTAL = EPOCHS * STEPS
+
+
+def arrays(count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    x = rng.standard_normal((count, 6), np.float32)
+    return x, x[:, :3].argmax(-1).astype(np.int32)
+
+
+def train_data() -> ArrayLoader:
+    return ArrayLoader(arrays(16 * STEPS), 16, shuffle=True, seed=3)
+
+
+def val_data() -> ArrayLoader:
+    return ArrayLoader(arrays(20), 16)  # the last batch is smaller
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.adamw(optax.cosine_decay_schedule(0.05, TOTAL))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def failing(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return (logits @ jnp.ones((99, 1))).mean()  # the line that every style must name
+
+
+class LinenNet(nn.Module):
+    """A model with everything that a style could treat in its own way: other state, and randomness."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+
+
+class NnxNet(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.out = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+class Outcome(NamedTuple):
+    """What a training came to: the weights and the other state of the model, and the validation loss by step."""
+
+    params: PyTree
+    model_state: PyTree
+    history: dict[int, float]
+
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Style:
+    """One training in some style, in a folder of its own. Made anew, it knows only what is on the disk."""
+
+    flavour: str
+
+    def __init__(self, folder: Path, loss: Loss = cross_entropy) -> None:
+        self.folder, self.loss = folder, loss
+
+    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+        """Trains to the end, from the beginning or from what an earlier training has saved."""
+        raise NotImplementedError
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """All that was saved, whatever it is for."""
+        return sorted(self.folder.rglob("step_*"))
+
+
+class Trainer(Style):
+    """`TrainerModule`."""
+
+    def model(self) -> Any:
+        return LinenNet() if self.flavour == "linen" else NnxNet(nnx.Rngs(0))
+
+    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+        loss = self.loss
+
+        class Classifier(TrainerModule):
+            def batch_to_input(self, batch: Any) -> Any:
+                return batch[0]
+
+            def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+                return loss(model(batch[0]), batch[1]), {}
+
+            def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+                logits, mutable = self.model_linen_apply(params, state, batch[0], rng, train=train)
+                return loss(logits, batch[1]), (mutable, {})
+
+        trainer = Classifier(
+            model=self.model(),
+            optimizer=optimizer(),
+            exmp_input=next(iter(train_data())),
+            seed=SEED,
+            train_epochs=EPOCHS,
+            enable_progress_bar=False,
+            logger=LoggerConfig(log_dir=str(self.folder)),
+            callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
+        )
+        options = {"resume": "auto"} if resume else {}
+        found = trainer.train_model(data or train_data(), val_data(), **options)
+        history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
+        return Outcome(trainer.state.params, trainer.state.model_state, history)
+
+
+class TrainerLinen(Trainer):
+    flavour = "linen"
+
+
+class TrainerNnx(Trainer):
+    flavour = "nnx"
+
+
+class Fit(Style):
+    """`fit`."""
+
+    def subject(self) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError
+
+    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+        loss = self.loss
+
+        def loss_fn(logits: jax.Array, labels: jax.Array) -> jax.Array:
+            return loss(logits, labels)
+
+        subject, options = self.subject()
+        result = fit(
+            subject,
+            data or train_data(),
+            val_data(),
+            loss_fn=loss_fn,
+            num_epochs=EPOCHS,
+            seed=SEED,
+            log_dir=str(self.folder),
+            callbacks=[ModelCheckpointConfig(every_n_steps=SAVE)],
+            tensorboard=False,
+            progress=False,
+            resume="auto" if resume else False,
+            **options,
+        )
+        history = {STEPS * epoch: metrics["val/loss"] for epoch, metrics in result.history.items()}
+        return Outcome(result.state.params, result.state.model_state, history)
+
+
+class FitState(Fit):
+    flavour = "linen"
+
+    def subject(self) -> tuple[Any, dict[str, Any]]:
+        model, key = LinenNet(), jax.random.key(SEED)
+        variables = model.init(streams(stream(key, "init"), "params", "dropout"), next(iter(train_data()))[0])
+        params, statistics = variables["params"], variables["batch_stats"]
+        state = TrainState.create(apply_fn=model.apply, params=params, batch_stats=statistics, tx=optimizer(), rng=key)
+        return state, {}
+
+
+class FitLinen(Fit):
+    flavour = "linen"
+
+    def subject(self) -> tuple[Any, dict[str, Any]]:
+        return LinenNet(), {"optimizer": optimizer()}
+
+
+class FitNnx(Fit):
+    flavour = "nnx"
+
+    def subject(self) -> tuple[Any, dict[str, Any]]:
+        return NnxNet(nnx.Rngs(0)), {"optimizer": optimizer()}
+
+
+class TrainFn(Style):
+    """`train_fn`."""
+
+    flavour = "nnx"
+
+    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+        loss, history = self.loss, {}
+
+        def loss_fn(model: Any, batch: Any) -> jax.Array:
+            return loss(model(batch[0]), batch[1])
+
+        def train_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
+            return nnx.value_and_grad(loss_fn)(model, batch)
+
+        def val_step(model: Any, rng_key: jax.Array, batch: Any) -> jax.Array:
+            return loss_fn(model, batch)
+
+        def remember(step: int, *, model: Any, metrics: Any, **kwargs: Any) -> None:
+            history[step] = metrics["val/loss"]
+
+        remember.every_n_steps = STEPS  # type: ignore[attr-defined]
+        save, _, restore_last = get_default_checkpointer(str(self.folder), save_every_n_steps=SAVE)
+        model = NnxNet(nnx.Rngs(0))
+        updater = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+        if resume:
+            restore_last(model, updater)
+        options = {"n_steps": TOTAL, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
+        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], **options)
+        train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
+        _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        return Outcome(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), history)
+
+
+class Loop(Style):
+    """`TrainLoop`."""
+
+    flavour = "linen"
+
+    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+        model, key, names = LinenNet(), jax.random.key(SEED), {"init": ["params", "dropout"], "apply": ["dropout"]}
+        init = CheckpointFileReader(dir=str(self.folder), target=model.init) if resume else model.init
+        loop = TrainLoop(
+            init=init,
+            task=TrainTask(apply=model.apply, optimizer=optimizer(), loss=self.loss, data=data or train_data()),
+            rnkey=key,
+            collections=names,
+            n_steps=TOTAL,
+            n_steps_per_checkpoint=1,
+            stdout=False,
+        )
+        judge = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
+        write, history, last = CheckpointFileWriter(output_dir=str(self.folder)), {}, None
+        for last in loop:
+            if last.step % STEPS == 0:
+                history[last.step] = judge(last).metrics["eval"]["loss"]
+            if last.step % SAVE == 0 or last.step == TOTAL:
+                write(last)
+        assert last is not None
+        return Outcome(last.model_params, last.model_state, history)
+
+
+STYLES: dict[str, type[Style]] = {
+    "TrainerModule, linen": TrainerLinen,
+    "TrainerModule, nnx": TrainerNnx,
+    "fit, a state": FitState,
+    "fit, linen": FitLinen,
+    "fit, nnx": FitNnx,
+    "train_fn": TrainFn,
+    "TrainLoop": Loop,
+}
+
+
+class Signalling:
+    """The same data, where something happens, such as Ctrl-C, just before one of the batches is given."""
+
+    in_memory = True  # so that nothing is made ahead, and it happens where it is said
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self._loader, self._at, self._act = train_data(), at, act
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(1)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch."""
+        for batch_number, batch in enumerate(self._loader.epoch(number, start), start + 1):
+            if batch_number == self._at:
+                self._act()
+            yield batch

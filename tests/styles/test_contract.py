@@ -1,0 +1,101 @@
+"""What every style promises: the same model, data, seed and optimizer give the same bits, and nothing is lost."""
+
+import inspect
+import logging
+import signal
+from functools import cache
+from pathlib import Path
+
+import pytest
+from style_runs import SAVE, STEPS, STYLES, TOTAL, Outcome, Signalling, failing
+
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+EVERY = pytest.mark.parametrize("name", STYLES)
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog):
+    caplog.set_level(logging.ERROR, "jax_trainer")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Each style's training from start to end, done once."""
+
+    @cache
+    def trained(name: str) -> tuple[Outcome, Path]:
+        folder = tmp_path_factory.mktemp("straight")
+        return STYLES[name](folder).train(), folder
+
+    return trained
+
+
+def reference(name: str) -> str:
+    return f"TrainerModule, {STYLES[name].flavour}"
+
+
+@EVERY
+def test_every_style_comes_to_the_same_bits(straight, name):
+    (mine, _), (other, _) = straight(name), straight(reference(name))
+    assert_same_bits(mine.params, other.params)
+    assert_same_bits(mine.model_state, other.model_state)
+
+
+@EVERY
+def test_every_style_tells_the_same_history(straight, name):
+    history = straight(name)[0].history
+    assert set(history) == set(range(STEPS, TOTAL + 1, STEPS))
+    assert history == straight(reference(name))[0].history
+
+
+@EVERY
+def test_the_last_checkpoint_of_every_style_has_its_last_weights(straight, name):
+    outcome, folder = straight(name)
+    last = max(STYLES[name](folder).checkpoints, key=lambda path: path.name)
+    store = CheckpointStore(last.parent)
+    assert last.name == f"step_{TOTAL:08d}"
+    assert store.verify(last) == ""
+    other, _ = straight(reference(name))
+    assert_same_bits(outcome.params, other.params)
+
+
+@EVERY
+def test_every_style_goes_on_after_a_failure_as_if_there_had_been_none(straight, name, tmp_path):
+    style = STYLES[name]
+    with fault(f"step:raise:{STEPS + 2}"), pytest.raises(FaultInjected):
+        style(tmp_path).train()
+    assert style(tmp_path).checkpoints
+    gone_on, through = style(tmp_path).train(resume=True), straight(name)[0]
+    assert_same_bits(gone_on.params, through.params)
+    assert_same_bits(gone_on.model_state, through.model_state)
+    assert gone_on.history.items() <= through.history.items()
+    assert TOTAL in gone_on.history
+
+
+@EVERY
+def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path):
+    with pytest.raises(TypeError) as caught:
+        STYLES[name](tmp_path, failing).train()
+    line = inspect.getsourcelines(failing)[1] + 1
+    first = caught.value.__notes__[0]
+    assert first.startswith(f'In your code: File "{inspect.getsourcefile(failing)}", line {line}, in failing')
+    assert not STYLES[name](tmp_path).checkpoints
+
+
+@EVERY
+def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(straight, name, tmp_path):
+    style, data = STYLES[name], Signalling(SAVE + 1, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        style(tmp_path).train(data)
+    saved = style(tmp_path).checkpoints
+    assert [CheckpointStore(path.parent).verify(path) for path in saved] == [""] * len(saved)
+    assert max(int(path.name.removeprefix("step_")) for path in saved) >= SAVE
+    assert_same_bits(style(tmp_path).train(resume=True).params, straight(name)[0].params)
+
+
+def test_the_reference_learns_something(straight):
+    history = straight("TrainerModule, linen")[0].history
+    assert history[TOTAL] < history[STEPS]
