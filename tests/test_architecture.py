@@ -22,17 +22,17 @@ MAY_IMPORT = {
     "runs": {"core", "engine", "logger", "checkpoint", "callbacks", "datasets"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs"),
+        *("checkpoint", "callbacks", "runs", "redaction"),
     },
-    "config": {"settings"},
+    "config": {"settings", "redaction"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "runs", "config"),
     },
-    "tuning": {"core", "settings", "config", "trainer", "callbacks", "checkpoint"},
+    "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint"},
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "runs"),
+        *("checkpoint", "runs", "redaction"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

@@ -20,8 +20,8 @@ from jax_trainer.config import as_data, config_from, dump_config, dump_data, loa
 from jax_trainer.config.files import overridden
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Place, Problems
-from jax_trainer.config.secrets import is_secret
 from jax_trainer.config.yaml_text import parse
+from jax_trainer.redaction import is_secret
 from jax_trainer.settings import AtLeast, Settings
 
 WORDS = """

@@ -135,7 +135,7 @@ def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
         return train_step(model, rng_key, batch)
 
     def counter() -> Trained:
-        model = TinyNNX(nnx.Rngs(0))
+        model: Any = TinyNNX(nnx.Rngs(0))
         model.count = nnx.Variable(jax.numpy.zeros((), jax.numpy.int32))
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 

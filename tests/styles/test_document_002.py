@@ -19,8 +19,7 @@ IMPORTS = """
 import jax, flax, optax, orbax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax_trainer.styles import fit, lr_schedule
-from jax_trainer import TrainState
+from jax_trainer import TrainState, fit, lr_schedule
 """
 
 MODEL = """

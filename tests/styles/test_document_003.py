@@ -14,11 +14,11 @@ from jax_trainer.datasets import ArrayLoader, load_digits
 # what the document imports, from where it is here, and what it leaves to the reader
 IMPORTS = """\
 import optax
-from jax_trainer.styles import flax_nnx as nnx
+from jax_trainer import nnx
 from jax import random as jr
 
-from jax_trainer.styles import train_fn
-from jax_trainer.styles import get_default_checkpointer
+from jax_trainer import train_fn
+from jax_trainer import get_default_checkpointer
 
 import jax
 import logging
@@ -31,13 +31,10 @@ STEPS = """\
 class CNN(nnx.Module):
   def __init__(self, rngs):
     self.conv = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
-    self.norm = nnx.BatchNorm(8, rngs=rngs)
-    self.dropout = nnx.Dropout(0.1, rngs=rngs)
     self.out = nnx.Linear(4 * 4 * 8, 10, rngs=rngs)
 
   def __call__(self, images):
-    hidden = self.dropout(nnx.relu(self.norm(self.conv(images))))
-    return self.out(hidden.reshape(len(images), -1))
+    return self.out(nnx.relu(self.conv(images)).reshape(len(images), -1))
 
 def loss_fn(model, images, labels):
   logits = model(images)

@@ -384,15 +384,26 @@ def test_a_function_may_stop_the_run(tmp_path):
     assert (result.status, list(result.history)) == ("stopped", [1])
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(tmp_path):
+def spoilt():
     x = X.copy()
     x[SIZE + 1, 2] = np.nan
+    return ArrayLoader((x, Y), SIZE)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"Step 2: the loss was nan"):
+        trained(tmp_path, spoilt())
+    [folder] = (tmp_path / "fit").iterdir()
+    assert not list((folder / "checkpoints").iterdir())
+    assert "Run failed" in (folder / "run.log").read_text()
+
+
+def test_with_detection_what_was_not_finite_is_explained_and_its_batch_kept(tmp_path):
     with pytest.raises(NonFiniteError, match=r"Step 2: .*in the batch") as caught:
-        trained(tmp_path, ArrayLoader((x, Y), SIZE))
+        trained(tmp_path, spoilt(), detect_nans=True)
     [folder] = (tmp_path / "fit").iterdir()
     assert (folder / "nonfinite" / "batch.npz").is_file()
     assert str(folder) in str(caught.value)
-    assert "Run failed" in (folder / "run.log").read_text()
 
 
 def test_one_place_says_what_the_best_state_is(tmp_path):

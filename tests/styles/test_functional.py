@@ -134,8 +134,15 @@ def test_several_steps_per_call_and_generators_give_the_same_bits():
     assert_same_bits(arrays(trained(steps_per_call=4, hooks=[calls])), straight())
     assert list(calls.told) == [3, 6, 9]
     endless = (batch for epoch in itertools.count(1) for batch in data().epoch(epoch))
-    judged = ({"x": batch["x"], "y": batch["y"]} for batch in itertools.cycle(data()))  # another structure
-    assert_same_bits(arrays(trained(source=endless, val=judged)), straight())
+    assert_same_bits(arrays(trained(source=endless, val=itertools.cycle(data()))), straight())
+
+
+@pytest.mark.slow
+def test_data_to_judge_may_have_another_structure():
+    judged = [{"x": batch["x"], "y": batch["y"]} for batch in data()]
+    assert_same_bits(arrays(trained(val=judged)), straight())
+    with pytest.raises(KeyError):
+        trained(val=[{"x": batch["x"]} for batch in data()])
 
 
 def test_the_mode_of_every_part_is_as_it_was():

@@ -6,6 +6,7 @@ from functional_runs import Calls, arrays, fresh, train_step, trained, val_step
 
 from jax_trainer.engine import StopTraining
 from jax_trainer.styles import functional_mirror
+from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.styles.hooks import every_n_steps
 from jax_trainer.testing import assert_same_bits
 
@@ -118,5 +119,7 @@ def test_a_hook_that_could_not_be_called_is_refused(hook, message):
 def test_a_hook_with_an_impossible_interval_is_refused():
     with pytest.raises(ValueError, match="`every_n_steps` must be a whole number of at least 1, got 0"):
         every_n_steps(0)
+    with pytest.raises(TypeError, match="The EmaHook is not called"):
+        every_n_steps(2)(get_ema_hook(fresh()[0])[0])
     with pytest.raises(ValueError, match="of the hook `Calls` must be"):
         trained(hooks=[Calls(-2)])

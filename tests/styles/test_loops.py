@@ -18,7 +18,7 @@ import pytest
 from flax import linen as nn
 
 from jax_trainer.adapters import linen_program
-from jax_trainer.core import NonFiniteError, compile_program, with_finite_guard
+from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, SupervisedBatch
 from jax_trainer.engine import Plan, run
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
@@ -169,7 +169,7 @@ def test_a_loop_trains_as_the_engine_does(source: Any, through: Checkpoint):
         return cross_entropy(logits, batch[1]), (mutable, {})
 
     program = linen_program(Net(), loss, MOMENTUM, to_input=lambda batch: batch[0])
-    compiled = compile_program(with_finite_guard(program, max_consecutive=0))
+    compiled = compile_program(program)
     state = compiled.init(jax.random.key(5), next(iter(source().epoch(1) if source is loader else source())))
     state = run(compiled, state, source(), Plan(max_steps=17))
     assert_same_bits((through.model_params, through.model_state), (state.params, state.model_state))
@@ -323,10 +323,8 @@ def test_a_loss_that_is_not_finite_ends_the_loop_and_leaves_checkpoints_alone():
     batches[4] = (np.full_like(X[0], np.nan), Y[0])
     loop = line_loop(batches)
     kept = next(loop)
-    with pytest.raises(NonFiniteError, match="Step 5: the loss or a gradient is not finite") as raised:
+    with pytest.raises(NonFiniteError, match="Step 5: the loss was nan"):
         next(loop)
-    assert raised.value.batch is not None
-    assert np.isnan(raised.value.batch[0]).all()
     assert loop.checkpoint is kept
     assert math.isfinite(kept.loss)
 

@@ -119,7 +119,7 @@ class ModelCheckpoint(Callback):
         self._first = self.event.step
         if self.config.saves_at_all:
             self._checkpoints.prepare(self.state)
-        if not self.run.validates:
+        if not self.run.validates and self.run.monitors:
             LOG.warning(
                 "This run has no validation: ModelCheckpoint saves at the end of epochs, and "
                 f"`monitor: {self.config.monitor}` is not used."

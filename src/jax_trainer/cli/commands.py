@@ -26,8 +26,8 @@ from jax_trainer.config import (
     registered_classes,
 )
 from jax_trainer.config.problems import nearest
-from jax_trainer.config.secrets import secret_values
 from jax_trainer.optimizer import GroupConfig
+from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
 

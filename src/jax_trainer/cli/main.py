@@ -25,7 +25,7 @@ from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
-from jax_trainer.config.secrets import environment_secrets
+from jax_trainer.redaction import environment_secrets
 from jax_trainer.settings import SettingsError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2

@@ -13,7 +13,7 @@ from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput, 
 from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
-from jax_trainer.config.secrets import secret_values
+from jax_trainer.redaction import secret_values
 from jax_trainer.tuning import StorageError, StudyError, Tuned
 from jax_trainer.tuning import tune as tuned
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS

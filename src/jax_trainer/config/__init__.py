@@ -9,8 +9,8 @@ from jax_trainer.config.dumping import as_data, dump_config, dump_data
 from jax_trainer.config.loading import Loaded, config_from, load_config
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Place
 from jax_trainer.config.schema import json_schema
-from jax_trainer.config.secrets import redact, redact_text
 from jax_trainer.config.user_code import UserCodeError, import_user_code
+from jax_trainer.redaction import redact, redact_text
 
 __all__ = [
     "ConfigError",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
-from jax_trainer.config.secrets import HIDDEN, is_secret
+from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.settings import SettingsError, candidates, expected, fits, hints_of, listed, options
 
 CLASS = "class_name"

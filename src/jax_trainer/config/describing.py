@@ -9,7 +9,7 @@ from typing import Any
 from compoconf import Registry, registered
 
 from jax_trainer.config.dumping import as_data
-from jax_trainer.config.secrets import redact
+from jax_trainer.redaction import redact
 from jax_trainer.settings import config_of, expected, hints_of
 
 _ENTRY = re.compile(r"    (?P<names>\w+(?:, \w+)*)(?: \([^)]*\))?:(?: (?P<text>.*))?")

@@ -6,8 +6,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 
-from jax_trainer.config.secrets import redact
 from jax_trainer.config.yaml_text import key_problem, scalar_of
+from jax_trainer.redaction import redact
 from jax_trainer.settings import Settings, hints_of, options
 
 

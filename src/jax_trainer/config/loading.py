@@ -10,8 +10,8 @@ from jax_trainer.config.files import overridden, read_tree
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Place, Problems
 from jax_trainer.config.references import resolved
-from jax_trainer.config.secrets import secret_values
 from jax_trainer.config.yaml_text import MAX_DEPTH, key_problem
+from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 
 Config = TypeVar("Config")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_trainer.config.secrets import HIDDEN, environment_secrets, is_secret, redact, redact_text
+from jax_trainer.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text
 from jax_trainer.settings import written
 
 MOST = 100  # problems that are told; nobody reads more, and a file made to annoy has thousands

@@ -167,7 +167,7 @@ class _Iterable(_Foreign):
     def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
         super().__init__()
         self._fresh = fresh
-        self._keeper: _Keeper | None = None
+        self._keeper: Keeper | None = None
         self._state: Any = None
 
     @property
@@ -177,7 +177,7 @@ class _Iterable(_Foreign):
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         state, self._state = self._state, None
         batches = self._begun(self._fresh(epoch), epoch)
-        self._keeper = _Keeper.of(batches)
+        self._keeper = Keeper.of(batches)
         if start and state is not None and self._keeper:
             self._keeper.set(state)
             return batches
@@ -197,7 +197,7 @@ class _Stream:
 
     def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
         self._batches, self._steps_per_epoch, self._begun = batches, steps_per_epoch or 0, False
-        self._keeper = _Keeper.of(batches)
+        self._keeper = Keeper.of(batches)
         self.can_go_back = self._keeper is not None
         self.replays = "" if self._keeper else "everything up to there, so pass a fresh iterator then"
 
@@ -228,7 +228,7 @@ class _StatefulLoader(_Foreign):
 
     replays = ""
 
-    def __init__(self, loader: Iterable[Batch], keeper: "_Keeper") -> None:
+    def __init__(self, loader: Iterable[Batch], keeper: "Keeper") -> None:
         super().__init__()
         self._loader, self._keeper = loader, keeper
         self._restored: tuple[Any] | None = None  # a state, until an epoch is opened: its number comes before it
@@ -272,14 +272,15 @@ class _StatefulLoader(_Foreign):
         self._restored = (self._without_seed(state),)
 
 
-class _Keeper(NamedTuple):
+class Keeper(NamedTuple):
     """How an object tells its position and goes to one."""
 
     tell: Callable[[], Any]
     set: Callable[[Any], object]
 
     @classmethod
-    def of(cls, thing: Any) -> "_Keeper | None":
+    def of(cls, thing: Any) -> "Keeper | None":
+        """How `thing` does it; None if it does not."""
         for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
             tell, set = (getattr(thing, name, None) for name in names)
             if callable(tell) and callable(set):
@@ -324,7 +325,7 @@ def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Sourc
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)
     if isinstance(data, Iterable):
-        keeper = _Keeper.of(data)
+        keeper = Keeper.of(data)
         return _StatefulLoader(data, keeper) if keeper else _Iterable(lambda epoch: data)
     if callable(data):
         return _Iterable(opener(data))

@@ -9,7 +9,7 @@ from jax_trainer.core import Batch
 from jax_trainer.datasets.epochs import begins_anew
 from jax_trainer.datasets.feed import Feed
 from jax_trainer.datasets.foreign import as_arrays
-from jax_trainer.datasets.kinds import _Keeper as Keeper
+from jax_trainer.datasets.kinds import Keeper
 
 
 def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.core import CompiledProgram, PyTree, compile_program, with_finite_guard
+from jax_trainer.core import CompiledProgram, PyTree, compile_program, with_finite_check, with_finite_guard
 from jax_trainer.datasets import Data, DataError, Feed
 from jax_trainer.engine import Every, Plan
 from jax_trainer.engine.supply import train_feed
@@ -50,6 +50,7 @@ def fit(
     steps_per_epoch: int | None = None,
     steps_per_call: Steps = 1,
     resident: bool | Literal["auto"] = False,
+    detect_nans: bool = False,
 ) -> FitResult:
     """Trains `model` on `train_ds`, judges it on `test_ds`, and keeps a record of it in a folder of its own.
 
@@ -88,6 +89,8 @@ def fit(
         steps_per_epoch: an epoch is at most this many batches; makes epochs of a generator that goes on.
         steps_per_call: optimizer steps in one dispatch; "epoch": all of one. Small models train faster.
         resident: keep arrays on the device, where they fit.
+        detect_nans: a step whose loss or gradient is not finite changes nothing, and its batch is kept; costs a little
+            time. A loss that is not finite ends the run in any case, as soon as it is known.
     """
     _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
     told_hparams, named = plain_hparams(hparams), named_callbacks(callbacks)
@@ -105,7 +108,7 @@ def fit(
     evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
     total = _total_steps(train.data, plan)
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
-    program = _compiled(trained, is_cut=train.is_cut)
+    program = _compiled(trained, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, validates=bool(evals))
     told = {
         "model": trained.name,
@@ -151,10 +154,10 @@ def _total_steps(data: Any, plan: Plan) -> int | None:
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
 
 
-def _compiled(trained: Trained, *, is_cut: bool) -> CompiledProgram:
+def _compiled(trained: Trained, *, is_cut: bool, guarded: bool) -> CompiledProgram:
     program = with_learning_rate(trained.program)
     if not program.keeps_batches:  # a program that was given may have a guard of its own
-        program = with_finite_guard(program, max_consecutive=0)
+        program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
     # the last batch of arrays may be smaller, which nobody need be told of
     return compile_program(program, on_recompile="ignore" if is_cut else "warn")
 

@@ -1,6 +1,5 @@
 """What `fit` was told, as plain data: for `config.yaml`, for the page of hyperparameters, and to find a run again."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-HIDDEN = "<hidden>"
-_SECRET_NAME = re.compile(
-    r"(?:^|[_.\-])(?:password|passwd|passphrase|secret|credential|auth|bearer|(?:api|access|private|secret)[_\-]?key)s?\Z"
-    r"|(?:^|(?:api|access|auth|bearer|refresh|secret|hf|wandb|github)[_\-])token\Z",
-    re.IGNORECASE,
-)
-_USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]{0,30}://)[^\s/]+@", re.IGNORECASE)
+from jax_trainer.redaction import redact
 
 
 def config_text(told: Mapping[str, Any]) -> str:
@@ -32,7 +25,7 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
         return {}
     if not isinstance(hparams, Mapping):
         raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
-    return _plain(hparams, "hparams")
+    return redact(_plain(hparams, "hparams"))
 
 
 def name_of(function: Any) -> str | None:
@@ -42,24 +35,19 @@ def name_of(function: Any) -> str | None:
 
 def _plain(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
-        return {_key(name, path): _entry(name, item, path) for name, item in value.items()}
+        return {_key(name, path): _plain(item, f"{path}[{name!r}]") for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str | Path):
-        return _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", str(value))
+        return str(value)
     if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
         return np.asarray(value).item()
     raise TypeError(
         f"`{path}` is a {type(value).__name__}, which cannot be written down. Pass numbers, texts, and lists and dicts "
         "of them."
     )
-
-
-def _entry(name: str, value: Any, path: str) -> Any:
-    plain = _plain(value, f"{path}[{name!r}]")
-    return HIDDEN if _SECRET_NAME.search(name) and plain not in (None, "") and not isinstance(plain, bool) else plain
 
 
 def _key(name: Any, path: str) -> str:

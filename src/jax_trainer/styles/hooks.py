@@ -30,6 +30,9 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
     _check_number(n, "every_n_steps")
 
     def decorate(hook: Hook) -> Hook:
+        if isinstance(hook, Participant):
+            raise TypeError(f"The {type(hook).__name__} is not called in a training: it knows itself when to act.")
+
         @functools.wraps(hook)
         def sometimes(step: int, **kwargs: Any) -> None:
             if step % n == 0:  # whoever calls it

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import cast
 
-from jax_trainer.core import CompiledProgram, NonFiniteError, PyTree, TrainState, step_of
+from jax_trainer.core import CompiledProgram, PyTree, TrainState, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine import (
     Driver,
@@ -80,9 +80,6 @@ class Steps:
         try:
             with driving((), self._seen.state, self._at) as driver:
                 self._feed(driver)
-        except NonFiniteError as error:
-            self._ended_by = error
-            raise _explained(error) from error
         except (KeyboardInterrupt, SystemExit) as signal:
             if not self._seen.is_there:
                 raise
@@ -181,13 +178,3 @@ class _Seen:
                 self.state, self.step, self.standing = event.state, event.step, event.standing
                 self.is_there, self.reason = True, event.reason
         return event
-
-
-def _explained(error: NonFiniteError) -> NonFiniteError:
-    told = NonFiniteError(
-        f"Step {error.step}: the loss or a gradient is not finite. Checkpoints that the loop gave before are as they "
-        "were. Lower the learning rate, clip gradients, or look at the batch, which is `batch` of this error.",
-        step=error.step,
-    )
-    told.batch, told.place = error.batch, error.place
-    return told

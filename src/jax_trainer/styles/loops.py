@@ -25,7 +25,7 @@ from jax_trainer.core import (
     make_program,
     readable_bytes,
     streams,
-    with_finite_guard,
+    with_finite_check,
     with_own_line,
 )
 from jax_trainer.datasets import Data, Position
@@ -93,7 +93,7 @@ class TrainLoop:
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_introduced = stdout, False
         program = _program(init, task, Collections.of(collections), mutable_collections)
-        program, layout = with_finite_guard(program, max_consecutive=0), _layout(devices)
+        program, layout = with_finite_check(program), _layout(devices)
         compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
         key = jax.random.key(0) if rnkey is None else rnkey
         data = Data.of(task.data)

@@ -5,8 +5,8 @@ from typing import Any
 
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
-from jax_trainer.config.secrets import is_secret
 from jax_trainer.config.yaml_text import key_problem
+from jax_trainer.redaction import is_secret
 from jax_trainer.tuning.dimensions import Choice, Dimension, Range, is_number
 
 MOST_CHOICES = 200  # each of them is tried against the experiment before the first trial

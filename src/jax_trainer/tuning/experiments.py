@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jax_trainer.callbacks import OptunaPruning, full_names
 from jax_trainer.callbacks.monitored import Mode, best_mode
 from jax_trainer.config import Loaded, as_data, dump_config, redact
-from jax_trainer.config.secrets import secret_values
+from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import TrainerModule, build, load_experiment
 from jax_trainer.tuning.checking import checked, placed

@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from jax_trainer.config import redact_text
-from jax_trainer.config.secrets import environment_secrets
 from jax_trainer.core import load_late
+from jax_trainer.redaction import environment_secrets
 
 JOURNAL = "study.journal"
 _FIRST_LETTERS = b'{"op_code":'  # of every line of a journal

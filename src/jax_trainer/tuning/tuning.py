@@ -8,7 +8,7 @@ from typing import Any
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.config import redact_text
-from jax_trainer.config.secrets import environment_secrets
+from jax_trainer.redaction import environment_secrets
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, Choosing, PrunerName, SamplerName, StudyError, grid_size
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.experiments import ExperimentTrials

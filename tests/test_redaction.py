@@ -16,7 +16,7 @@ from jax_trainer.config import (
     redact,
     redact_text,
 )
-from jax_trainer.config.secrets import is_secret
+from jax_trainer.redaction import is_secret
 from jax_trainer.settings import Settings, SettingsError
 
 CANARY = "CANARY-9f3a"
