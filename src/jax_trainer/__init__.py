@@ -78,7 +78,7 @@ from jax_trainer.styles import (
     serial,
     train_fn,
 )
-from jax_trainer.styles import flax_nnx as nnx
+from jax_trainer.styles.functional import flax_nnx as nnx
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
 from jax_trainer.tuning import tune
 

@@ -1,0 +1,1 @@
+"""`fit`: a model, data and a loss."""

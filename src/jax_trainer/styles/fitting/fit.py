@@ -1,0 +1,178 @@
+"""`fit`: a model, data and a loss; everything else of a training is there."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_trainer.callbacks import full_names
+from jax_trainer.core import CompiledProgram, PyTree, compile_program, with_finite_check, with_finite_guard
+from jax_trainer.datasets import Data, DataError, Feed
+from jax_trainer.engine import Every, Plan
+from jax_trainer.engine.supply import train_feed
+from jax_trainer.runs import named_callbacks
+from jax_trainer.runs.watching import Given
+from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
+from jax_trainer.styles.fitting.learning_rate import with_learning_rate
+from jax_trainer.styles.fitting.program import Trained, Wishes, trained_of
+from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, with_saver
+from jax_trainer.styles.fitting.result import FitResult
+from jax_trainer.styles.fitting.told import name_of, plain_hparams
+
+VAL = "val"  # what the evaluation set is called; names with "test" are for the end of a run
+Steps = int | Literal["epoch"]
+
+
+def fit(
+    model: Any,
+    train_ds: Any,
+    test_ds: Any = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    eval_step: Callable[..., Any] | None = None,
+    eval_freq: int = 1,
+    num_epochs: int = 10,
+    log_name: str = "fit",
+    hparams: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    batch_size: int = 32,
+    metric: str | None = None,
+    mode: Literal["min", "max", "auto"] = "auto",
+    callbacks: Given = (),
+    resume: Resume = False,
+    seed: int = 0,
+    split_batch: SplitBatch | None = None,
+    log_dir: str | Path = "runs",
+    tensorboard: bool = True,
+    progress: bool = True,
+    steps_per_epoch: int | None = None,
+    steps_per_call: Steps = 1,
+    resident: bool | Literal["auto"] = False,
+    detect_nans: bool = False,
+) -> FitResult:
+    """Trains `model` on `train_ds`, judges it on `test_ds`, and keeps a record of it in a folder of its own.
+
+    Args:
+        model: a state (of `TrainState.create`, or of flax.training), which stays as it is; a linen module; an nnx
+            module, which has the trained weights afterwards; or a `Program`, which has its own loss.
+        train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or all examples
+            as arrays, `(x, y)`, a dict, or one array, which are shuffled anew in every epoch. Batches are pairs
+            `(x, y)`, dicts or dataclasses; see `split_batch`.
+        test_ds: the same for judging; arrays keep their order. None: nothing is judged.
+        loss_fn: `loss_fn(logits, labels)`, or one that calls the model itself: `loss_fn(params, batch)` for linen,
+            `loss_fn(model, batch)` for nnx. Told apart by names: a first parameter called `model` or `params`, or a
+            second one called `batch`, is of the second kind. Returns the loss, or the loss and a dict of what else to
+            report. It may ask for `train`, and (not for nnx) `rng`, by name.
+        eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: a number, called "accuracy", or a
+            dict of numbers, each a mean over the batch.
+        eval_freq: epochs between two evaluations; the last state is always judged.
+        num_epochs: how long to train.
+        log_name: what the run is called, a folder in `log_dir`.
+        hparams: what TensorBoard shows as hyperparameters, and `config.yaml` keeps: plain data.
+        optimizer: for modules: an optax optimizer, or an optimizer's configuration.
+        batch_size: of arrays, and of data that gives single examples and can batch them.
+        metric: by which the best checkpoint is chosen: left out, "val/accuracy" if there is one, or "val/loss"; without
+            `test_ds`, "train/loss".
+        mode: whether a small value of it is good or a large one; "auto": large for names with "acc", "f1" or "auc".
+        callbacks: who else watches: callbacks, or configurations of them, in a list or by name.
+        resume: True: go on with the newest run of this name that was told the same; "auto": that, or a new one; a path:
+            with the run in that folder, or from that checkpoint of it.
+        seed: of the weights of a linen module, of what is random in training, and of the order of arrays. A state of
+            `TrainState.create` has a key of its own (`rng=`).
+        split_batch: `batch -> (inputs, targets)`, for batches that have other names; a tuple of inputs is several
+            arguments.
+        log_dir: the folder of all runs.
+        tensorboard: write event files for TensorBoard.
+        progress: show a progress bar.
+        steps_per_epoch: an epoch is at most this many batches; makes epochs of a generator that goes on.
+        steps_per_call: optimizer steps in one dispatch; "epoch": all of one. Small models train faster.
+        resident: keep arrays on the device, where they fit.
+        detect_nans: a step whose loss or gradient is not finite changes nothing, and its batch is kept; costs a little
+            time. A loss that is not finite ends the run in any case, as soon as it is known.
+    """
+    _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
+    told_hparams, named = plain_hparams(hparams), named_callbacks(callbacks)
+    plan = Plan(
+        max_epochs=num_epochs,
+        steps_per_epoch=steps_per_epoch,
+        eval_every=Every(epochs=eval_freq),
+        eval_at_end=True,
+        steps_per_call=steps_per_call,
+    )
+    if not is_arrays(train_ds):
+        train_feed(Data(train_ds), plan)  # refuses data that would run dry, before any of it is drawn
+    split = split_of(split_batch)
+    train = taken(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
+    evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
+    total = _total_steps(train.data, plan)
+    trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
+    program = _compiled(trained, is_cut=train.is_cut, guarded=detect_nans)
+    found = _metric(program, trained, train.example, metric, validates=bool(evals))
+    told = {
+        "model": trained.name,
+        "loss_fn": name_of(loss_fn),
+        "eval_step": name_of(eval_step),
+        "num_epochs": num_epochs,
+        "eval_freq": eval_freq,
+        "steps_per_epoch": steps_per_epoch,
+        "batch_size": batch_size,
+        "seed": seed,
+        "metric": found,
+        "mode": mode,
+        "hparams": told_hparams,
+    }
+    saving = with_saver(named, found, mode, is_wish=metric is not None)
+    begin = partial(program.init, trained.key, train.example)
+    work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
+    recording = Recording(told, saving, tensorboard, progress)
+    return recorded_run(work, recording, place_of(log_dir, log_name, told, resume))
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
+
+
+def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:
+    # what cannot batch by itself need not be looked at: beginning a loader may start processes
+    if is_arrays(test_ds) or callable(getattr(test_ds, "batch", None)):
+        return taken(test_ds, VAL, split, batch_size=batch_size, shuffle=False, seed=0).data
+    feed = Feed(test_ds, VAL, may_be_empty=True)  # refuses what cannot be iterated
+    if feed.is_one_shot and (plan.max_epochs or 0) > plan.eval_every.epochs:
+        raise DataError(
+            f"`test_ds` is an iterator that can be used only once ({type(test_ds).__name__}), and there is more than "
+            "one evaluation. Pass a list, a loader, or a function that returns a fresh iterator."
+        )
+    return test_ds
+
+
+def _total_steps(data: Any, plan: Plan) -> int | None:
+    per_epoch = plan.epoch_steps(0, 0, Feed(data, "train").length)
+    return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
+
+
+def _compiled(trained: Trained, *, is_cut: bool, guarded: bool) -> CompiledProgram:
+    program = with_learning_rate(trained.program)
+    if not program.keeps_batches:  # a program that was given may have a guard of its own
+        program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
+    # the last batch of arrays may be smaller, which nobody need be told of
+    return compile_program(program, on_recompile="ignore" if is_cut else "warn")
+
+
+def _metric(program: CompiledProgram, trained: Trained, example: PyTree, metric: str | None, *, validates: bool) -> str:
+    """The metric that decides. Traces the steps: what is wrong with them shows before anything is written."""
+    _, training, judging = program.shapes(trained.key, example)
+    where, reported = (VAL, judging) if validates else ("train", training)
+    names = full_names(reported.by_name, where)
+    if metric is None:
+        return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
+    full = metric if metric in names else f"{where}/{metric}"
+    if full not in names:
+        more = "" if validates else " Without `test_ds` there are only those of training."
+        raise ValueError(
+            f"No metric {metric!r} to choose the best state by. There are {', '.join(sorted(names))}.{more}"
+        )
+    return full

@@ -1,0 +1,237 @@
+"""What `fit` is given to train, as a `Program`: states, linen and nnx modules, programs."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer.adapters import LinenView, linen_program, nnx_program
+from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.linen import flax_state_program
+from jax_trainer.adapters.nnx import Split
+from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
+from jax_trainer.core.rng import key_data
+from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.settings import Settings
+from jax_trainer.styles.fitting.data import SplitBatch, inputs_of, split_of
+from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
+
+_KINDS = (
+    "`fit` trains a state (of `TrainState.create`, or of flax.training), a linen module, an nnx module, or a `Program` "
+    "(of `linen_program`, `nnx_program`, `make_program`)"
+)
+_PLAIN = tuple(TrainState.__dataclass_fields__)
+_OF_FLAX = ("step", "apply_fn", "params", "tx", "opt_state")
+
+
+class Trained(NamedTuple):
+    """What is trained: its program and root key, its name, and states in the form in which it was given."""
+
+    program: Program
+    key: jax.Array
+    name: str
+    as_given: Callable[[TrainState], Any]
+    module: nnx.Module | None = None  # which gets the weights when training is over
+    is_program: bool = False  # which alone knows what a batch is
+
+
+class Wishes(NamedTuple):
+    """What else `fit` was told about what it trains."""
+
+    loss_fn: Any
+    eval_step: Any
+    optimizer: Any
+    split_batch: SplitBatch | None
+    total_steps: int | None
+    seed: int
+
+
+def trained_of(given: Any, wishes: Wishes) -> Trained:
+    """The program that trains `given`, whose evaluations also do what `eval_step` does."""
+    if wishes.eval_step is not None:
+        checked_eval_step(wishes.eval_step)
+    make = _maker_of(given)
+    if make is not _of_program and wishes.loss_fn is None:
+        raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
+    return make(given, wishes)
+
+
+def _maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
+    if isinstance(given, Program):
+        return _of_program
+    if isinstance(given, FlaxState):
+        return _of_state
+    if isinstance(given, nn.Module):
+        return _of_linen
+    if isinstance(given, nnx.Module):
+        return _of_nnx
+    if dataclasses.is_dataclass(given) and all(hasattr(given, name) for name in _OF_FLAX):
+        return _of_flax
+    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    hint = " Pass an object of it." if isinstance(given, type) else ""
+    raise TypeError(f"{_KINDS}, and this is {kind}.{hint}")
+
+
+def _of_program(program: Program, wishes: Wishes) -> Trained:
+    for name in ("loss_fn", "optimizer", "split_batch"):
+        if getattr(wishes, name) is not None:
+            raise TypeError(f"A program has its own loss and optimizer: leave out `{name}`.")
+    program = _judging(program, lambda state: state, wishes.eval_step)
+    return Trained(program, jax.random.key(wishes.seed), "Program", lambda state: state, is_program=True)
+
+
+def _of_state(given: FlaxState, wishes: Wishes) -> Trained:
+    def as_given(state: TrainState) -> FlaxState:
+        extra = {name: value for name, value in state.extra.items() if name in given.extra}
+        return given.replace(**{**_fields(state), "extra": extra})
+
+    return _from_state(given, as_given, wishes)
+
+
+def _of_flax(given: Any, wishes: Wishes) -> Trained:
+    collections = {
+        field.name: getattr(given, field.name)
+        for field in dataclasses.fields(given)
+        if field.name not in _OF_FLAX
+        and field.metadata.get("pytree_node", True)
+        and isinstance(getattr(given, field.name), Mapping)
+    }
+    state = FlaxState(
+        step=jnp.asarray(given.step, jnp.int32),
+        params=_strong(given.params),
+        model_state=_strong(collections),
+        opt_state=_strong(given.opt_state),
+        rng=key_data(jax.random.key(wishes.seed)),
+        extra={},
+        apply_fn=given.apply_fn,
+        tx=given.tx,
+    )
+
+    def as_given(now: TrainState) -> Any:
+        return given.replace(step=now.step, params=now.params, opt_state=now.opt_state, **now.model_state)
+
+    return _from_state(state, as_given, wishes)
+
+
+def _from_state(state: FlaxState, as_given: Callable[[TrainState], Any], wishes: Wishes) -> Trained:
+    if wishes.optimizer is not None:
+        raise TypeError("This state has its optimizer (`tx`) already: leave out `optimizer`.")
+    loss = _linen_loss(Loss.of(wishes.loss_fn), wishes.split_batch)
+    program = flax_state_program(state, loss, to_input=inputs_of(wishes.split_batch))
+    module = getattr(state.apply_fn, "__self__", None)
+    name = type(module).__name__ if module is not None else getattr(state.apply_fn, "__name__", "apply_fn")
+    return Trained(_judging(program, as_given, wishes.eval_step), state.key, name, as_given)
+
+
+def _of_linen(module: nn.Module, wishes: Wishes) -> Trained:
+    tx = _tx_of(wishes)
+
+    def as_given(state: TrainState) -> FlaxState:
+        extra = {name: value for name, value in state.extra.items() if name == "ema"}
+        return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=module.apply, tx=tx)
+
+    loss = _linen_loss(Loss.of(wishes.loss_fn), wishes.split_batch)
+    needs_train = inspect.signature(type(module).__call__).parameters.get("train")
+    told = {"train": False} if needs_train is not None and needs_train.default is inspect.Parameter.empty else None
+    program = linen_program(module, loss, tx, to_input=inputs_of(wishes.split_batch), init_kwargs=told)
+    key = jax.random.key(wishes.seed)
+    return Trained(_judging(program, as_given, wishes.eval_step), key, type(module).__name__, as_given)
+
+
+def _of_nnx(module: nnx.Module, wishes: Wishes) -> Trained:
+    loss = _nnx_loss(Loss.of(wishes.loss_fn), module, wishes.split_batch)
+    program = nnx_program(module, loss, _tx_of(wishes), to_input=inputs_of(wishes.split_batch))
+    split = Split(module, nnx.Param)
+
+    def joined(state: TrainState) -> Any:
+        return split.join(state.params, state.model_state, stream(state.key, "eval"), train=False)
+
+    key = jax.random.key(wishes.seed)
+    judging = _judging(program, joined, wishes.eval_step)
+    return Trained(judging, key, type(module).__name__, lambda state: state, module)
+
+
+def _linen_loss(loss: Loss, split_batch: SplitBatch | None) -> Any:
+    if loss.takes_batch and loss.first == "model":
+        raise TypeError(
+            "`loss_fn(model, batch)` is for nnx modules. A linen module has its parameters apart: write "
+            "`loss_fn(params, batch)`, which calls `model.apply`, or `loss_fn(logits, labels)`."
+        )
+    split = split_of(split_batch)
+
+    def on_batch(params: PyTree, view: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
+        if view.mutable_variables:
+            raise TypeError(
+                f"This model has {', '.join(view.mutable_variables)} besides its parameters, which "
+                "`loss_fn(params, batch)` could not update. Write `loss_fn(logits, labels)`."
+            )
+        value, reported = loss.on_batch(params, batch, rng, train)
+        return value, (None, reported)
+
+    def on_outputs(params: PyTree, view: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
+        inputs, targets = split(batch)
+        outputs, mutable = view.apply(params, *arguments(inputs), train=train)
+        value, reported = loss.on_outputs(outputs, targets, rng, train)
+        return value, (mutable, reported)
+
+    return on_batch if loss.takes_batch else on_outputs
+
+
+def _nnx_loss(loss: Loss, module: nnx.Module, split_batch: SplitBatch | None) -> Any:
+    if loss.takes_batch and loss.first == "params":
+        raise TypeError(
+            "`loss_fn(params, batch)` is for linen modules. For an nnx module write `loss_fn(model, batch)`."
+        )
+    split, takes_train = split_of(split_batch), "train" in inspect.signature(type(module).__call__).parameters
+
+    # the adapter's loss has no key of its own: what is random in an nnx module comes from its streams
+    if "rng" in loss.wanted:
+        raise TypeError("`loss_fn` asks for `rng`: in an nnx module, use a stream of its own (`nnx.Rngs`) instead.")
+    key = jax.random.key(0)
+
+    def on_model(model: Any, batch: Batch, train: bool) -> Any:
+        if loss.takes_batch:
+            return loss.on_batch(model, batch, key, train)
+        inputs, targets = split(batch)
+        told = {"train": train} if takes_train else {}
+        return loss.on_outputs(model(*arguments(inputs), **told), targets, key, train)
+
+    return on_model
+
+
+def _judging(program: Program, view: Callable[[TrainState], Any], eval_step: Any) -> Program:
+    """`program` whose evaluations also do what `eval_step` does, on the state or module that `view` makes."""
+    if eval_step is None:
+        return program
+
+    def judge(state: TrainState, batch: Batch) -> Any:
+        return program.eval_step(state, batch).adding(**judged_by(eval_step(view(state), batch)))
+
+    return program._replace(eval_step=judge)
+
+
+def _tx_of(wishes: Wishes) -> optax.GradientTransformation:
+    given = wishes.optimizer
+    if isinstance(given, optax.GradientTransformation):
+        return given
+    if isinstance(given, Settings):
+        return given.instantiate(OptimizerInterface).build(wishes.total_steps)
+    if isinstance(given, nnx.Optimizer):
+        return given.tx
+    kind = "none was given" if given is None else f"this is a {type(given).__name__}"
+    raise TypeError(f"A module needs `optimizer`, an optax optimizer such as `optax.adam(1e-3)`, and {kind}.")
+
+
+def _strong(tree: PyTree) -> PyTree:
+    # a weak type (of a Python number) would become strong in the first step, which would then be compiled twice
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in _PLAIN}

@@ -1,0 +1,205 @@
+"""A training of `fit` as a run with a folder: what is written, who watches, and what it goes on from."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jax_trainer.adapters import write_back
+from jax_trainer.callbacks import (
+    Callback,
+    CallbackConfig,
+    ModelCheckpoint,
+    ModelCheckpointConfig,
+    Progress,
+    ProgressBar,
+    Run,
+    logger_observers,
+)
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainState
+from jax_trainer.datasets import Data, Position
+from jax_trainer.engine import Event, Plan, Standing, drive, train_events
+from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
+from jax_trainer.runs import Place, Watching, explained, restored, run_and_step, standing_of
+from jax_trainer.styles.fitting.program import Trained
+from jax_trainer.styles.fitting.result import Asked, FitResult, History
+from jax_trainer.styles.fitting.told import config_text
+
+Resume = bool | Literal["auto"] | str | Path
+SAVER = "ModelCheckpoint"
+
+
+class Work(NamedTuple):
+    """What is trained, on what, and how long."""
+
+    trained: Trained
+    program: CompiledProgram
+    begin: Callable[[], TrainState]  # the state before the first step; nobody holds on to it
+    data: Data
+    plan: Plan
+    batch_size: int
+
+
+class Recording(NamedTuple):
+    """What is written and shown of a run."""
+
+    told: Mapping[str, Any]  # to `fit`, in plain data
+    callbacks: Mapping[str, Any]  # objects and configurations
+    tensorboard: bool
+    progress: bool
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """What the page of hyperparameters shows: those that were given, and what else matters."""
+        others = {name: value for name, value in self.told.items() if name != "hparams" and value is not None}
+        return {**others, **self.told["hparams"]}
+
+    @property
+    def saver(self) -> ModelCheckpointConfig:
+        """What is saved, and which states are the best."""
+        return next(config for config in map(_config_of, self.callbacks.values()) if config is not None)
+
+
+def place_of(log_dir: str | Path, log_name: str, told: Mapping[str, Any], resume: Resume) -> Place:
+    """Where a run that was told this writes; makes the folder of a new one."""
+    where = (Path(log_dir), log_name)
+    if isinstance(resume, str | Path) and resume != "auto":
+        folder, step = run_and_step(Path(resume))
+        return Place(folder, folder, step)
+    found = RunFolder.find(*where, None, config_text(told)) if resume else None
+    if resume is True and found is None:
+        raise ValueError(
+            f"There is no run in {where[0] / log_name} that was told the same as this one, so there is nothing to "
+            f"resume. Go on with another run by its folder (`resume='{where[0] / log_name}/…'`), or begin one: "
+            "`resume='auto'` begins one where there is none."
+        )
+    return Place(RunFolder.create(*where) if found is None else found, found)
+
+
+def recorded_run(work: Work, recording: Recording, place: Place) -> FitResult:
+    """Trains, and writes all of it into the folder of `place`."""
+    with place.folder.locked():
+        return _Session(work, recording, place).go()
+
+
+class _Session:
+    """One training."""
+
+    def __init__(self, work: Work, recording: Recording, place: Place) -> None:
+        self._work, self._recording, self._place, self._folder = work, recording, place, place.folder
+        self._validates = bool(work.data.evals)
+        self._history, self._latest = History(), _Latest()
+
+    def go(self) -> FitResult:
+        """From the first step, or from where the run stood, to the last."""
+        saver = self._recording.saver
+        # without validation there is only what `fit` itself has chosen to go by
+        is_judged = self._validates or saver.monitor == self._recording.told["metric"]
+        store = CheckpointStore(self._folder.checkpoints, **saver.store_options(validates=is_judged))
+        state = self._work.begin()
+        found = restored(self._place, store, state, saves=saver.saves_at_all)
+        self._folder.write_text(self._folder.config_file.name, config_text(self._recording.told))
+        logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
+            Logger, self._folder.path
+        )
+        try:
+            watching = self._watching(logger, store)
+            at: Position | Standing = Position()
+            if found is not None:
+                state, at = found[0], standing_of(found[1])
+                watching.remember(found[1])
+            state = self._train(state, at, watching)
+        finally:
+            self._close(logger, store)
+        asked = Asked(self._work.trained, self._work.program, state, store, self._work.batch_size)
+        return FitResult(asked, self._history, self._folder.path)
+
+    def _watching(self, logger: Logger, store: CheckpointStore) -> Watching:
+        callbacks: dict[str, Callback] = {}
+        records = {f"run/log/{index}": one for index, one in enumerate(logger_observers(logger))}
+        watching = Watching(callbacks, {**records, "run/history": self._history})
+        run = Run(
+            self._folder.path,
+            logger,
+            checkpoints=store,
+            validates=self._validates,
+            callback_states=watching.states,
+            monitors=self._validates,  # without validation the store goes by a metric of training
+            epochs=self._work.plan.max_epochs,
+        )
+        for name, given in self._recording.callbacks.items():
+            if isinstance(given, CallbackConfig):
+                given = given.instantiate(Callback, run)
+            else:
+                given.attach(run)
+            callbacks[name] = given
+        return watching
+
+    def _train(self, state: TrainState, at: Position | Standing, watching: Watching) -> TrainState:
+        observers = watching.observers(first=[self._latest, *self._bar(watching.callbacks)])
+        plan = self._work.plan.seen_by(observers)
+        return drive(self._events(state, plan, at), observers, state, at)
+
+    def _events(self, state: TrainState, plan: Plan, at: Position | Standing) -> Iterator[Event]:
+        program = self._work.program
+        try:
+            yield from train_events(program, state, self._work.data, plan, at)
+        except NonFiniteError as error:
+            if error.place is None or self._latest.held is None:
+                raise
+            before = Position(*error.place)
+            raise explained(error, program, self._latest.held.state, before, self._folder.path) from error
+
+    def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:
+        if not self._recording.progress or any(isinstance(one, Progress) for one in callbacks.values()):
+            return []
+        return [ProgressBar(title=f"Run folder: {self._folder.path}", epochs=self._work.plan.max_epochs)]
+
+    def _close(self, logger: Logger, store: CheckpointStore) -> None:
+        """However training ended: the module has the newest weights, and the record is complete."""
+        status = self._history.status
+        try:
+            self._write_back()
+        finally:
+            if status in ("completed", "stopped"):
+                logger.log_hparams(self._recording.hparams, {**self._history.last, **self._best_of(store)})
+            logger.close(status)
+
+    def _best_of(self, store: CheckpointStore) -> dict[str, float]:
+        saved, monitor = store.best(), self._recording.saver.monitor
+        return {f"best/{monitor}": saved.metrics[monitor]} if saved is not None and monitor in saved.metrics else {}
+
+    def _write_back(self) -> None:
+        module, held = self._work.trained.module, self._latest.held
+        # a step that failed on the device may have taken the arrays with it
+        if module is not None and held is not None and not any(leaf.is_deleted() for leaf in held.leaves):
+            write_back(module, held.state)
+            module.eval()
+
+
+class _Latest:
+    """Holds the newest state; the first to be told."""
+
+    def __init__(self) -> None:
+        self.held: HeldState | None = None
+
+    def handle(self, event: Event) -> None:
+        self.held = event.held
+
+
+def with_saver(
+    callbacks: Mapping[str, Any], metric: str, mode: Literal["min", "max", "auto"], *, is_wish: bool
+) -> dict[str, Any]:
+    """`callbacks` with one that saves by `metric`, unless there is one among them; `is_wish`: the user named it."""
+    if not any(_config_of(one) is not None for one in callbacks.values()):
+        return {**callbacks, SAVER: ModelCheckpointConfig(monitor=metric, mode=mode)}
+    if is_wish:
+        raise ValueError("`metric` and a `ModelCheckpoint` both say what the best state is. Set its `monitor` alone.")
+    return dict(callbacks)
+
+
+def _config_of(callback: Any) -> ModelCheckpointConfig | None:
+    if isinstance(callback, ModelCheckpoint):
+        return callback.config
+    return callback if isinstance(callback, ModelCheckpointConfig) else None

@@ -1,0 +1,159 @@
+"""What `fit` gives back: the trained state, what happened, where it is written; and what can be asked of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jax_trainer.callbacks import full_names
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, predictions
+from jax_trainer.styles.fitting.data import Inputs, is_arrays
+from jax_trainer.styles.fitting.program import Trained
+
+WEIGHTS = ("params", "model_state", "extra")  # what of a state its best checkpoint keeps
+_OF_THE_GUARD = "guard/"  # always 0 here: a run ends with the first step that is not finite
+_OF_TRAINING = "optimizer/"  # metrics that are not about the model
+_WIDTH, _HEIGHT = 5.0, 3.5  # inches of one plot
+
+
+class Best(NamedTuple):
+    """The best checkpoint: its epoch and step, and what was measured with it."""
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
+
+
+class History:
+    """Remembers the metrics of every epoch, and how the run ended."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.status: Status = "failed"
+
+    def handle(self, event: Event) -> None:
+        """Takes the metrics of an epoch or of an evaluation."""
+        match event:
+            case EpochEnd():
+                self._add(event.epoch, full_names(event.metrics, "train"))
+            case EvalEnd():
+                self._add(event.epoch, full_names(event.metrics, event.name))
+            case FitEnd():
+                self.status = event.status
+
+    def state_dict(self) -> dict[str, Any]:
+        """All metrics so far."""
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with those of a run that was interrupted."""
+        self.epochs = dict(state["epochs"])
+
+    @property
+    def last(self) -> dict[str, float]:
+        """What the last epoch found out about the model."""
+        metrics = self.epochs[max(self.epochs)] if self.epochs else {}
+        own = {name: value for name, value in metrics.items() if not name.startswith(_OF_TRAINING)}
+        return {name: float(value) for name, value in own.items() if np.ndim(value) == 0}
+
+    def _add(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        known = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_GUARD)}
+        self.epochs[epoch] = {**self.epochs.get(epoch, {}), **known}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a result needs to answer."""
+
+    trained: Trained
+    program: CompiledProgram
+    state: TrainState
+    store: CheckpointStore
+    batch_size: int
+
+
+class FitResult:
+    """What came out of a training.
+
+    Attributes:
+        state: the trained state, as it was given: of a linen module, a state with `apply_fn` and `tx`.
+        model: the nnx module with the trained weights, in evaluation mode; None for anything else.
+        history: metrics by epoch, such as `{1: {"train/loss": 0.7, "val/loss": 0.6, "val/accuracy": 0.8}}`.
+        best: epoch, step and metrics of the best checkpoint; None where nothing was saved.
+        folder: where the run is written.
+        status: "completed", or "stopped" if a callback wanted so.
+    """
+
+    def __init__(self, asked: Asked, history: History, folder: Path) -> None:
+        self._asked, self.folder, self.status = asked, folder, history.status
+        self.history: dict[int, dict[str, Any]] = dict(sorted(history.epochs.items()))
+        self.state: Any = asked.trained.as_given(asked.state)
+        self.model: nnx.Module | None = asked.trained.module
+        saved = asked.store.best()
+        self.best = None if saved is None else Best(saved.epoch, saved.step, dict(saved.metrics))
+
+    def predict(self, x: Any, *, batch_size: int | None = None) -> PyTree:
+        """What the trained model, in evaluation mode, makes of `x`, one output per example, as numpy arrays.
+
+        Args:
+            x: an array of inputs (a tuple of arrays: several arguments of the model), or whatever `fit` trains on
+                besides: a loader, a list of batches, …, whose targets are not looked at.
+            batch_size: of arrays; left out, that of the training.
+        """
+        asked = self._asked
+        if is_arrays(x):
+            inputs = x if asked.trained.is_program else Inputs(x)
+            x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or asked.batch_size)
+        outputs = list(predictions(asked.program, asked.state, x))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+
+    def best_state(self) -> Any:
+        """The state with the weights of the best checkpoint, read from the disk; as `state` otherwise.
+
+        `write_back(model, result.best_state())` puts them into an nnx module.
+        """
+        if self.best is None:
+            raise ValueError(f"There is no best checkpoint in {self.folder}: nothing was saved that could be compared.")
+        asked = self._asked
+        state, _ = asked.store.restore("best", like=asked.state, only=WEIGHTS)
+        return asked.trained.as_given(state)
+
+    def plot(self) -> Any:
+        """A figure of matplotlib: each metric over the epochs, training and evaluation together."""
+        figure = load_late("matplotlib.figure", extra="plots")
+        groups = curves_of(self.history)
+        drawn = figure.Figure(figsize=(_WIDTH * max(1, len(groups)), _HEIGHT), layout="constrained")
+        for index, (name, curves) in enumerate(groups.items(), start=1):
+            axes = drawn.add_subplot(1, len(groups), index)
+            for label, points in curves.items():
+                axes.plot(*zip(*points, strict=True), marker=".", label=label)
+            axes.set(xlabel="epoch", title=name)
+            axes.legend()
+        return drawn
+
+    def __repr__(self) -> str:
+        best = "" if self.best is None else f", best epoch {self.best.epoch}"
+        return f"FitResult({self.status} after {len(self.history)} epochs{best}, folder={str(self.folder)!r})"
+
+
+def curves_of(history: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """The numbers over the epochs: by metric, then by where they were measured.
+
+    >>> curves_of({1: {"train/loss": 3.0, "val/loss": 4.0}, 2: {"train/loss": 2.0}})
+    {'loss': {'train': [(1, 3.0), (2, 2.0)], 'val': [(1, 4.0)]}}
+    """
+    groups: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for epoch, metrics in sorted(history.items()):
+        for full, value in metrics.items():
+            if np.ndim(value) == 0 and not full.startswith(_OF_TRAINING):
+                where, _, name = full.partition("/")
+                groups.setdefault(name, {}).setdefault(where, []).append((epoch, float(value)))
+    return groups

@@ -1,0 +1,209 @@
+"""`get_default_checkpointer`: a hook that saves, and two functions that restore, over one `CheckpointStore`."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jax_trainer.adapters.nnx import nnx_state, write_back
+from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, SaveError
+from jax_trainer.core import PyTree, TrainState, step_of
+from jax_trainer.datasets import Position
+from jax_trainer.engine import Event, Every, FitEnd, FitStart, Observer, SavePoint, StepMetrics
+from jax_trainer.runs import standing_of
+from jax_trainer.styles.functional.hooks import Continued, Participant, Training
+from jax_trainer.styles.functional.report import is_settled
+
+LOG = logging.getLogger("jax_trainer")
+TRAINED = ("step", "params", "model_state", "opt_state")  # of a state: what the caller's objects hold
+Restore = Callable[..., Any]
+
+
+def get_default_checkpointer(
+    outfolder: str | Path,
+    *,
+    save_every_n_steps: int,
+    max_to_keep: int = 5,
+    criterion_key: str = "val/loss",
+    best_mode: Literal["min", "max"] = "min",
+) -> tuple["SaveHook", Restore, Restore]:
+    """A hook for `train_fn` that saves checkpoints, and the functions `restore_best` and `restore_last`.
+
+    The functions take `(model, optimizer)`, or an optimizer that knows its model; they change these objects, and
+    return them. Where there is no checkpoint they say so, and change nothing. A training that has the hook, and begins
+    with what was restored, goes on exactly as if it had never ended.
+
+    Args:
+        outfolder: where the checkpoints are; made when training begins.
+        save_every_n_steps: steps between two checkpoints. The last step is saved as well, and whatever a training
+            comes to that is interrupted or fails.
+        max_to_keep: how many of the best checkpoints stay, besides the two latest.
+        criterion_key: the metric that tells the best, among those that hooks are given.
+        best_mode: whether its smallest values are the best, or its largest ("max").
+    """
+    store = CheckpointStore(
+        Path(outfolder), keep_latest=2, keep_best=max_to_keep, monitor=criterion_key, mode=best_mode
+    )
+
+    def restore_best(*objects: Any) -> Any:
+        """The best checkpoint, put into a model and its optimizer."""
+        return _restored(store, "best", objects)
+
+    def restore_last(*objects: Any) -> Any:
+        """The latest checkpoint, put into a model and its optimizer."""
+        return _restored(store, "latest", objects)
+
+    return SaveHook(store, save_every_n_steps, criterion_key), restore_best, restore_last
+
+
+def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects: tuple[Any, ...]) -> Any:
+    model, optimizer = objects if len(objects) == 2 else (getattr(objects[0], "model", None), objects[0])
+    if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError("Pass a model and its nnx.Optimizer, or an nnx.ModelAndOptimizer.")
+    if (store.best() if which == "best" else store.latest()) is None:
+        LOG.warning(f"There is no {which} checkpoint in {store.folder}: model and optimizer stay as they are.")
+    else:
+        like = nnx_state(model, optimizer, jax.random.key(0))
+        state, saved = store.restore(which, like, only=TRAINED)
+        write_back(model, state)
+        write_back_optimizer(optimizer, state)
+        LOG.info(f"Restored step {saved.step} from {saved.path}.")
+    return objects if len(objects) == 2 else optimizer
+
+
+class SaveHook(Participant):
+    """Saves what is trained: in `train_fn`, in the background, all that a training needs to go on exactly.
+
+    Called in another loop, it saves the model and the optimizer.
+    """
+
+    def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"`save_every_n_steps` must be a whole number of at least 1, got {every_n_steps!r}.")
+        self._store, self.every_n_steps, self.criterion = store, every_n_steps, criterion
+
+    def __call__(
+        self,
+        step: int,
+        *,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves if it is time, in a loop that is not ours; `metrics` must be those of this step, if there are any."""
+        if step % self.every_n_steps == 0:
+            state = nnx_state(model, optimizer, jax.random.key(0))
+            state = state.replace(step=jax.numpy.full_like(state.step, step))
+            self._store.save(state, Position(), self._compared(metrics or {}), wait=False)
+
+    def check(self, reported: Iterable[str] | None, first: int, training: Training) -> None:
+        """Refuses a criterion that nothing reports; warns where no saved state will have been judged."""
+        if reported is None:
+            LOG.warning(f"There is nothing to validate on: no checkpoint can be the best by {self.criterion!r}.")
+            return
+        known = sorted(reported)
+        if self.criterion not in known:
+            raise ValueError(f"No metric {self.criterion!r} to tell the best by. There are {', '.join(known)}.")
+        common = math.lcm(self.every_n_steps, training.evaluations.steps)
+        if common * (first // common + 1) > training.last:
+            LOG.warning(
+                f"Checkpoints are saved every {self.every_n_steps} steps, and evaluations are made every "
+                f"{training.evaluations.steps}: only the last step has both, and can be the best. Use multiples."
+            )
+
+    def continued(self, state: TrainState, training: Training) -> Continued | None:
+        """The checkpoint with exactly these weights, if there is one; refuses to mix two trainings in one folder."""
+        step, there = step_of(state), self._store.all()
+        for saved in there:
+            if saved.step == step and (restored := self._same(state, saved)) is not None:
+                self._store.goes_on_from(saved)
+                key = saved.run.get("key")
+                if key is not None and key != _words(training.key):
+                    LOG.warning("The key is another one than before: from here on, what is random differs.")
+                return Continued(restored, standing_of(saved), saved.callbacks)
+        if later := [saved.step for saved in there if saved.step >= step]:
+            raise CheckpointError(
+                f"{self._store.folder} has checkpoints of another training, up to step {later[-1]}, and this one "
+                f"begins at step {step}. Call `restore_last(model, optimizer)` before, to go on with that; or choose "
+                "another folder."
+            )
+        return None
+
+    def observers(self, training: Training) -> list[Observer]:
+        """The one who saves."""
+        return [_Saving(self._store, Every(steps=self.every_n_steps), self._compared, training)]
+
+    def _compared(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """`metrics` as they are saved; none where they cannot be compared."""
+        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+        return numbers if self.criterion in numbers else {}
+
+    def _same(self, state: TrainState, saved: Saved) -> TrainState | None:
+        """The state of the checkpoint, if `state` has its weights."""
+        try:
+            restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True)
+        except CheckpointError:
+            return None
+        return restored if all(_equal(getattr(state, name), getattr(restored, name)) for name in TRAINED) else None
+
+
+class _Saving:
+    """Saves when it is due, at the last step, and whatever there is when a training ends before."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        every: Every,
+        compared: Callable[[Mapping[str, Any]], dict[str, float]],
+        training: Training,
+    ) -> None:
+        self._store, self.saves_every, self._compared, self._training = store, every, compared, training
+        self._first = 0
+        self._saved = (0, False)  # the step that was saved last, and whether it had been judged
+
+    def handle(self, event: Event) -> None:
+        """Saves if it is time."""
+        match event:
+            case FitStart():
+                self._first = event.step
+                self._store.prepare(event.state)
+            case StepMetrics():
+                self._store.check()
+            case SavePoint() if event.step > self._first and self._is_due(event):
+                self._save(event)
+            case FitEnd():
+                (self._store.completed if event.status in ("completed", "stopped") else self._store.wait)()
+
+    def _is_due(self, event: SavePoint) -> bool:
+        if event.reason is not None:
+            return not isinstance(event.reason, SaveError)
+        is_time = self.saves_every.at_step(event.step) or event.step == self._training.last
+        return is_time and is_settled(event, self._training.evaluations)
+
+    def _save(self, event: SavePoint) -> None:
+        metrics = self._compared(self._training.report.judged(event.step))
+        what = (event.step, bool(metrics))
+        if what == self._saved:
+            return
+        standing = event.standing
+        run = {"loop": standing.to_data(), "key": _words(self._training.key)}
+        states = self._training.states()
+        self._store.save(event.state, standing.position, metrics, callbacks=states, run=run, wait=False)
+        self._saved = what
+
+
+def _words(key: jax.Array) -> list[int]:
+    is_typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(key) if is_typed else key).tolist()
+
+
+def _equal(a: PyTree, b: PyTree) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)

@@ -1,0 +1,258 @@
+"""`train_fn`: two functions of an nnx model, one that trains and one that judges, become a training."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
+from jax_trainer.callbacks import ProgressBar
+from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    Layout,
+    LogMode,
+    Metrics,
+    NonFiniteError,
+    Program,
+    TrainState,
+    compile_program,
+    with_finite_check,
+    with_finite_guard,
+    with_own_line,
+)
+from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.engine import Observer, Plan, run
+from jax_trainer.logger.active_wandb import ActiveWandb
+from jax_trainer.styles.functional.hooks import (
+    Continued,
+    Hook,
+    HookCaller,
+    Participant,
+    Training,
+    checked_hooks,
+    tell_costs,
+)
+from jax_trainer.styles.functional.mirror import Mirror, modes_kept
+from jax_trainer.styles.functional.report import EveryAndLast, Report
+from jax_trainer.styles.functional.shardings import layout_from
+
+LOG = logging.getLogger("jax_trainer")
+Train = Callable[..., None]
+
+
+def train_fn(
+    *,
+    fns: tuple[NnxStep, NnxStep],
+    shardings: tuple[NamedSharding, NamedSharding] | None = None,
+    mesh: Mesh | None = None,
+    data_partition_spec: PartitionSpec | None = None,
+    n_steps: int,
+    eval_every_n_steps: int,
+    n_eval_batches: int,
+    log_to_wandb: bool = False,
+    hooks: Iterable[Hook] = (),
+    progress: bool = True,
+    steps_per_call: int = 1,
+    detect_nans: bool = False,
+) -> Train:
+    """A function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
+
+    It trains from the optimizer's step to `n_steps`, compiled, and evaluates every `eval_every_n_steps` steps and after
+    the last one. However it ends, `model` and `optimizer` have what was trained. `train(rng_key, optimizer, train_itr,
+    val_itr)` is for an optimizer that knows its model. `val_itr` may be None.
+
+    Args:
+        fns: `train_step(model, rng_key, batch) -> (loss, grads)`, where `(loss, metrics)` may stand for the loss, and
+            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
+        shardings: where the model and the data are placed; None: on one device.
+        mesh: instead of `shardings`: parameters are placed by their own partitioning.
+        data_partition_spec: which axes of `mesh` split a batch.
+        n_steps: how many steps there are in all.
+        eval_every_n_steps: steps between two evaluations.
+        n_eval_batches: how many batches an evaluation takes, at most.
+        log_to_wandb: log what evaluations find, and the means of training, to the active run of wandb.
+        hooks: called as `hook(step, model=…, optimizer=…, metrics=…)` after every step, or every
+            `hook.every_n_steps` steps, after the evaluation of that step.
+        progress: show a progress bar.
+        steps_per_call: optimizer steps in one dispatch.
+        detect_nans: a step whose loss or gradients are not finite changes nothing, so that the model keeps the weights
+            from before; costs a little time. A loss that is not finite ends training in any case.
+    """
+    numbers = {"n_steps": n_steps, "eval_every_n_steps": eval_every_n_steps, "n_eval_batches": n_eval_batches}
+    _check_numbers({**numbers, "steps_per_call": steps_per_call})
+    called, taking_part = checked_hooks(hooks)
+    plan = Plan(
+        max_steps=n_steps,
+        eval_every=EveryAndLast(steps=eval_every_n_steps, last=n_steps),
+        eval_batches=n_eval_batches,
+        steps_per_call=steps_per_call,
+    )
+    layout_of = layout_from(shardings, mesh, data_partition_spec)
+    setup = _Setup(_two_functions(fns), plan, called, taking_part, log_to_wandb, progress, detect_nans)
+
+    def train(
+        rng_key: jax.Array, model: Any = None, optimizer: Any = None, train_itr: Any = None, val_itr: Any = None
+    ) -> None:
+        """Trains `model`."""
+        if isinstance(model, nnx.Optimizer):  # the form without a model
+            model, optimizer, train_itr, val_itr = None, model, optimizer, train_itr
+        job = _Job.of(rng_key, model, optimizer, train_itr, val_itr)
+        if job.first < n_steps:
+            with modes_kept(job.model):
+                _trained(setup, job, layout_of(job.model, job.optimizer.wrt))
+            return
+        LOG.warning(
+            f"The optimizer is at step {job.first} already, and `n_steps={n_steps}` is the total: nothing is trained. "
+            "To go on, make a `train_fn` with a larger `n_steps`."
+        )
+
+    return train
+
+
+class _Setup(NamedTuple):
+    """What `train_fn` was told."""
+
+    fns: tuple[NnxStep, NnxStep]
+    plan: Plan
+    called: list[Hook]
+    taking_part: list[Participant]
+    logs_to_wandb: bool
+    progress: bool
+    guarded: bool
+
+    @property
+    def last(self) -> int:
+        assert self.plan.max_steps is not None
+        return self.plan.max_steps
+
+    def program(self, job: "_Job") -> Program:
+        program = nnx_step_program(job.model, job.optimizer, *self.fns)
+        for one in self.taking_part:
+            program = one.wrap(program)
+        return with_finite_guard(program, max_consecutive=0) if self.guarded else with_finite_check(program)
+
+    def continued(self, state: TrainState, training: Training) -> Continued | None:
+        found = [one.continued(state, training) for one in self.taking_part]  # each may refuse
+        return next((one for one in found if one is not None), None)
+
+    def savers(self, training: Training) -> list[Observer]:
+        return [observer for one in self.taking_part for observer in one.observers(training)]
+
+
+class _Job(NamedTuple):
+    """What `train` was given."""
+
+    key: jax.Array
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    train: Any
+    val: Any
+
+    @classmethod
+    def of(cls, key: jax.Array, model: Any, optimizer: Any, train: Any, val: Any) -> "_Job":
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(f"`optimizer` must be an nnx.Optimizer, got a {type(optimizer).__name__}.")
+        known = getattr(optimizer, "model", None)
+        model = known if model is None else model
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"`model` must be an nnx.Module, got a {type(model).__name__}.")
+        if known is not None and known is not model:
+            raise ValueError("The optimizer was made for another model than `model`: make one for this model.")
+        if train is None:
+            raise TypeError("There is nothing to train on: `train_itr` is None.")
+        return cls(key, model, optimizer, train, val)
+
+    @property
+    def first(self) -> int:
+        """The number of steps that were taken before."""
+        return int(self.optimizer.step.get_value())
+
+
+def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
+    """One training, from the first check to the last event."""
+    writer = ActiveWandb() if setup.logs_to_wandb and jax.process_index() == 0 else None
+    (example, train), (val_example, val) = peeked(job.train, "train"), _peeked_or_none(job.val)
+    program = setup.program(job)
+    compiled = compile_program(program, layout=layout)
+    reported = _reported(program, compiled, job.key, example, val_example)
+    report, callers = Report(setup.plan.eval_every, writer), []
+    training = Training(
+        evaluations=setup.plan.eval_every,
+        last=setup.last,
+        report=report,
+        key=job.key,
+        states=lambda: {"report": report.state_dict(), "hooks": {"called_at": [one.called_at for one in callers]}},
+    )
+    for one in setup.taking_part:
+        one.check(reported, job.first, training)
+    tell_costs(setup.called)
+    mirror = Mirror(job.model, job.optimizer, [one.follow for one in setup.taking_part])
+    callers += [HookCaller(hook, mirror, training) for hook in setup.called]
+    state, at = compiled.init(job.key, example), Position()
+    if found := setup.continued(state, training):
+        state, at = found.state, found.at
+        _remember(found, report, callers)
+    bars, savers = [ProgressBar()] if setup.progress else [], setup.savers(training)
+    data = Data(train, {} if val is None else {"val": val})
+    try:
+        run(compiled, state, data, setup.plan, [*bars, report, *callers, *savers, mirror], at)
+    except NonFiniteError as error:
+        if setup.guarded:  # only the count went on after the last good step
+            job.optimizer.step.set_value(jnp.asarray(error.step - 1, jnp.uint32))
+        raise
+
+
+def _remember(found: Continued, report: Report, callers: list[HookCaller]) -> None:
+    if "report" in found.remembered:
+        report.load_state_dict(found.remembered["report"])
+        for caller, step in zip(callers, found.remembered["hooks"]["called_at"], strict=False):
+            caller.called_at = step
+
+
+def _peeked_or_none(data: Any) -> tuple[Any, Any]:
+    return (None, None) if data is None else peeked(data, "val")
+
+
+def _reported(
+    program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val_example: Batch
+) -> list[str] | None:
+    """The full names of what training and evaluations tell, after both steps were traced; None: nothing is judged."""
+    if val_example is not None and _look(example) == _look(val_example):
+        _, trained, judged = compiled.shapes(key, example)
+        return _names(trained, judged)
+    try:
+        state = jax.eval_shape(program.init, key, example)
+        trained = jax.eval_shape(program.train_step, state, example)[1].metrics
+        judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
+    except Exception as error:
+        raise with_own_line(error)  # noqa: B904 - the same error, with a note
+    return None if judged is None else _names(trained, judged)
+
+
+def _names(trained: Metrics, judged: Metrics) -> list[str]:
+    names = full_names(trained.only(LogMode.TRAIN).by_name, "train")
+    return [*names, *full_names(judged.only(LogMode.VAL).by_name, "val")]
+
+
+def _look(batch: Batch) -> Any:
+    """What two batches of the same kind have in common."""
+    return jax.tree.structure(batch), [(jnp.shape(x)[1:], jnp.asarray(x).dtype) for x in jax.tree.leaves(batch)]
+
+
+def _two_functions(fns: Any) -> tuple[NnxStep, NnxStep]:
+    if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
+        raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
+    return fns[0], fns[1]
+
+
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")

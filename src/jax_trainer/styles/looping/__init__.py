@@ -1,0 +1,1 @@
+"""`TrainLoop`: the loop is the user's own."""

@@ -1,0 +1,233 @@
+"""Checkpoints of a loop on the disk: writers that they are passed to, and readers that a loop begins with.
+
+In the folder that these are given, checkpoints are in `regular`, and the best by a metric in `lowest_<group>_<metric>`
+or `highest_<group>_<metric>`; each of these is the folder of a `CheckpointStore`.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from jax_trainer.checkpoint import safe_join
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.core import TrainState
+from jax_trainer.datasets import Position
+from jax_trainer.engine import Standing
+from jax_trainer.runs import standing_of
+from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of
+
+LOG = logging.getLogger("jax_trainer")
+AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
+REGULAR = "regular"
+
+
+class CheckpointFileWriter:
+    """Saves every checkpoint, or summary, that it is called with, and returns it when it is on the disk.
+
+    Args:
+        output_dir: the folder.
+        keep: how many of the newest stay.
+        overwrite: checkpoints of the same and of later steps, which another run has left there, are replaced;
+            otherwise they are an error.
+    """
+
+    def __init__(self, output_dir: str | Path, *, keep: int = 1, overwrite: bool = True) -> None:
+        self._store = CheckpointStore(Path(output_dir) / REGULAR, keep_latest=keep, keep_best=0)
+        self._overwrite = overwrite
+
+    def __call__(self, checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+        """Saves `checkpoint`."""
+        _save(self._store, checkpoint, by_full_name(_told(checkpoint)), overwrite=self._overwrite)
+        return checkpoint
+
+
+class _BestCheckpointFileWriter:
+    """Saves the checkpoints that are better than all before, also than those that were there already."""
+
+    word: ClassVar[str]
+    mode: ClassVar[Literal["min", "max"]]
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        metric: str,
+        group: str = "eval",
+        *,
+        keep: int = 1,
+        overwrite: bool = True,
+        stdout: bool = True,
+    ) -> None:
+        self._name, self._overwrite, self._has_warned = f"{group}/{metric}", overwrite, False
+        self._store = _best_store(Path(output_dir), self.word, self.mode, group, metric, keep)
+        found = self._store.best()
+        self.best = None if found is None else found.metrics[self._name]
+        if stdout and self.best is not None:
+            sys.stdout.write(f"The {self.word} value for the metric {self._name} is set to {self.best:.8f}.\n")
+
+    best: float | None  # the best value so far
+
+    def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
+        """Saves `summary` if its metric is the best so far."""
+        metrics = by_full_name(_told(summary))
+        if self._name not in metrics:
+            self._complain(summary, metrics)
+            return summary
+        value = metrics[self._name]
+        if self._is_better(value):
+            _save(self._store, summary, metrics, overwrite=self._overwrite)
+            self.best = value
+        return summary
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None or math.isnan(value):
+            return not math.isnan(value)
+        return value < self.best if self.mode == "min" else value > self.best
+
+    def _complain(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
+        kind, there = type(self).__name__, f"There are: {', '.join(sorted(metrics))}."
+        if isinstance(checkpoint, Summary):
+            raise ValueError(f"{kind} finds no metric {self._name!r} in this summary. {there}")
+        if not self._has_warned:
+            LOG.warning(
+                f"{kind} was called with a checkpoint that has no metric {self._name!r}, and saves nothing. Put an "
+                f"`EvalLoop` that measures it before: `writer(eval_loop(checkpoint))`. {there}"
+            )
+        self._has_warned = True
+
+
+class LowestCheckpointFileWriter(_BestCheckpointFileWriter):
+    """Saves the summaries that it is called with whose metric is lower than all before; returns them.
+
+    Args:
+        output_dir: the folder.
+        metric: the label of the metric.
+        group: the group that the metric is in.
+        keep: how many of the best stay.
+        overwrite: see `CheckpointFileWriter`.
+        stdout: say which value is the lowest so far, where there is one from before.
+    """
+
+    word, mode = "lowest", "min"
+
+
+class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
+    """Saves the summaries that it is called with whose metric is higher than all before; returns them.
+
+    Args:
+        output_dir: the folder.
+        metric: the label of the metric.
+        group: the group that the metric is in.
+        keep: how many of the best stay.
+        overwrite: see `CheckpointFileWriter`.
+        stdout: say which value is the highest so far, where there is one from before.
+    """
+
+    word, mode = "highest", "max"
+
+
+@dataclass(frozen=True)
+class CheckpointFileReader:
+    """Lets a loop begin with the newest checkpoint that a `CheckpointFileWriter` saved: `TrainLoop(init=reader, …)`.
+
+    Args:
+        dir: the folder.
+        target: the `init` of the model, for when there is no checkpoint yet.
+    """
+
+    dir: str | Path
+    target: Callable[..., Any]
+
+    def read(self, like: TrainState) -> tuple[TrainState, Position | Standing] | None:
+        """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
+        return _read(self._store(), "latest", like)
+
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(Path(self.dir) / REGULAR)
+
+
+@dataclass(frozen=True)
+class _BestCheckpointFileReader(CheckpointFileReader):
+    """Lets a loop begin with the best checkpoint."""
+
+    word: ClassVar[str]
+    mode: ClassVar[Literal["min", "max"]]
+
+    metric: str
+    group: str = "eval"
+
+    def read(self, like: TrainState) -> tuple[TrainState, Position | Standing] | None:
+        """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
+        return _read(self._store(), "best", like)
+
+    def _store(self) -> CheckpointStore:
+        return _best_store(Path(self.dir), self.word, self.mode, self.group, self.metric)
+
+
+@dataclass(frozen=True)
+class LowestCheckpointFileReader(_BestCheckpointFileReader):
+    """Lets a loop begin with the best checkpoint that a `LowestCheckpointFileWriter` saved.
+
+    Args:
+        dir: the folder.
+        target: the `init` of the model, for when there is no checkpoint yet.
+        metric: the label of the metric.
+        group: the group that the metric is in.
+    """
+
+    word, mode = "lowest", "min"
+
+
+@dataclass(frozen=True)
+class HighestCheckpointFileReader(_BestCheckpointFileReader):
+    """Lets a loop begin with the best checkpoint that a `HighestCheckpointFileWriter` saved.
+
+    Args:
+        dir: the folder.
+        target: the `init` of the model, for when there is no checkpoint yet.
+        metric: the label of the metric.
+        group: the group that the metric is in.
+    """
+
+    word, mode = "highest", "max"
+
+
+def _best_store(
+    folder: Path, word: str, mode: Literal["min", "max"], group: str, metric: str, keep: int = 1
+) -> CheckpointStore:
+    place = safe_join(folder.absolute(), f"{word}_{group}_{metric}")
+    return CheckpointStore(place, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
+
+
+def _told(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
+    return {group: {label: float(value) for label, value in m.items()} for group, m in metrics_of(checkpoint).items()}
+
+
+def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, float], *, overwrite: bool) -> None:
+    standing = checkpoint.standing or Standing()
+    at_least_as_late = [step for step in store.steps() if step >= checkpoint.step]
+    if at_least_as_late and not overwrite:
+        raise CheckpointError(
+            f"{store.folder} has a checkpoint of step {at_least_as_late[-1]} already, and this one is of step "
+            f"{checkpoint.step}. Go on from there with `init=CheckpointFileReader(…)`, use another folder, or let the "
+            "writer replace it with `overwrite=True`."
+        )
+    later = [step for step in at_least_as_late if step > checkpoint.step]
+    if later:
+        LOG.warning(f"{store.folder}: step {checkpoint.step} replaces what another run saved at step {later[-1]}.")
+        store.goes_on_from(Saved(checkpoint.step, standing.position, {}, store.folder / "step"))
+    store.save(state_of(checkpoint), standing.position, metrics, run={"loop": standing.to_data()})
+    if later:
+        store.completed()
+
+
+def _read(
+    store: CheckpointStore, which: Literal["latest", "best"], like: TrainState
+) -> tuple[TrainState, Position | Standing] | None:
+    if not store.listed():
+        return None
+    state, saved = store.restore(which, like=like)
+    return state, standing_of(saved)

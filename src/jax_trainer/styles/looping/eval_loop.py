@@ -1,0 +1,101 @@
+"""`EvalLoop`: judges checkpoints."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.core import (
+    Batch,
+    HeldState,
+    Metrics,
+    Program,
+    TrainState,
+    as_metrics,
+    batch_weight,
+    compile_program,
+    stream,
+)
+from jax_trainer.core.rng import key_data
+from jax_trainer.datasets import Feed
+from jax_trainer.engine import EvalEnd, Event, Plan, eval_events
+from jax_trainer.styles.looping.calls import Collections, ModelCall, split
+from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, summarised
+
+
+@dataclass(frozen=True, eq=False)
+class EvalTask:
+    """What is measured, and on what.
+
+    Args:
+        apply: of a linen module, or a function `(variables, *inputs)`.
+        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples.
+        data: gives pairs of inputs and targets, see `TrainTask`.
+    """
+
+    apply: Callable[..., Any] = field(repr=False)
+    metrics: Mapping[str, Callable[..., Any]]
+    data: Any = field(repr=False)
+
+
+class EvalLoop:
+    """Judges the checkpoints that it is called with; returns them with metrics, as summaries.
+
+    An iterator as data goes on where the evaluation before stopped; a list or a loader begins anew.
+
+    Args:
+        task: what is measured.
+        rnkey: what is random in evaluations belongs to this key; it is the same in each of them.
+        n_steps: how many batches are looked at.
+        collections: the random streams that the model may ask for, under "apply".
+        group: under which name a summary has the metrics.
+    """
+
+    def __init__(
+        self,
+        task: EvalTask,
+        rnkey: jax.Array | None = None,
+        n_steps: int = 1,
+        collections: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group: str = "eval",
+    ) -> None:
+        if not task.metrics:
+            raise ValueError("`EvalTask(metrics=…)` is empty: there is nothing to measure.")
+        self._key, self._group, self._rounds = rnkey, group, 0
+        self._plan = Plan(max_steps=0, eval_batches=n_steps)
+        self._feed = Feed(task.data, group)
+        self._program = compile_program(_program(task, Collections.of(collections).apply))
+
+    def __call__(self, checkpoint: Checkpoint) -> Summary:
+        """`checkpoint` with the metrics of its model, and with those of training."""
+        self._rounds += 1
+        at = Event(checkpoint.step, self._rounds, HeldState.of(self._state(checkpoint)))
+        for event in eval_events(self._program, at, {self._group: self._feed}, self._plan):
+            if isinstance(event, EvalEnd):
+                found = {label: float(value) for label, value in event.metrics.items()}
+                return summarised(checkpoint, self._group, found)
+        raise self._feed.used_up(self._rounds)
+
+    def _state(self, checkpoint: Checkpoint) -> TrainState:
+        """What an evaluation needs, and nothing that differs between checkpoints for other reasons."""
+        key = jax.random.key(0) if self._key is None else self._key
+        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        return TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+
+
+def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
+    call = ModelCall(task.apply, names)
+
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        inputs, targets = split(batch)
+        outputs, _ = call(state.params, state.model_state, inputs, stream(state.key, "eval"), train=False)
+        measured = {label: jnp.mean(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
+        return as_metrics(measured, batch_weight(batch))
+
+    def never(*_: Any) -> Any:
+        raise NotImplementedError("This program only judges.")
+
+    return Program(init=never, train_step=never, eval_step=eval_step)

@@ -1,0 +1,284 @@
+"""`TrainLoop`: training as something to iterate over, which gives checkpoints."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax.core.scope import CollectionFilter, DenyList, in_filter
+from jax.sharding import Mesh
+
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    Layout,
+    Metrics,
+    Program,
+    PyTree,
+    TrainState,
+    compile_program,
+    make_program,
+    readable_bytes,
+    streams,
+    with_finite_check,
+    with_own_line,
+)
+from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.engine import Standing
+from jax_trainer.styles.looping.calls import Collections, ModelCall, split
+from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
+from jax_trainer.styles.looping.checkpoints import Checkpoint, number_of_weights, state_of
+from jax_trainer.styles.looping.steps import Steps
+
+SOWN = "intermediates"  # the collection that Flax keeps for what a model sows
+ALL_BUT_SOWN = DenyList(SOWN)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainTask:
+    """What is trained, and on what.
+
+    Args:
+        apply: of a linen module, or a function `(variables, *inputs)`.
+        optimizer: of optax.
+        loss: a function `(*outputs, *targets)` that returns one number.
+        data: gives pairs of inputs and targets, `(x, y)`, where each may be several: `((x1, x2), ())`. An iterator, a
+            list, a loader, or a function that returns an iterator; all but the first begin anew when they end.
+    """
+
+    apply: Callable[..., Any] = field(repr=False)
+    optimizer: optax.GradientTransformation = field(repr=False)
+    loss: Callable[..., Any]
+    data: Any = field(repr=False)
+
+
+class TrainLoop:
+    """Training as something to iterate over: it gives checkpoints, and goes on where it stopped.
+
+    Args:
+        init: the `init` of a linen module, or a function `(rngs, *inputs)` that returns variables; or, to go on from
+            there, a reader of checkpoint files or a `Checkpoint`.
+        task: what is trained.
+        rnkey: the root of everything that is random; `jax.random.key(0)` if not given. A loop that goes on from
+            a checkpoint takes the one that it has.
+        input_sample: inputs to initialise the model with; the first batch if not given.
+        n_steps_per_checkpoint: a checkpoint is given at every step that is a multiple of this, and at the last one.
+        n_steps: the step that iterating ends at, counted from the first one of all.
+        collections: the random streams that the model may ask for, as in `{"init": ["params"], "apply": ["dropout"]}`.
+        mutable_collections: which collections of the model's variables training changes; others stay as they began.
+        devices: share batches evenly between these; one device if not given.
+        stdout: say on stdout how long initialisation took and how large the model is.
+    """
+
+    def __init__(
+        self,
+        init: Callable[..., Any] | CheckpointFileReader | Checkpoint,
+        task: TrainTask,
+        rnkey: jax.Array | None = None,
+        input_sample: Any = None,
+        n_steps_per_checkpoint: int = 1,
+        n_steps: int = 0,
+        collections: Mapping[str, Sequence[str]] | None = None,
+        mutable_collections: CollectionFilter = ALL_BUT_SOWN,
+        devices: Sequence[Any] | None = None,
+        stdout: bool = True,
+    ) -> None:
+        began = time.perf_counter()
+        self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
+        self._stdout, self._has_introduced = stdout, False
+        program = _program(init, task, Collections.of(collections), mutable_collections)
+        program, layout = with_finite_check(program), _layout(devices)
+        compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
+        key = jax.random.key(0) if rnkey is None else rnkey
+        data = Data.of(task.data)
+        if input_sample is None:
+            example, source = peeked(data.train)
+            data = replace(data, train=source)
+            _try_out(compiled, key, example)
+        else:
+            example = (input_sample, ())
+        begun = self._found(init, lambda: jax.eval_shape(program.init, key, example), layout)
+        state, at = begun or (compiled.init(key, example), Position())
+        self._steps = Steps(compiled, state, data, at)
+        self._say(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken, in all."""
+        return self._steps.step
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint; None before the first step."""
+        return self._steps.checkpoint
+
+    @property
+    def n_steps(self) -> int:
+        """The step that iterating ends at."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        self._n_steps = _whole("n_steps", value, 0)
+
+    @property
+    def n_steps_per_checkpoint(self) -> int:
+        """A checkpoint is given at every multiple of this."""
+        return self._n_steps_per_checkpoint
+
+    @n_steps_per_checkpoint.setter
+    def n_steps_per_checkpoint(self, value: int) -> None:
+        self._n_steps_per_checkpoint = _whole("n_steps_per_checkpoint", value, 1)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        self._say_if_done(self.n_steps)
+        return self
+
+    def __next__(self) -> Checkpoint:
+        checkpoint = self._up_to(self.n_steps)
+        if checkpoint is None:
+            raise StopIteration
+        return checkpoint
+
+    def __call__(self, n_steps: int) -> Iterator[Checkpoint]:
+        """The checkpoints up to step `n_steps`, counted from the first one of all, whatever the loop's own end is."""
+        return self.run(n_steps)
+
+    def run(self, n_steps: int) -> Iterator[Checkpoint]:
+        """The same as calling the loop."""
+        self._say_if_done(_whole("n_steps", n_steps, 0))
+        return iter(partial(self._up_to, n_steps), None)
+
+    def next_step(self) -> Checkpoint:
+        """Takes one step, also behind `n_steps`."""
+        return self._to(self.step + 1, patient=False)
+
+    def next_checkpoint(self) -> Checkpoint:
+        """Takes the steps that are left up to the next checkpoint, also behind `n_steps`."""
+        return self._to(self._next(self.n_steps), patient=False)
+
+    def close(self) -> None:
+        """Ends the loop, and the threads that make its batches. What it gave stays valid."""
+        self._steps.close()
+
+    def _up_to(self, n_steps: int) -> Checkpoint | None:
+        """The next checkpoint; None behind `n_steps`."""
+        self._steps.raise_pending()
+        return self._to(self._next(n_steps), patient=True) if self.step < n_steps else None
+
+    def _to(self, step: int, *, patient: bool) -> Checkpoint:
+        if not self._has_introduced:
+            number, size = number_of_weights(self._steps.params)
+            self._say(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
+            self._has_introduced = True
+        return self._steps.to(step, patient=patient)
+
+    def _next(self, n_steps: int) -> int:
+        """The step of the next checkpoint."""
+        every = self.n_steps_per_checkpoint
+        regular = (self.step // every + 1) * every
+        return min(regular, n_steps) if self.step < n_steps else regular
+
+    def _found(
+        self, init: Any, outline: Callable[[], TrainState], layout: Layout | None
+    ) -> tuple[TrainState, Position | Standing] | None:
+        """The state to go on from, and where in the data it stands; None begins with the first step."""
+        if isinstance(init, Checkpoint):
+            state = state_of(init)
+            _check_fits(state, outline())
+            placed = state if layout is None else jax.device_put(state, layout.state_shardings(state))
+            return placed, init.standing or Position()
+        if not isinstance(init, CheckpointFileReader):
+            return None
+        began = time.perf_counter()
+        found = init.read(_placed(outline(), layout))
+        if found is not None:
+            self._say(f"A checkpoint was loaded in {time.perf_counter() - began:.2f} seconds.")
+        return found
+
+    def _say_if_done(self, n_steps: int) -> None:
+        if self.step >= n_steps:
+            self._say(f"The loop stands at step {self.step}, and `n_steps` is {n_steps}: there is nothing to do.")
+
+    def _say(self, text: str) -> None:
+        if self._stdout:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+
+def _program(
+    init: Callable[..., Any] | CheckpointFileReader | Checkpoint,
+    task: TrainTask,
+    collections: Collections,
+    mutable: CollectionFilter,
+) -> Program:
+    target = init.target if isinstance(init, CheckpointFileReader) else init
+    call = ModelCall(task.apply, collections.apply)
+
+    def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        if isinstance(target, Checkpoint):
+            return target.model_params, target.model_state
+        made = dict(target(streams(key, *collections.init), *split(batch)[0]))
+        made.pop(SOWN, None)  # while initialising: of no use later
+        return made.pop("params", {}), made
+
+    def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
+        inputs, targets = split(batch)
+        outputs, changed = call(params, model_state, inputs, rng, train=True)
+        loss = task.loss(*outputs, *targets)
+        if isinstance(loss, tuple | dict):
+            kind = type(loss).__name__
+            raise TypeError(f"`TrainTask.loss` returned a {kind}. Return one number; an `EvalTask` measures others.")
+        kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
+        return loss, (kept, {})
+
+    def nothing_to_judge(state: TrainState, batch: Batch) -> Metrics:
+        return Metrics({}, 0)
+
+    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_judge)
+
+
+def _try_out(program: CompiledProgram, key: jax.Array, example: Batch) -> None:
+    """Raises what is wrong with model, loss and batch before anything is computed."""
+    try:
+        program.shapes(key, example)
+    except Exception as error:
+        raise with_own_line(error)  # noqa: B904 - the same error, with a note
+
+
+def _check_fits(state: TrainState, outline: TrainState) -> None:
+    for name in ("opt_state", "extra"):  # the model's own variables are what the checkpoint has
+        found, wanted = getattr(state, name), getattr(outline, name)
+        if jax.tree.structure(found) != jax.tree.structure(wanted):
+            raise ValueError(
+                f"The checkpoint of step {int(state.step)} does not fit this loop: its {name} is "
+                f"{jax.tree.structure(found)}, and this loop needs {jax.tree.structure(wanted)}. Use the optimizer "
+                "that it was made with."
+            )
+
+
+def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
+    """Shapes that say where their arrays belong."""
+    if layout is None:
+        return outline
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        outline,
+        layout.state_shardings(outline),
+    )
+
+
+def _layout(devices: Sequence[Any] | None) -> Layout | None:
+    return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
+
+
+def _whole(name: str, value: Any, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")
+    return value

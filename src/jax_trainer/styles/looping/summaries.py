@@ -1,0 +1,65 @@
+"""Reports of checkpoints: to people on stdout, and to TensorBoard."""
+
+import sys
+import weakref
+from pathlib import Path
+from typing import TypeVar
+
+from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
+from jax_trainer.styles.looping.checkpoints import Checkpoint, by_full_name, metrics_of
+
+AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
+_GROUP, _LABEL = len("train"), len("seconds_per_step")  # the widths of the columns, unless something is longer
+
+
+class SummaryLogger:
+    """Writes a report of every checkpoint, or summary, that it is called with to stdout; returns it.
+
+    >>> logger = SummaryLogger()
+    """
+
+    def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
+        """Reports `summary`."""
+        sys.stdout.write("\n" + "".join(f"{line}\n" for line in report(summary)))
+        sys.stdout.flush()
+        return summary
+
+
+def report(checkpoint: Checkpoint) -> list[str]:
+    """The lines of a report."""
+    metrics, head = metrics_of(checkpoint), f"Step {checkpoint.step:6d}:"
+    group_width = max([_GROUP, *map(len, metrics)])
+    label_width = max([_LABEL, *(len(label) for named in metrics.values() for label in named)])
+    ran = f"{head} Ran {checkpoint.n_completed_steps} train steps in {checkpoint.elapsed_time:.2f} seconds"
+    return [ran] + [
+        f"{head} {group:<{group_width}} {label:>{label_width}} | {value:.8f}"
+        for group, named in metrics.items()
+        for label, value in named.items()
+    ]
+
+
+class SummaryWriter:
+    """Writes the metrics of every checkpoint, or summary, that it is called with for TensorBoard; returns it.
+
+    All go to one file, as "group/label", and are on the disk when it returns. Needs the extra `tensorboard`.
+    """
+
+    def __init__(self, output_dir: str | Path) -> None:
+        TensorboardToolLogger.require()
+        self._folder = Path(output_dir).absolute()
+        self._tool: TensorboardToolLogger | None = None
+
+    def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
+        """Writes the metrics of `summary`."""
+        if self._tool is None:
+            self._tool = TensorboardToolLogger(TensorboardConfig(), self._folder)
+            self._close = weakref.finalize(self, self._tool.close, "completed")
+        self._tool.write(summary.step, by_full_name(metrics_of(summary)))
+        self._tool.flush()
+        return summary
+
+    def close(self) -> None:
+        """Closes the file; what is written later goes to a new one."""
+        if self._tool is not None:
+            self._close()
+            self._tool = None

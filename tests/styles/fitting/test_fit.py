@@ -1,0 +1,433 @@
+"""`fit` with a real tiny classifier: what comes out, what is written, and that nothing around it changes a bit."""
+
+import json
+import os
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import yaml
+from flax import linen as nn
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[attr-defined] - made when it is imported
+
+from jax_trainer.adapters import function_program
+from jax_trainer.callbacks import Callback, CallbackConfig, EarlyStoppingConfig, LambdaCallback, ModelCheckpointConfig
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.core import FlaxState, NonFiniteError, TrainState, copy_state
+from jax_trainer.datasets import ArrayLoader, DataError
+from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
+from jax_trainer.styles.fitting.fit import fit
+from jax_trainer.styles.fitting.schedule import lr_schedule
+from jax_trainer.testing import FaultInjected, TinyLinen, assert_same_bits, fault
+
+SIZE, STEPS, EPOCHS = 8, 4, 3
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(SIZE * STEPS, 8)).astype(np.float32), RNG.integers(4, size=SIZE * STEPS)
+XV, YV = RNG.normal(size=(19, 8)).astype(np.float32), RNG.integers(4, size=19)  # the last batch has 3
+MODEL = TinyLinen()
+VARIABLES = jax.jit(MODEL.init)(jax.random.key(1), X[:1])
+TX = optax.inject_hyperparams(optax.adam)(lr_schedule(0.05, STEPS, EPOCHS, 1))
+QUIET: dict[str, Any] = {"progress": False, "tensorboard": False}
+
+
+def state_of(tx=TX):
+    return TrainState.create(apply_fn=MODEL.apply, **VARIABLES, tx=tx, rng=jax.random.key(3))
+
+
+@jax.jit
+def loss_fn(logits, labels):
+    loss = optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 4)).mean()
+    return loss, {"loss": loss, "spread": logits.std()}
+
+
+@jax.jit
+def eval_step(state: FlaxState, batch):
+    x, y = batch
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return jnp.equal(state.apply_fn(variables, x, train=False).argmax(-1), y).mean()
+
+
+def trained(folder, train=(X, Y), test=(XV, YV), state=None, **options):
+    usual = {"loss_fn": loss_fn, "eval_step": eval_step, "num_epochs": EPOCHS, "batch_size": SIZE, "log_dir": folder}
+    return fit(state_of() if state is None else state, train, test, **{**usual, **QUIET, **options})
+
+
+def rows(result):
+    """The numbers of its record, without those of the clock."""
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    numbers = [line for line in lines if "hparams" not in line]
+    return [{name: value for name, value in line.items() if "time" not in name} for line in numbers]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A whole training, with everything on."""
+    hparams = {"batch_size": SIZE, "lr": 0.05, "layers": [16, 4], "api_key": "hunter2"}
+    folder = tmp_path_factory.mktemp("done")
+    return trained(folder, tensorboard=True, progress=True, log_name="tiny", hparams=hparams)
+
+
+def test_every_epoch_is_in_the_history_with_training_and_evaluation(done):
+    assert list(done.history) == [1, 2, 3]
+    for metrics in done.history.values():
+        assert {"train/loss", "train/spread", "val/loss", "val/spread", "val/accuracy"} <= set(metrics)
+    assert done.history[3]["train/loss"] < done.history[1]["train/loss"]
+    assert done.status == "completed"
+    assert int(done.state.step) == EPOCHS * STEPS
+
+
+def test_a_smaller_last_batch_counts_for_its_examples_only(done):
+    logits: Any = MODEL.apply({"params": done.state.params, **done.state.model_state}, XV)
+    assert done.history[3]["val/accuracy"] == pytest.approx(float((logits.argmax(-1) == YV).mean()), abs=1e-6)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, YV)
+    assert done.history[3]["val/loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def test_it_does_what_a_loop_by_hand_does(tmp_path):
+    model: Any = nn.Dense(4)
+    params = model.init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    result = trained(tmp_path, ArrayLoader((X, Y), SIZE), None, state, loss_fn=loss, eval_step=None, num_epochs=2)
+    gradient = jax.jit(jax.grad(lambda p, x, y: loss(model.apply({"params": p}, x), y).mean()))
+    for x, y in 2 * batches():
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params, x, y))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result.state.params, params)
+
+
+def test_the_state_that_is_handed_in_stays_as_it_is(tmp_path):
+    state = state_of()
+    before = copy_state(state)
+    trained(tmp_path, state=state, num_epochs=1)
+    assert_same_bits(state, before)
+
+
+def test_a_trained_state_can_be_trained_on(done, tmp_path):
+    further = trained(tmp_path, state=done.state, num_epochs=1)
+    assert int(further.state.step) == (EPOCHS + 1) * STEPS
+    assert jax.tree.structure(further.state) == jax.tree.structure(state_of())
+
+
+# what is written
+
+
+def test_the_folder_says_what_was_told_and_hides_secrets(done):
+    told = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert told["model"] == "TinyLinen"
+    assert (told["num_epochs"], told["seed"], told["metric"]) == (EPOCHS, 0, "val/accuracy")
+    assert told["hparams"] == {"batch_size": SIZE, "lr": 0.05, "layers": [16, 4], "api_key": "<hidden>"}
+    assert done.folder.parent.name == "tiny"
+    assert "Run completed" in (done.folder / "run.log").read_text()
+    written = b"".join(path.read_bytes() for path in done.folder.rglob("*") if path.is_file())
+    assert b"hunter2" not in written
+
+
+def test_tensorboard_reads_the_curves_and_the_hyperparameters(done):
+    reader = EventAccumulator(str(done.folder))
+    reader.Reload()
+    shown = {event.step: event.value for event in reader.Scalars("val/accuracy")}
+    expected = {epoch: metrics["val/accuracy"] for epoch, metrics in done.history.items()}
+    assert shown == pytest.approx(expected, rel=1e-6)
+    content = reader.PluginTagToContent("hparams")
+    params = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    assert params["lr"].number_value == 0.05
+    assert params["batch_size"].number_value == SIZE
+    assert params["api_key"].string_value == "<hidden>"
+    metrics = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
+    assert {"hparam/val/accuracy", "hparam/best/val/accuracy"} <= {metric.name.tag for metric in metrics}
+    [best] = reader.Scalars("hparam/best/val/accuracy")
+    assert best.value == pytest.approx(done.best.metrics["val/accuracy"], rel=1e-6)
+
+
+def test_the_learning_rate_is_reported_by_the_steps_themselves(done):
+    schedule: Any = lr_schedule(0.05, STEPS, EPOCHS, 1)
+    for epoch, metrics in done.history.items():  # the last update of an epoch
+        assert metrics["optimizer/lr"] == pytest.approx(float(schedule(epoch * STEPS - 1)), rel=1e-6)
+
+
+def test_the_bar_shows_loss_and_learning_rate(tmp_path, capsys):
+    trained(tmp_path, num_epochs=1, progress=True)
+    first, epoch, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("Run folder: ")
+    assert "loss " in epoch
+    assert "lr 0.03" in epoch  # three quarters of the way from 0.005 to 0.05
+
+
+class Watcher(Callback):
+    """Remembers what steps tell, as it arrives."""
+
+    config: CallbackConfig
+
+    def __init__(self) -> None:
+        super().__init__(CallbackConfig())
+        self.steps, self.rates = 0, []
+
+    def handle(self, event) -> None:
+        self.steps += isinstance(event, StepEnd)
+        if isinstance(event, StepMetrics):
+            self.rates.append(event.rows.columns["optimizer/lr"].values)
+        super().handle(event)
+
+
+def test_loss_and_rate_arrive_many_steps_at_a_time(tmp_path):
+    program = function_program(
+        lambda key, batch: jnp.zeros(8),
+        lambda params, batch, *, rng, train: ((batch - params) ** 2).mean(),
+        optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 48)),
+    )
+    watcher = Watcher()
+    data = ArrayLoader(np.ones((48, 8), np.float32), 1)
+    fit(program, data, num_epochs=1, log_dir=tmp_path, callbacks=[watcher], tensorboard=False)
+    assert watcher.steps == 48
+    assert len(watcher.rates) <= 8  # so often the device was asked
+    np.testing.assert_allclose(np.concatenate(watcher.rates), 0.1 * (1 - np.arange(48) / 48), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_without_a_rate_in_the_optimizers_state_none_is_shown(tmp_path, capsys):
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr_schedule(0.05, STEPS, EPOCHS, 1)))
+    result = trained(tmp_path, state=state_of(chain), num_epochs=1, progress=True)
+    assert "optimizer/lr" not in result.history[1]
+    assert "lr " not in capsys.readouterr().err
+
+
+# the best checkpoint
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [("val/accuracy", max), ("loss", min), pytest.param("spread", min, marks=pytest.mark.slow)]
+)
+def test_the_best_checkpoint_is_that_of_the_metric(done, tmp_path, metric, best):
+    result: Any = done if metric == "val/accuracy" else trained(tmp_path, metric=metric)
+    full = metric if "/" in metric else f"val/{metric}"
+    values = {epoch: metrics[full] for epoch, metrics in result.history.items()}
+    assert result.best.metrics[full] == best(values.values())
+    assert values[result.best.epoch] == best(values.values())
+    assert result.best.step == result.best.epoch * STEPS
+    state = result.best_state()
+    logits: Any = MODEL.apply({"params": state.params, **state.model_state}, XV)
+    hits = logits.argmax(-1) == YV
+    assert result.history[result.best.epoch]["val/accuracy"] == pytest.approx(float(hits.mean()), abs=1e-6)
+
+
+def test_without_evaluation_the_training_loss_decides(tmp_path):
+    result = trained(tmp_path, test=None, eval_step=None)
+    losses = {epoch: metrics["train/loss"] for epoch, metrics in result.history.items()}
+    assert result.best is not None
+    assert result.best.metrics["train/loss"] == min(losses.values())
+    assert not [name for name in result.history[1] if name.startswith("val/")]
+
+
+def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"No metric 'val/acc' .* val/accuracy, val/loss"):
+        trained(tmp_path / "runs", metric="val/acc")
+    with pytest.raises(ValueError, match="only those of training"):
+        trained(tmp_path / "runs", test=None, metric="val/accuracy")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluations_come_every_few_epochs_and_at_the_end(tmp_path):
+    result = trained(tmp_path, eval_freq=2)
+    assert [epoch for epoch, metrics in result.history.items() if "val/loss" in metrics] == [2, 3]
+
+
+# nothing around it changes a bit
+
+
+def test_records_callbacks_and_evaluations_change_no_bit(done, tmp_path):
+    bare = trained(tmp_path / "bare", test=None, eval_step=None)
+    assert_same_bits(bare.state, done.state)
+    seen: list[int] = []
+    watching = LambdaCallback(on_training_epoch_end=lambda metrics, epoch: seen.append(epoch))
+    watched = trained(tmp_path / "watched", callbacks=[watching], eval_freq=2)
+    assert seen == [1, 2, 3]
+    assert_same_bits(watched.state, done.state)
+
+
+def torch_loader():
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    return torch.utils.data.DataLoader(dataset, batch_size=SIZE)
+
+
+def batches():
+    return [(X[start : start + SIZE], Y[start : start + SIZE]) for start in range(0, len(X), SIZE)]
+
+
+def endlessly():
+    while True:
+        yield from batches()
+
+
+KINDS = {
+    "torch": (torch_loader, {}),
+    "list": (batches, {}),
+    "function": (lambda: lambda: iter(batches()), {}),
+    "generator": (endlessly, {"steps_per_epoch": STEPS}),
+    "chunks": (lambda: ArrayLoader((X, Y), SIZE), {"steps_per_call": "epoch", "resident": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("in_order"), ArrayLoader((X, Y), SIZE))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("torch", "generator") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_the_same_batches_give_the_same_bits_wherever_they_come_from(in_order, tmp_path, kind):
+    make, options = KINDS[kind]
+    result = trained(tmp_path, make(), torch_test() if kind == "torch" else (XV, YV), **options)
+    assert_same_bits(result.state, in_order.state)
+    assert result.history == in_order.history
+
+
+def torch_test():
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(XV), torch.from_numpy(YV))
+    return torch.utils.data.DataLoader(dataset, batch_size=SIZE)
+
+
+def test_arrays_are_shuffled_by_the_seed(done, in_order, tmp_path):
+    assert not np.array_equal(*(jax.tree.leaves(one.state.params)[0] for one in (done, in_order)))
+    loader = ArrayLoader((X, Y), SIZE, shuffle=True, seed=0)
+    assert_same_bits(trained(tmp_path, loader).state, done.state)
+
+
+# going on
+
+
+@pytest.mark.parametrize("steps", [STEPS + 2, pytest.param(2 * STEPS, marks=pytest.mark.slow)])
+def test_a_run_that_broke_down_goes_on_to_the_same_bits_and_rows(done, tmp_path, steps):
+    saver = ModelCheckpointConfig(every_n_steps=3, monitor="val/accuracy", mode="max")
+    options = {"resume": "auto", "callbacks": [saver]}
+    with fault(f"step:raise:{steps}"), pytest.raises(FaultInjected):
+        trained(tmp_path, **options)
+    result = trained(tmp_path, **options)
+    assert_same_bits(result.state, done.state)
+    assert result.history == done.history
+    assert rows(result) == rows(done)
+    assert result.best == done.best
+    assert len(list((tmp_path / "fit").iterdir())) == 1
+
+
+class Interrupt(Callback):
+    """Presses Ctrl-C after so many steps."""
+
+    config: CallbackConfig
+
+    def __init__(self, at: int) -> None:
+        super().__init__(CallbackConfig())
+        self.at = at
+
+    def handle(self, event) -> None:
+        if isinstance(event, StepEnd) and event.step == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().handle(event)
+
+
+def test_ctrl_c_leaves_a_valid_checkpoint_from_which_the_run_goes_on(done, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, callbacks=[Interrupt(STEPS + 1)])
+    [folder] = (tmp_path / "fit").iterdir()
+    store = CheckpointStore(folder / "checkpoints")
+    last = store.all()[-1]
+    assert (last.step, store.verify(last.path)) == (STEPS + 1, "")
+    assert "Run interrupted" in (folder / "run.log").read_text()
+    result = trained(tmp_path, resume=True)
+    assert result.folder == folder
+    assert_same_bits(result.state, done.state)
+    assert (result.history, rows(result)) == (done.history, rows(done))
+    again = trained(tmp_path, resume=folder)  # which is done
+    assert (again.history, again.status) == (done.history, "completed")
+    assert_same_bits(again.state, done.state)
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(done, tmp_path):
+    first = trained(tmp_path, num_epochs=2)
+    step = sorted((first.folder / "checkpoints").glob("step_*"))[0]
+    result = trained(tmp_path, resume=step)
+    assert int(step.name.removeprefix("step_")) == STEPS
+    assert_same_bits(result.state, done.state)
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing to resume.*resume='auto'"):
+        trained(tmp_path, resume=True)
+    assert not (tmp_path / "fit").exists()
+    with pytest.raises(FileNotFoundError, match="not the folder of a run"):
+        trained(tmp_path, resume=tmp_path / "nowhere")
+
+
+# ends before the end
+
+
+def stop_early(metrics, epoch) -> None:
+    raise StopTraining("enough")
+
+
+def test_a_callback_may_stop_the_run(tmp_path):
+    config = EarlyStoppingConfig(monitor="val/loss", patience=1, min_delta=100.0)
+    result = trained(tmp_path, callbacks=[config])
+    assert (result.status, list(result.history)) == ("stopped", [1, 2])
+    assert int(result.state.step) == 2 * STEPS
+
+
+@pytest.mark.slow
+def test_a_function_may_stop_the_run(tmp_path):
+    result = trained(tmp_path, callbacks={"mine": LambdaCallback(on_validation_epoch_end=stop_early)})
+    assert (result.status, list(result.history)) == ("stopped", [1])
+
+
+def spoilt():
+    x = X.copy()
+    x[SIZE + 1, 2] = np.nan
+    return ArrayLoader((x, Y), SIZE)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"Step 2: the loss was nan"):
+        trained(tmp_path, spoilt())
+    [folder] = (tmp_path / "fit").iterdir()
+    assert not list((folder / "checkpoints").iterdir())
+    assert "Run failed" in (folder / "run.log").read_text()
+
+
+def test_with_detection_what_was_not_finite_is_explained_and_its_batch_kept(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"Step 2: .*in the batch") as caught:
+        trained(tmp_path, spoilt(), detect_nans=True)
+    [folder] = (tmp_path / "fit").iterdir()
+    assert (folder / "nonfinite" / "batch.npz").is_file()
+    assert str(folder) in str(caught.value)
+
+
+def test_one_place_says_what_the_best_state_is(tmp_path):
+    with pytest.raises(ValueError, match="both say what the best state is"):
+        trained(tmp_path, metric="val/loss", callbacks=[ModelCheckpointConfig()])
+
+
+@pytest.mark.parametrize("wrong", [{"num_epochs": 0}, {"eval_freq": 0}, {"batch_size": 0}, {"num_epochs": 2.5}])
+def test_numbers_that_cannot_be_are_told_by_name(tmp_path, wrong):
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be a whole number of at least 1"):
+        trained(tmp_path, **wrong)
+
+
+def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp_path):
+    generator = iter(batches())
+    with pytest.raises(DataError, match="steps_per_epoch"):
+        trained(tmp_path / "runs", generator)
+    assert len(list(generator)) == STEPS
+    with pytest.raises(DataError, match=r"`test_ds` is an iterator .* more than one evaluation"):
+        trained(tmp_path / "runs", test=iter(batches()))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_configuration_is_another_run(tmp_path):
+    first, other, again = (trained(tmp_path, num_epochs=1, eval_freq=freq, resume="auto") for freq in (1, 2, 1))
+    assert again.folder == first.folder
+    assert other.folder != first.folder

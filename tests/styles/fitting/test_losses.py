@@ -1,0 +1,115 @@
+"""What a loss and an evaluation want is found out from their parameters, and told before anything is trained."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
+
+KEY = jax.random.key(0)
+
+
+def on_outputs(logits, labels): ...
+def on_model(model, data): ...
+def on_params(params, batch): ...
+def on_batch(anything, batch): ...
+def with_train(logits, labels, train): ...
+def with_rng(logits, labels, *, rng=None): ...
+def with_others(logits, labels, axis=-1, where=None): ...
+def with_defaults(logits, labels=None): ...
+def anything(*args, **kwargs): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "takes_batch", "wanted"),
+    [
+        (on_outputs, False, ()),
+        (jax.jit(on_outputs), False, ()),
+        (on_model, True, ()),
+        (on_params, True, ()),
+        (jax.jit(on_batch), True, ()),
+        (with_train, False, ("train",)),
+        (with_rng, False, ("rng",)),
+        (with_others, False, ()),
+        (with_defaults, False, ()),
+        (anything, False, ()),
+        (functools.partial(with_train, train=True), False, ("train",)),
+        (optax.softmax_cross_entropy_with_integer_labels, False, ()),
+        (optax.squared_error, False, ()),
+    ],
+)
+def test_what_a_loss_wants_is_told_by_its_parameters(function, takes_batch, wanted):
+    loss = Loss.of(function)
+    assert (loss.takes_batch, loss.wanted) == (takes_batch, wanted)
+
+
+def nothing(): ...
+def one(logits): ...
+def three(logits, labels, weights): ...
+def by_epoch(logits, labels, epoch): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (nothing, r"`loss_fn` has no parameters.*loss_fn\(logits, labels\)"),
+        (jax.jit(nothing), "has no parameters"),
+        (one, "takes only `logits`"),
+        (three, "asks for `weights`"),
+        (by_epoch, "asks for `epoch`, which a compiled step does not know"),
+        (0.5, "is a float, and must be a function"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_an_error(function, words):
+    with pytest.raises(TypeError, match=words):
+        Loss.of(function)
+
+
+def test_an_epoch_with_a_default_is_left_at_it_and_that_is_told(caplog):
+    loss = Loss.of(lambda logits, labels, epoch=None: 0.0 if epoch is None else 1.0)
+    assert "`epoch`, which stays at its default" in caplog.text
+    assert loss.on_outputs(0, 0, KEY, True)[0] == 0
+
+
+def test_what_is_asked_for_is_given_and_nothing_else():
+    seen = {}
+
+    def loss(logits, labels, *, train, rng):
+        seen.update(train=train, rng=rng)
+        return 1.0
+
+    Loss.of(loss).on_outputs(0, 0, KEY, False)
+    assert seen["train"] is False
+    assert not np.array_equal(jax.random.key_data(seen["rng"]), jax.random.key_data(KEY))  # a stream of its own
+
+
+def test_a_loss_per_example_is_averaged_with_all_that_is_reported_so():
+    each = jnp.array([1.0, 2.0, 6.0])
+    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(0, 0, KEY, True)
+    assert (value, reported) == (3.0, {"loss": 3.0, "one": 5.0})
+
+
+@pytest.mark.parametrize("returned", [(1.0, {}, None), {"loss": 1.0}, None, (1.0, 2.0), [1.0]])
+def test_a_loss_that_returns_something_else_is_an_error(returned):
+    with pytest.raises(TypeError, match="returns the loss, or the loss and a dict"):
+        Loss.of(lambda a, b: returned).on_batch(0, 0, KEY, True)
+
+
+def test_an_evaluation_gives_a_number_or_several_by_name():
+    assert judged_by(jnp.float32(0.5)) == {"accuracy": 0.5}
+    assert judged_by(jnp.array([True, False])) == {"accuracy": 0.5}
+    assert judged_by({"f1": 1.0}) == {"f1": 1.0}
+    with pytest.raises(TypeError, match="a tuple of float, float"):
+        judged_by((1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [(nothing, "has no parameters"), (three, "not with `weights`"), (3, "is a int")]
+)
+def test_an_evaluation_that_cannot_be_called_is_an_error(function, words):
+    with pytest.raises(TypeError, match=words):
+        checked_eval_step(function)

@@ -1,0 +1,250 @@
+"""Whatever `fit` is given to train becomes the same program."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+
+from jax_trainer.adapters import linen_program
+from jax_trainer.core import FlaxState, TrainState, compile_program
+from jax_trainer.optimizer import SGDConfig
+from jax_trainer.styles.fitting.program import Trained, Wishes, trained_of
+from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, linen_loss, tiny_program
+
+RNG = np.random.default_rng(0)
+BATCH = (RNG.normal(size=(6, 8)).astype(np.float32), RNG.integers(4, size=6))
+TX = optax.sgd(0.1)
+MODEL = TinyLinen()
+VARIABLES = jax.jit(MODEL.init)(jax.random.key(1), BATCH[0])
+entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def loss_fn(logits, labels):
+    return entropy(logits, labels).mean()
+
+
+def accuracy(state, batch):
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return (state.apply_fn(variables, batch[0], train=False).argmax(-1) == batch[1]).mean()
+
+
+def made(given, loss=loss_fn, eval_step=None, optimizer=None, split=None) -> Trained:
+    return trained_of(given, Wishes(loss, eval_step, optimizer, split, 10, 0))
+
+
+def stepped(trained: Trained) -> tuple[TrainState, dict[str, Any], Any]:
+    """The state after one step, what judging it tells, and what the model then makes of the batch."""
+    program = compile_program(trained.program)
+    state = program.init(trained.key, BATCH)
+    _, tape = program.train_tape(state, BATCH, 1)
+    state, _, _ = program.train_step(state, tape, BATCH)
+    judged = jax.jit(trained.program.eval_step)(state, BATCH).by_name
+    return state, {name: float(metric.value) for name, metric in judged.items()}, program.predict(state, BATCH)
+
+
+def flax_state(kind=train_state.TrainState, **fields):
+    return kind.create(apply_fn=MODEL.apply, params=VARIABLES["params"], tx=TX, **fields)
+
+
+class WithStatistics(train_state.TrainState):
+    batch_stats: Any
+    dropout_key: Any = None
+    note: dict = flax.struct.field(pytree_node=False, default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    state = TrainState.create(apply_fn=MODEL.apply, **VARIABLES, tx=TX)
+    return stepped(made(state, eval_step=accuracy))
+
+
+def test_a_state_of_flax_is_trained_as_one_of_ours_and_comes_back_as_what_it_was(ours):
+    key = jax.random.key(5)
+    given = flax_state(WithStatistics, batch_stats=VARIABLES["batch_stats"], dropout_key=key)
+    trained = made(given, eval_step=accuracy)
+    state, judged, outputs = stepped(trained)
+    assert_same_bits(state.params, ours[0].params)
+    assert judged == ours[1]
+    assert_same_bits(outputs, ours[2])
+    back: Any = trained.as_given(state)
+    assert type(back) is WithStatistics
+    assert int(back.step) == 1
+    assert_same_bits(back.batch_stats, state.model_state["batch_stats"])
+    assert back.dropout_key is key
+    assert trained.name == "TinyLinen"
+
+
+def test_a_state_of_flax_with_python_numbers_in_it_is_compiled_for_once():
+    params, tx = {"w": jnp.full((8, 4), 0.5)}, optax.inject_hyperparams(optax.sgd)(0.1)  # of weak types
+
+    def apply(variables, x, *, mutable=None, **rest):
+        outputs = x @ variables["params"]["w"]
+        return outputs if mutable is None else (outputs, {})
+
+    trained = made(train_state.TrainState.create(apply_fn=apply, params=params, tx=tx))
+    state = compile_program(trained.program).init(trained.key, BATCH)
+    after = jax.eval_shape(trained.program.train_step, state, BATCH)[0]
+    assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [leaf.weak_type for leaf in jax.tree.leaves(after)]
+
+
+def test_an_evaluation_reports_the_loss_and_what_eval_step_finds(ours):
+    state, judged, outputs = ours
+    expected: Any = MODEL.apply({"params": state.params, **state.model_state}, BATCH[0])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-6)
+    assert judged["loss"] == pytest.approx(float(entropy(expected, BATCH[1]).mean()), rel=1e-6)
+    assert judged["accuracy"] == pytest.approx(float((expected.argmax(-1) == BATCH[1]).mean()))
+
+
+def test_a_linen_module_begins_as_the_adapter_would():
+    trained = made(MODEL, optimizer=TX, eval_step=accuracy)
+    state = compile_program(trained.program).init(trained.key, BATCH)
+    by_name = {"x": BATCH[0], "y": BATCH[1]}
+    program = linen_program(MODEL, linen_loss, TX, to_input=lambda batch: batch["x"])
+    assert_same_bits(state.params, compile_program(program).init(jax.random.key(0), by_name).params)
+    given = trained.as_given(state)
+    assert isinstance(given, FlaxState)
+    assert given.apply_fn({"params": given.params, **given.model_state}, BATCH[0]).shape == (6, 4)
+
+
+def test_an_nnx_module_is_judged_in_evaluation_mode():
+    module = TinyNNX(nnx.Rngs(0), dropout=0.5)
+    seen = []
+
+    def eval_step(model, batch):
+        seen.append(model.dropout.deterministic)
+        return {"acc": (model(batch[0]).argmax(-1) == batch[1]).mean()}
+
+    trained = made(module, optimizer=TX, eval_step=eval_step)
+    _, judged, outputs = stepped(trained)
+    assert seen == [True]
+    assert judged["acc"] == pytest.approx(float((outputs.argmax(-1) == BATCH[1]).mean()))
+    assert trained.module is module
+
+
+def test_the_optimizer_of_a_module_may_be_optaxs_flaxs_or_a_configuration():
+    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    kinds = [TX, nnx.Optimizer(module, TX, wrt=nnx.Param), SGDConfig(learning_rate=0.1)]
+    for kind in kinds:
+        program = made(module, optimizer=kind).program
+        state = program.init(jax.random.key(0), BATCH)
+        after, report = jax.jit(program.train_step)(state, BATCH)
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, report.grads)
+        assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-6), after.params, moved))
+
+
+def test_a_program_is_trained_as_it_is():
+    program = tiny_program("linen")
+    trained = made(program, loss=None)
+    assert trained.program is program
+    for wrong in ({"loss": loss_fn}, {"loss": None, "optimizer": TX}):
+        with pytest.raises(TypeError, match="A program has its own loss and optimizer"):
+            made(program, **wrong)
+
+
+class Plain(nn.Module):
+    """A model that has nothing but parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x)
+
+
+def test_a_loss_may_call_the_model_itself():
+    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def on_model(model, batch):
+        return loss_fn(model(batch[0]), batch[1])
+
+    mine, usual = (stepped(made(module, loss, optimizer=TX)) for loss in (on_model, loss_fn))
+    assert_same_bits(mine[0].params, usual[0].params)
+    plain = Plain()
+
+    def on_params(params, batch):
+        return loss_fn(plain.apply({"params": params}, batch[0]), batch[1])
+
+    mine, usual = (stepped(made(plain, loss, optimizer=TX)) for loss in (on_params, loss_fn))
+    assert_same_bits(mine[0].params, usual[0].params)
+
+
+class Flagged(nnx.Module):
+    """An nnx module that wants to be told whether it trains."""
+
+    def __init__(self, rngs):
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x, train=False):
+        return self.out(x) * (2 if train else 1)
+
+
+def test_a_model_whose_call_takes_train_is_told():
+    told = []
+    loss = lambda logits, labels, train: told.append(train) or loss_fn(logits, labels)
+    trained = made(Flagged(nnx.Rngs(0)), loss, optimizer=TX)
+    state = trained.program.init(trained.key, BATCH)
+    doubled = 2 * (BATCH[0] @ state.params["out"]["kernel"] + state.params["out"]["bias"])
+    _, report = trained.program.train_step(state, BATCH)
+    assert float(report.metrics.by_name["loss"].value) == pytest.approx(float(loss_fn(doubled, BATCH[1])), rel=1e-5)
+    assert told == [True]
+
+
+class NeedsTrain(nn.Module):
+    """A linen module that cannot be called without being told."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(4)(x)
+
+
+def test_a_linen_module_that_must_be_told_can_be_initialised():
+    trained = made(NeedsTrain(), optimizer=TX)
+    assert set(compile_program(trained.program).init(trained.key, BATCH).params) == {"Dense_0"}
+
+
+def test_several_inputs_are_several_arguments():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(8, 4, rngs=rngs)
+
+        def __call__(self, a, b):
+            return self.out(a + b)
+
+    split = lambda batch: ((batch[0], batch[0]), batch[1])
+    assert stepped(made(Two(nnx.Rngs(0)), optimizer=TX, split=split))[2].shape == (6, 4)
+
+
+def model_first(model, batch): ...
+def params_first(params, batch): ...
+def with_rng(logits, labels, rng): ...
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        (object(), {}, r"`fit` trains a state .* a linen module, an nnx module, or a `Program`.* this is a object"),
+        (TinyLinen, {"optimizer": TX}, "this is the class TinyLinen. Pass an object of it"),
+        (MODEL, {}, r"A module needs `optimizer`.* none was given"),
+        (MODEL, {"optimizer": 0.1}, "this is a float"),
+        (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
+        (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)` is for nnx modules"),
+        (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, "is for linen modules"),
+        (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": with_rng}, "a stream of its own"),
+        (flax_state(), {"optimizer": TX}, "has its optimizer"),
+        (MODEL, {"optimizer": TX, "eval_step": lambda: 0}, "`eval_step` has no parameters"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_at_once(given, options, words):
+    with pytest.raises(TypeError, match=words):
+        made(given, **options)
+
+
+def test_a_loss_that_could_not_update_the_statistics_is_refused():
+    trained = made(MODEL, lambda params, batch: jnp.float32(0), optimizer=TX)
+    with pytest.raises(TypeError, match=r"has batch_stats besides its parameters.*loss_fn\(logits, labels\)"):
+        compile_program(trained.program).shapes(trained.key, BATCH)

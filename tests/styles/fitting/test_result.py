@@ -1,0 +1,115 @@
+"""What can be asked of a training: outputs, curves, the best state; and of modules, that they are trained."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+from jax_trainer.adapters import function_program
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.styles.fitting.fit import fit
+from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, fault, tiny_program
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(19, 8)).astype(np.float32), RNG.integers(4, size=19)
+loss_fn = optax.softmax_cross_entropy_with_integer_labels
+
+
+def trained(folder, model=None, **options):
+    usual = {"num_epochs": 2, "batch_size": 8, "log_dir": folder, "progress": False, "tensorboard": False}
+    if model is None:
+        model, usual = TinyNNX(nnx.Rngs(0)), {**usual, "loss_fn": loss_fn, "optimizer": optax.adam(0.01)}
+    return fit(model, options.pop("train", (X, Y)), options.pop("test", (X, Y)), **{**usual, **options})
+
+
+@pytest.fixture(scope="module")
+def module():
+    return TinyNNX(nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory, module):
+    options = {"loss_fn": loss_fn, "optimizer": optax.adam(0.01)}
+    return trained(tmp_path_factory.mktemp("result"), module, **options)
+
+
+def test_an_nnx_module_has_the_trained_weights_and_is_in_evaluation_mode(result, module):
+    assert result.model is module
+    _, params, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    assert_same_bits(nnx.to_pure_dict(params), result.state.params)
+    assert_same_bits(nnx.to_pure_dict(rest), result.state.model_state)
+    np.testing.assert_allclose(module(X), result.predict(X), rtol=1e-5, atol=1e-6)
+
+
+def test_an_nnx_module_has_the_newest_weights_however_training_ends(tmp_path):
+    module = TinyNNX(nnx.Rngs(0))
+    with fault("step:raise:4"), pytest.raises(FaultInjected):
+        trained(tmp_path, module, loss_fn=loss_fn, optimizer=optax.adam(0.01))
+    [folder] = (tmp_path / "fit").iterdir()
+    store = CheckpointStore(folder / "checkpoints")
+    assert [saved.step for saved in store.all()][-1] == 4
+    arrays = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    saved, _ = store.restore("latest", like=jax.eval_shape(_state_like), only=("params",), partial=True)
+    assert_same_bits(arrays, saved.params)
+
+
+def _state_like():
+    from_scratch = tiny_program("nnx", optax.adam(0.01))
+    return from_scratch.init(jax.random.key(0), {"x": jnp.zeros((1, 8)), "y": jnp.zeros(1, int)})
+
+
+def test_predictions_are_in_the_order_of_the_data_whatever_form_it_has(result):
+    expected = result.predict(X)
+    assert expected.shape == (19, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 8)
+    for data in (ArrayLoader((X, Y), 8), loader, [(X[:8], Y[:8]), (X[8:16], Y[8:16]), (X[16:], Y[16:])]):
+        assert_same_bits(result.predict(data), expected)
+    for data in (ArrayLoader({"image": X}, 8), [X]):
+        np.testing.assert_allclose(result.predict(data), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.predict(X, batch_size=5), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_best_state_is_read_from_the_disk(result):
+    state = result.best_state()
+    assert result.best.metrics["val/loss"] == min(metrics["val/loss"] for metrics in result.history.values())
+    assert jax.tree.structure(state) == jax.tree.structure(result.state)
+
+
+def test_a_figure_shows_each_metric_with_training_and_evaluation_together(result):
+    figure = result.plot()
+    [axes] = figure.axes
+    assert axes.get_title() == "loss"
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()} == {
+        where: [metrics[f"{where}/loss"] for metrics in result.history.values()] for where in ("train", "val")
+    }
+
+
+def test_it_says_what_it_is(result):
+    assert repr(result).startswith("FitResult(completed after 2 epochs, best epoch ")
+    assert result.folder.is_dir()
+
+
+def test_a_program_is_fitted_too(tmp_path):
+    program = function_program(
+        lambda key, batch: jnp.zeros(8),
+        lambda params, batch, *, rng, train: (((batch - params) ** 2).mean(), {"acc": -abs(params).sum()}),
+        optax.sgd(0.1),
+    )._replace(predict_step=lambda state, batch: batch - state.params)
+    result = trained(tmp_path, program, train=X, test=X, metric="acc")
+    assert result.best is not None
+    assert result.best.metrics["val/acc"] == max(metrics["val/acc"] for metrics in result.history.values())
+    np.testing.assert_allclose(result.predict(X), X - result.state.params, rtol=1e-6)
+    assert result.model is None
+
+
+def test_where_nothing_was_saved_there_is_no_best_state(result):
+    lone = copy.copy(result)
+    lone.best = None
+    with pytest.raises(ValueError, match="There is no best checkpoint"):
+        lone.best_state()

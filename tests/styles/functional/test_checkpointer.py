@@ -1,0 +1,264 @@
+import itertools
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from functional_runs import Calls, Trained, arrays, data, fresh, straight, train_step, trained
+
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
+from jax_trainer.styles.functional.ema import get_ema_hook
+from jax_trainer.testing import TinyNNX, assert_same_bits
+
+
+def steps_in(folder: Path) -> list[int]:
+    return CheckpointStore(folder).steps()
+
+
+class Session:
+    """A training as a script has it that is started again and again: everything is new but the folder."""
+
+    def __init__(self, folder: Path | str, save_every: int = 3) -> None:
+        self.subject: Trained = fresh()
+        self.save, self.restore_best, self.restore_last = get_default_checkpointer(
+            folder, save_every_n_steps=save_every
+        )
+        ema, self.ema_model = get_ema_hook(self.subject[0], 0.8)
+        self.calls = Calls(2)
+        self.hooks = [self.calls, self.save, ema]
+
+    def go(self, **options: Any) -> None:
+        self.restore_last(*self.subject)
+        trained(self.subject, hooks=self.hooks, **options)
+
+    @property
+    def came_to(self) -> Any:
+        return arrays(self.subject), jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(self.ema_model(), nnx.Param)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Path]:
+    """The training that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoints"
+    session = Session(folder)
+    session.go()
+    return session, folder
+
+
+def test_saving_changes_nothing(whole):
+    assert_same_bits(whole[0].came_to[0], straight())
+
+
+def interrupted(folder: Path, at: int) -> Session:
+    """A session that Ctrl-C ends after step `at`."""
+    session = Session(folder)
+
+    def hook(step: int, **kwargs: Any) -> None:
+        if step == at:
+            signal.raise_signal(signal.SIGINT)
+
+    session.hooks.append(hook)
+    with pytest.raises(KeyboardInterrupt):
+        session.go()
+    return session
+
+
+@pytest.mark.parametrize("at", [4, 5])  # an evaluation, a step of nothing; both in the middle of an epoch
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been(whole, tmp_path, at):
+    first = interrupted(tmp_path, at)
+    saved = CheckpointStore(tmp_path).latest()
+    assert saved is not None
+    assert saved.step == at
+    assert CheckpointStore(tmp_path).verify(saved.path) == ""
+    second = Session(tmp_path)
+    second.go()
+    assert_same_bits(second.came_to, whole[0].came_to)
+    assert {**first.calls.told, **second.calls.told} == whole[0].calls.told  # with the same metrics
+    assert not first.calls.told.keys() & second.calls.told.keys()
+
+
+class Interrupting:
+    """Batches for evaluations, in the first of which Ctrl-C comes."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        if self.times == 2:  # before, only the first batch is looked at
+            signal.raise_signal(signal.SIGINT)
+        yield from data()
+
+
+def test_an_evaluation_that_was_interrupted_is_made_again_and_hooks_come_after_it(whole, tmp_path):
+    first, second = Session(tmp_path), Session(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        first.go(val=Interrupting())
+    assert list(first.calls.told) == [2]
+    second.go()
+    assert_same_bits(second.came_to, whole[0].came_to)
+    assert {**first.calls.told, **second.calls.told} == whole[0].calls.told
+
+
+def test_a_training_that_is_made_longer_goes_on_as_if_it_had_been_long(whole, tmp_path):
+    session = Session(tmp_path)
+    session.go(n_steps=7)
+    trained(session.subject, hooks=session.hooks)  # in the same process, and nothing is restored
+    assert_same_bits(session.came_to, whole[0].came_to)
+
+
+def test_the_best_and_the_latest_are_kept_and_restored(whole):
+    session, folder = whole
+    assert steps_in(folder) == [9, 10]  # 3, 6 and 9 have no validation loss; so the best is the last
+    model, optimizer = fresh()
+    assert session.restore_best(model, optimizer) == (model, optimizer)
+    assert_same_bits(arrays((model, optimizer)), straight())
+
+
+def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
+    losses = {2: 0.5, 4: 0.1, 6: 0.7, 8: 0.9}
+
+    def judged(model: Any, rng_key: Any, batch: Any) -> Any:
+        return {"loss": _of_count(losses, model.count[...])}
+
+    def counting(model: Any, rng_key: Any, batch: Any) -> Any:
+        model.count[...] += 1
+        return train_step(model, rng_key, batch)
+
+    def counter() -> Trained:
+        model: Any = TinyNNX(nnx.Rngs(0))
+        model.count = nnx.Variable(jax.numpy.zeros((), jax.numpy.int32))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    save, restore_best, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=1, max_to_keep=1)
+    trained(counter(), n_steps=8, fns=(counting, judged), hooks=[save], eval_every_n_steps=2)
+    assert steps_in(tmp_path) == [4, 7, 8]
+    best, last = counter(), counter()
+    restore_best(*best)
+    restore_last(*last)
+    assert (int(best[1].step.get_value()), int(best[0].count[...])) == (4, 4)
+    assert int(last[1].step.get_value()) == 8
+    going_on = get_default_checkpointer(tmp_path, save_every_n_steps=1, max_to_keep=1)[0]  # another one
+    trained(best, n_steps=6, fns=(counting, judged), hooks=[going_on], eval_every_n_steps=2)
+    assert steps_in(tmp_path) == [4, 5, 6]
+
+
+def _of_count(values: dict[int, float], count: Any) -> Any:
+    return sum(jax.numpy.where(count == step, value, 0.0) for step, value in values.items())
+
+
+def test_a_relative_folder_is_fine_and_an_optimizer_that_knows_its_model_is_enough(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save, _, restore_last = get_default_checkpointer("checkpoints", save_every_n_steps=2)
+    monkeypatch.chdir("/")
+    trained(n_steps=2, hooks=[save])
+    assert steps_in(tmp_path / "checkpoints") == [2]
+    model = TinyNNX(nnx.Rngs(1))
+    optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-2))
+    assert restore_last(optimizer) is optimizer
+    assert_same_bits(arrays((model, optimizer)), arrays(trained(n_steps=2)))
+
+
+def test_where_nothing_is_saved_that_is_said_and_nothing_changes(tmp_path, caplog):
+    subject = fresh()
+    _, restore_best, restore_last = get_default_checkpointer(tmp_path / "none", save_every_n_steps=2)
+    assert restore_best(*subject) == restore_last(*subject) == subject
+    assert_same_bits(arrays(subject), arrays(fresh()))
+    assert caplog.text.count("model and optimizer stay as they are") == 2
+    with pytest.raises(TypeError, match="Pass a model and its nnx.Optimizer"):
+        restore_last(subject[0])
+
+
+def test_two_trainings_are_not_mixed_in_one_folder(whole):
+    session, folder = whole
+    save, *_ = get_default_checkpointer(folder, save_every_n_steps=3)
+    with pytest.raises(CheckpointError, match=r"another training, up to step 10, and this one begins at step 0"):
+        trained(hooks=[save])
+    changed = fresh()
+    session.restore_last(*changed)
+    changed[0].out.bias[...] += 1
+    with pytest.raises(CheckpointError, match="begins at step 10"):
+        trained(changed, n_steps=12, hooks=[save])
+    assert steps_in(folder) == [9, 10]
+
+
+def test_another_key_is_told(whole, tmp_path, caplog):
+    session = Session(tmp_path)
+    session.go(n_steps=3)
+    assert "another one than before" not in caplog.text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_runs.KEY", jax.random.key(7))
+        trained(session.subject, n_steps=4, hooks=session.hooks)
+    assert "The key is another one than before" in caplog.text
+
+
+def test_what_can_never_be_the_best_is_told_before_training(tmp_path, caplog):
+    save, *_ = get_default_checkpointer(tmp_path / "a", save_every_n_steps=2, criterion_key="val/f1")
+    with pytest.raises(ValueError, match=r"No metric 'val/f1' to tell the best by. There are .*val/acc, val/loss"):
+        trained(hooks=[save])
+    assert not (tmp_path / "a").exists()
+    save, *_ = get_default_checkpointer(tmp_path / "b", save_every_n_steps=3)
+    trained(n_steps=4, hooks=[save])
+    assert "saved every 3 steps, and evaluations are made every 4: only the last step has both" in caplog.text
+    save, *_ = get_default_checkpointer(tmp_path / "c", save_every_n_steps=2)
+    trained(n_steps=2, hooks=[save], val=None)
+    assert "no checkpoint can be the best by 'val/loss'" in caplog.text
+    with pytest.raises(ValueError, match="`save_every_n_steps` must be a whole number of at least 1, got 0"):
+        get_default_checkpointer(tmp_path, save_every_n_steps=0)
+
+
+def test_the_hook_saves_in_another_loop_as_well(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jax_trainer")
+    save, restore_best, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=2)
+    model, optimizer = fresh()
+    for step, loss in zip(range(1, 6), itertools.count(), strict=False):
+        model.out.bias[...] = np.full(4, step, np.float32)
+        optimizer.step[...] += 1
+        save(step, model=model, optimizer=optimizer, metrics={"val/loss": loss})
+    best, last = fresh(), fresh()
+    restore_last(*last)
+    restore_best(*best)
+    assert (float(best[0].out.bias[0]), float(last[0].out.bias[0])) == (2.0, 4.0)
+    assert (int(best[1].step.get_value()), int(last[1].step.get_value())) == (2, 4)
+    assert "Restored step 4 from" in caplog.text
+
+
+JOB = """
+    import os, signal, sys
+    sys.path.insert(0, {here!r})
+    from test_checkpointer import Session
+
+    session = Session({folder!r})
+
+    def kill(step, **kwargs):
+        if step == {at}:
+            session.save._store.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    session.hooks.append(kill)
+    session.go()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_to_the_same_weights(whole, tmp_path):
+    for at in (5, 8):
+        script = JOB.format(here=str(Path(__file__).parent), folder=str(tmp_path), at=at)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert max(steps_in(tmp_path)) == at - at % 3
+    last = Session(tmp_path)
+    last.go()
+    assert_same_bits(last.came_to, whole[0].came_to)
+    assert min(last.calls.told) == 8

@@ -1,0 +1,125 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from functional_runs import Calls, arrays, fresh, train_step, trained, val_step
+
+from jax_trainer.engine import StopTraining
+from jax_trainer.styles.functional import mirror as functional_mirror
+from jax_trainer.styles.functional.ema import get_ema_hook
+from jax_trainer.styles.functional.hooks import every_n_steps
+from jax_trainer.testing import assert_same_bits
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps at which the caller's model is written."""
+    steps: list[int] = []
+    write = functional_mirror.Mirror._write
+
+    def noting(mirror: Any, state: Any) -> None:
+        steps.append(int(state.step))
+        write(mirror, state)
+
+    monkeypatch.setattr(functional_mirror.Mirror, "_write", noting)
+    return steps
+
+
+def test_a_hook_is_called_when_it_wants_to_be_and_other_steps_do_not_write_the_model(writes, caplog):
+    often, seldom = Calls(3), Calls(6)
+    trained(hooks=[often, seldom])
+    assert (list(often.told), list(seldom.told)) == ([3, 6, 9], [6])
+    assert writes == [3, 6, 9, 10]  # and at the end
+    assert "every step" not in caplog.text
+
+
+def test_a_hook_that_does_not_say_is_called_after_every_step_and_told_what_that_costs(writes, caplog):
+    steps = []
+
+    def hook(step: int, *, model: Any, **kwargs: Any) -> None:
+        steps.append(step)
+
+    trained(n_steps=4, hooks=[hook])
+    assert steps == [1, 2, 3, 4]
+    assert writes == [1, 2, 3, 4, 4]
+    assert caplog.text.count("The hook `hook` is called after every step") == 1
+    assert "every_n_steps(100)(hook)" in caplog.text
+
+
+def test_a_hook_sees_the_model_of_its_step_in_evaluation_mode_and_may_keep_it():
+    kept = {}
+
+    @every_n_steps(2)
+    def hook(step: int, *, model: Any, optimizer: Any, metrics: Any) -> None:
+        assert model.dropout.deterministic
+        assert int(optimizer.step.get_value()) == step
+        kept[step] = (model.out.kernel[...], optimizer.opt_state[0].mu["out"]["kernel"][...])
+
+    trained(n_steps=6, hooks=[hook])
+    (weights, moments, _) = arrays(trained(n_steps=4))
+    np.testing.assert_array_equal(kept[4][0], weights["out"]["kernel"])
+    np.testing.assert_array_equal(kept[4][1], moments[0].mu["out"]["kernel"])
+    assert len({np.asarray(kernel).tobytes() for kernel, _ in kept.values()}) == 3
+
+
+def test_a_hook_comes_after_the_evaluation_of_its_step_and_else_knows_the_last_one():
+    def judged(model: Any, rng_key: Any, batch: Any) -> Any:
+        return val_step(model, rng_key, batch)[0]
+
+    often, seldom = Calls(1), Calls(4)
+    subject = trained(n_steps=6, hooks=[often, seldom], fns=(train_step, judged))
+    assert "val/loss" not in often.told[3]
+    assert seldom.told[4] == often.told[4]
+    assert often.told[5]["val/loss"] == often.told[4]["val/loss"]
+    assert often.told[6]["val/loss"] != often.told[4]["val/loss"]  # the last step is judged, too
+    assert {"train/loss", "train/acc", "optimizer/grad_global_norm"} < set(often.told[1])
+    assert int(subject[1].step.get_value()) == 6
+
+
+def test_a_decorated_hook_also_keeps_its_steps_in_other_loops():
+    steps = []
+    hook = every_n_steps(3)(lambda step, **kwargs: steps.append(step))
+    for step in range(1, 8):
+        hook(step, model=None)
+    assert steps == [3, 6]
+
+
+def test_a_hook_can_stop_training():
+    @every_n_steps(3)
+    def hook(step: int, **kwargs: Any) -> None:
+        raise StopTraining("enough")
+
+    subject = trained(hooks=hook)  # one alone
+    assert_same_bits(arrays(subject), arrays(trained(n_steps=3)))
+
+
+def test_a_hook_that_fails_ends_training_with_its_own_error():
+    def hook(step: int, **kwargs: Any) -> None:
+        raise LookupError("nothing there")
+
+    subject = fresh()
+    with pytest.raises(LookupError, match="nothing there"):
+        trained(subject, hooks=[hook])
+    assert int(subject[1].step.get_value()) == 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda step, model: None, r"`<lambda>` cannot be called as .* unexpected keyword argument 'optimizer'"),
+        (lambda **kwargs: None, "too many positional arguments"),
+        ("hook", "got a str"),
+    ],
+)
+def test_a_hook_that_could_not_be_called_is_refused(hook, message):
+    with pytest.raises(TypeError, match=message):
+        trained(hooks=[hook])
+
+
+def test_a_hook_with_an_impossible_interval_is_refused():
+    with pytest.raises(ValueError, match="`every_n_steps` must be a whole number of at least 1, got 0"):
+        every_n_steps(0)
+    with pytest.raises(TypeError, match="The EmaHook is not called"):
+        every_n_steps(2)(get_ema_hook(fresh()[0])[0])
+    with pytest.raises(ValueError, match="of the hook `Calls` must be"):
+        trained(hooks=[Calls(-2)])

@@ -1,0 +1,242 @@
+import itertools
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from functional_runs import KEY, STEPS, Calls, arrays, data, fresh, straight, train_step, trained, val_step
+
+from jax_trainer.adapters import nnx_program
+from jax_trainer.core import NonFiniteError, compile_program, load_late
+from jax_trainer.datasets import DataError
+from jax_trainer.engine import Plan, run
+from jax_trainer.styles.functional import flax_nnx
+from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
+from jax_trainer.styles.functional.ema import get_ema_hook
+from jax_trainer.styles.functional.train_fn import train_fn
+from jax_trainer.testing import TinyNNX, assert_same_bits, nnx_loss
+
+
+def test_it_does_what_the_engine_does_with_the_same_loss_bit_for_bit():
+    compiled = compile_program(nnx_program(TinyNNX(nnx.Rngs(0)), nnx_loss, optax.adam(1e-2)))
+    state = run(compiled, compiled.init(KEY, next(iter(data()))), data(), Plan(max_steps=STEPS))
+    weights, _, step = straight()
+    assert_same_bits({"norm": {}, **weights}["hidden"], jax.tree.map(np.asarray, state.params["hidden"]))
+    assert_same_bits(weights["norm"]["mean"], np.asarray(state.model_state["norm"]["mean"]))
+    assert step == STEPS
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """wandb with an active run, which writes to files."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    wandb = load_late("wandb")
+    wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True))
+    yield wandb
+    wandb.finish()
+    wandb.teardown()
+
+
+def test_hooks_wandb_and_validation_change_nothing_of_what_is_trained(wandb, monkeypatch):
+    rows = []
+    monkeypatch.setattr(type(wandb.run), "log", _noting(type(wandb.run).log, rows))
+    model, optimizer = fresh()
+    ema, _ = get_ema_hook(model, 0.9)
+    calls = Calls(3)
+    trained((model, optimizer), hooks=[calls, ema], log_to_wandb=True)
+    assert_same_bits(arrays((model, optimizer)), straight())
+    assert_same_bits(arrays(trained(val=None, fns=(train_step, lambda *given: 1 / 0))), straight())
+    assert [step for step, _ in rows] == [4, 8, 10]
+    assert {"train/loss", "val/loss", "train/acc", "val/acc"} < set(rows[0][1])
+    told = dict(wandb.run.summary)["val/loss"]  # of a row that wandb has taken in
+    assert told in [values["val/loss"] for _, values in rows]
+    assert list(calls.told) == [3, 6, 9]
+
+
+def _noting(log: Any, rows: list[Any]) -> Any:
+    def noting(run: Any, values: dict[str, Any], step: int) -> None:
+        rows.append((step, values))
+        log(run, values, step=step)
+
+    return noting
+
+
+def test_without_a_run_of_wandb_there_is_an_error_before_anything_is_trained():
+    subject = fresh()
+    with pytest.raises(ValueError, match="active run of wandb"):
+        trained(subject, log_to_wandb=True)
+    assert int(subject[1].step.get_value()) == 0
+
+
+def constant(value: float) -> Any:
+    def loss_fn(model: Any) -> jax.Array:
+        return value + 0 * model.out.bias[...].sum()
+
+    return loss_fn
+
+
+def test_training_and_validation_losses_are_kept_apart(caplog):
+    caplog.set_level(logging.INFO, "jax_trainer")
+    calls = Calls(4)
+    fns = (
+        lambda model, rng_key, batch: nnx.value_and_grad(constant(10.0))(model),
+        lambda model, rng_key, batch: constant(0.0)(model),
+    )
+    trained(n_steps=8, fns=fns, hooks=[calls])
+    assert [(told["train/loss"], told["val/loss"]) for told in calls.told.values()] == [(10.0, 0.0)] * 2
+    assert "step 4: train/loss 10, val/loss 0" in caplog.messages
+
+
+def test_the_training_loss_is_the_mean_since_the_evaluation_before():
+    def step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
+        _, grads = train_step(model, rng_key, batch)
+        return (jnp.float32(1.0), {"number": batch["x"].mean()}), grads
+
+    source = [{**batch, "x": np.full((32, 8), number, np.float32)} for number, batch in enumerate(data().epoch(1))]
+    calls = Calls(2)
+    trained(n_steps=6, source=source, fns=(step, val_step), hooks=[calls])
+    assert {at: told["train/number"] for at, told in calls.told.items()} == {2: 0.5, 4: 1.5, 6: 4.5}
+
+
+def test_steps_are_counted_by_the_optimizer_and_when_none_is_left_that_is_said(caplog):
+    subject = trained(n_steps=6)  # an epoch
+    trained(subject, n_steps=STEPS, source=itertools.islice(itertools.cycle([*data().epoch(2)]), 6))
+    assert_same_bits(arrays(subject), straight())
+    before = arrays(subject)
+    trained(subject, n_steps=STEPS)
+    assert_same_bits(arrays(subject), before)
+    assert "at step 10 already, and `n_steps=10` is the total" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [nnx.ModelAndOptimizer, flax_nnx.Optimizer])
+def test_an_optimizer_that_knows_its_model_is_enough(kind):
+    model = TinyNNX(nnx.Rngs(0))
+    optimizer = kind(model, optax.adam(1e-2))
+    train = train_fn(fns=(train_step, val_step), n_steps=STEPS, eval_every_n_steps=4, n_eval_batches=2, progress=False)
+    train(KEY, optimizer, data(), data())
+    assert_same_bits(arrays((model, optimizer)), straight())
+
+
+def test_several_steps_per_call_and_generators_give_the_same_bits():
+    calls = Calls(3)
+    assert_same_bits(arrays(trained(steps_per_call=4, hooks=[calls])), straight())
+    assert list(calls.told) == [3, 6, 9]
+    endless = (batch for epoch in itertools.count(1) for batch in data().epoch(epoch))
+    assert_same_bits(arrays(trained(source=endless, val=itertools.cycle(data()))), straight())
+
+
+@pytest.mark.slow
+def test_data_to_judge_may_have_another_structure():
+    judged = [{"x": batch["x"], "y": batch["y"]} for batch in data()]
+    assert_same_bits(arrays(trained(val=judged)), straight())
+    with pytest.raises(KeyError):
+        trained(val=[{"x": batch["x"]} for batch in data()])
+
+
+def test_the_mode_of_every_part_is_as_it_was():
+    model, optimizer = fresh()
+    model.train()
+    model.norm.use_running_average = True
+    trained((model, optimizer), n_steps=1)
+    assert (model.dropout.deterministic, model.norm.use_running_average) == (False, True)
+
+
+class At:
+    """Batches, at one of which something happens."""
+
+    def __init__(self, number: int, act: Any) -> None:
+        self.number, self.act = number, act
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(data().epoch(1), 1):
+            if number == self.number:
+                self.act()
+            yield batch
+
+
+def fail() -> None:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"), [(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt), (fail, OSError)]
+)
+def test_however_training_ends_the_caller_has_the_newest_weights(act, error):
+    subject = fresh()
+    with pytest.raises(error):
+        trained(subject, source=At(4, act))
+    done = int(subject[1].step.get_value())
+    assert 1 <= done < 6  # batches are made ahead
+    assert_same_bits(arrays(subject), arrays(trained(n_steps=done)))
+
+
+@pytest.mark.parametrize("detect_nans", [False, True])
+def test_a_loss_that_is_not_finite_ends_training_and_with_detection_the_weights_are_those_before(detect_nans):
+    def step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
+        (loss, more), grads = train_step(model, rng_key, batch)
+        return (jnp.where(batch["bad"].any(), jnp.nan, loss), more), grads
+
+    source = [{**batch, "bad": np.full(32, number == 3)} for number, batch in enumerate(data().epoch(1))]
+    subject = fresh()
+    with pytest.raises(NonFiniteError, match="Step 4"):
+        trained(subject, source=source, fns=(step, val_step), val=None, detect_nans=detect_nans)
+    if detect_nans:
+        assert int(subject[1].step.get_value()) == 3
+        assert_same_bits(arrays(subject), arrays(trained(n_steps=3)))
+
+
+def test_a_mistake_in_a_step_is_told_before_anything_is_written(tmp_path):
+    save, *_ = get_default_checkpointer(tmp_path / "none", save_every_n_steps=2)
+
+    def wrong(model: Any, rng_key: jax.Array, batch: Any) -> Any:
+        return model(batch["nothing"])
+
+    with pytest.raises(KeyError) as caught:
+        trained(fns=(train_step, wrong), hooks=[save])
+    assert "in wrong" in caught.value.__notes__[0]
+    assert not (tmp_path / "none").exists()
+
+
+def test_data_that_is_empty_is_an_error():
+    with pytest.raises(DataError, match="'train' data is empty"):
+        trained(source=[])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_steps": 0}, "`n_steps` must be a whole number of at least 1, got 0"),
+        ({"eval_every_n_steps": 1.5}, "`eval_every_n_steps` .* got 1.5"),
+        ({"n_eval_batches": True}, "`n_eval_batches` .* got True"),
+        ({"fns": (train_step,)}, "the two functions"),
+        ({"hooks": [3]}, "got a int"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_function_is_made(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        trained(**options)
+
+
+def test_what_cannot_be_trained_is_refused():
+    model, optimizer = fresh()
+    train = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    with pytest.raises(TypeError, match=r"must be an nnx.Optimizer, got a GradientTransformation"):
+        train(KEY, model, optax.adam(1e-2), data(), data())
+    with pytest.raises(TypeError, match="must be an nnx.Module, got a NoneType"):
+        train(KEY, optimizer, data(), data())
+    with pytest.raises(TypeError, match="nothing to train on"):
+        train(KEY, model, optimizer)
+    with pytest.raises(ValueError, match="another model"):
+        train(KEY, model, nnx.ModelAndOptimizer(fresh()[0], optax.adam(1e-2)), data(), data())
