@@ -106,3 +106,11 @@ def test_no_unsafe_call_stands_in_the_library(file: Path):
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT))
 def test_a_room_states_its_job(room: str):
     assert len(ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or "") > 40
+
+
+def test_the_slow_twins_exist():
+    lines = (Path(__file__).parent / "slow_twins.txt").read_text().splitlines()
+    functions = {line.split("[")[0] for line in lines if not line.startswith("#")}
+    for function in functions:
+        file, name = function.split("::")
+        assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text()

@@ -4,6 +4,8 @@ A style is a class with two words: `train` goes to the end, from the beginning o
 saved, by the style's own means; `checkpoints` are the folders that it saved.
 """
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,7 +192,10 @@ class FitState(Fit):
 
     def subject(self) -> tuple[Any, dict[str, Any]]:
         model, key = LinenNet(), jax.random.key(SEED)
-        variables = model.init(streams(stream(key, "init"), "params", "dropout"), next(iter(train_data()))[0])
+        init = jax.jit(lambda key, x: model.init(streams(stream(key, "init"), "params", "dropout"), x))
+        variables = init(
+            key, next(iter(train_data()))[0]
+        )  # compiled, as others do it: a GPU rounds differently without
         params, statistics = variables["params"], variables["batch_stats"]
         state = TrainState.create(apply_fn=model.apply, params=params, batch_stats=statistics, tx=optimizer(), rng=key)
         return state, {}
@@ -282,13 +287,11 @@ STYLES: dict[str, type[Style]] = {
 }
 
 
-class Signalling:
-    """The same data, where something happens, such as Ctrl-C, just before one of the batches is given."""
+class InterruptedData:
+    """The same data; somebody presses Ctrl-C as soon as the first checkpoint is in `folder`."""
 
-    in_memory = True  # so that nothing is made ahead, and it happens where it is said
-
-    def __init__(self, at: int, act: Callable[[], None]) -> None:
-        self._loader, self._at, self._act = train_data(), at, act
+    def __init__(self, folder: Path) -> None:
+        self._loader, self._folder = train_data(), folder
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -297,8 +300,16 @@ class Signalling:
         return self.epoch(1)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch."""
-        for batch_number, batch in enumerate(self._loader.epoch(number, start), start + 1):
-            if batch_number == self._at:
-                self._act()
+        """The batches of an epoch; that after the first checkpoint may be made ahead, and comes when that is there."""
+        for index, batch in enumerate(self._loader.epoch(number, start), start):
+            if (number, index) == (1, SAVE):
+                wait_for(lambda: any(self._folder.rglob("step_*/MANIFEST.json")))
+                signal.raise_signal(signal.SIGINT)
             yield batch
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

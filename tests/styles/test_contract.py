@@ -2,12 +2,11 @@
 
 import inspect
 import logging
-import signal
 from functools import cache
 from pathlib import Path
 
 import pytest
-from style_runs import SAVE, STEPS, STYLES, TOTAL, Outcome, Signalling, failing
+from style_runs import SAVE, STEPS, STYLES, TOTAL, InterruptedData, Outcome, failing
 
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
@@ -87,9 +86,9 @@ def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path)
 
 @EVERY
 def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(straight, name, tmp_path):
-    style, data = STYLES[name], Signalling(SAVE + 1, lambda: signal.raise_signal(signal.SIGINT))
+    style = STYLES[name]
     with pytest.raises(KeyboardInterrupt):
-        style(tmp_path).train(data)
+        style(tmp_path).train(InterruptedData(tmp_path))
     saved = style(tmp_path).checkpoints
     assert [CheckpointStore(path.parent).verify(path) for path in saved] == [""] * len(saved)
     assert max(int(path.name.removeprefix("step_")) for path in saved) >= SAVE
