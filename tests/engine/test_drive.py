@@ -236,3 +236,13 @@ def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
     )
     assert done.stdout == "interrupted 3\n", done.stderr
     assert done.returncode == code
+
+
+def test_a_signal_that_comes_when_everything_is_done_is_not_swallowed():
+    class AtTheEnd:
+        def handle(self, event: Event) -> None:
+            if isinstance(event, FitEnd):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(AtTheEnd(), plan=Plan(max_steps=1))

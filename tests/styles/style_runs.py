@@ -4,6 +4,7 @@ A style is a class with two words: `train` goes to the end, from the beginning o
 saved, by the style's own means; `checkpoints` are the folders that it saved.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -303,9 +304,14 @@ class InterruptedData:
         """The batches of an epoch; that after the first checkpoint may be made ahead, and comes when that is there."""
         for index, batch in enumerate(self._loader.epoch(number, start), start):
             if (number, index) == (1, SAVE):
-                wait_for(lambda: any(self._folder.rglob("step_*/MANIFEST.json")))
+                wait_for(lambda: any("MANIFEST.json" in files for _, files in saved_in(self._folder)))
                 signal.raise_signal(signal.SIGINT)
             yield batch
+
+
+def saved_in(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The checkpoints so far, and their files; by `os.walk`, which does not mind what vanishes meanwhile."""
+    return ((path, files) for path, _, files in os.walk(folder) if Path(path).name.startswith("step_"))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -88,7 +88,7 @@ def driving(
         finally:
             last = driver.event
             _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status))
-    if stop.signal is not None and status == "interrupted":
+    if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then

@@ -5,6 +5,7 @@ import os
 import signal
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,6 +260,10 @@ def batches():
     return [(X[start : start + SIZE], Y[start : start + SIZE]) for start in range(0, len(X), SIZE)]
 
 
+def grain_records():
+    return grain.MapDataset.source(list(zip(X, Y, strict=True))).batch(SIZE).to_iter_dataset()
+
+
 def endlessly():
     while True:
         yield from batches()
@@ -266,6 +271,7 @@ def endlessly():
 
 KINDS = {
     "torch": (torch_loader, {}),
+    "grain": (grain_records, {}),
     "list": (batches, {}),
     "function": (lambda: lambda: iter(batches()), {}),
     "generator": (endlessly, {"steps_per_epoch": STEPS}),

@@ -1,6 +1,7 @@
 """`EvalLoop`: judges checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +74,12 @@ class EvalLoop:
         """`checkpoint` with the metrics of its model, and with those of training."""
         self._rounds += 1
         at = Event(checkpoint.step, self._rounds, HeldState.of(self._state(checkpoint)))
-        for event in eval_events(self._program, at, {self._group: self._feed}, self._plan):
-            if isinstance(event, EvalEnd):
-                found = {label: float(value) for label, value in event.metrics.items()}
-                return summarised(checkpoint, self._group, found)
+        # closed here: what is raised while Python throws a generator away, Ctrl-C for example, is lost
+        with closing(eval_events(self._program, at, {self._group: self._feed}, self._plan)) as events:  # type: ignore[type-var]
+            for event in events:
+                if isinstance(event, EvalEnd):
+                    found = {label: float(value) for label, value in event.metrics.items()}
+                    return summarised(checkpoint, self._group, found)
         raise self._feed.used_up(self._rounds)
 
     def _state(self, checkpoint: Checkpoint) -> TrainState:
