@@ -4,9 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
 from cli_runs import Said, ask
+from flax import nnx
 
+from jax_trainer import fit
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.cli import commands
 
@@ -143,3 +147,16 @@ def test_what_is_neither_a_run_nor_a_checkpoint_is_refused(run: Path, tmp_path: 
     shutil.move(run / "checkpoints", tmp_path / "theirs")
     (run / "checkpoints").symlink_to(tmp_path / "theirs")
     assert "is a link" in ask("ckpt", run, folder=tmp_path).err
+
+
+def test_a_run_of_fit_is_listed_and_gone_on_with_in_python(tmp_path: Path):
+    x = np.random.default_rng(0).standard_normal((32, 4), np.float32)
+    options = {"optimizer": optax.sgd(0.1), "num_epochs": 2, "log_dir": tmp_path, "tensorboard": False}
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    data = (x, x[:, :2].argmax(-1))
+    result = fit(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), data, data, loss_fn=loss, progress=False, **options)
+    said = ask("ckpt", result.folder, "--verify", "--json", folder=tmp_path)
+    assert (said.code, said.data["monitor"], said.data["mode"]) == (0, "val/loss", "min")
+    for command in ("resume", "test"):
+        said = ask(command, result.folder, folder=tmp_path)
+        assert said.code == 2 and "is a run of `fit`, which was begun in Python. Go on with it there" in said.err

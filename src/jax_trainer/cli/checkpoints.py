@@ -19,6 +19,7 @@ from jax_trainer.cli.found import Found
 from jax_trainer.cli.outcomes import Outcome, WrongInput
 from jax_trainer.config import ConfigError, config_from, redact
 from jax_trainer.config.files import read_tree
+from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.trainer import TrainerConfig
 
@@ -101,11 +102,23 @@ def _comparison(run: RunFolder) -> dict[str, Any]:
     if run.config_file.is_symlink() or not run.config_file.is_file():
         return {}
     try:
-        callbacks = read_tree(run.config_file, (), Problems(), may_include=False).at("trainer.callbacks")
-        section = None if callbacks is None else callbacks.child(_SAVER)
+        tree = read_tree(run.config_file, (), Problems(), may_include=False)
+        section = _told_to_fit(tree) if tree.at("style") is not None else _saver_of(tree)
         if section is None:
             return {}
-        saver = config_from({"callbacks": {_SAVER: section.data()}}, TrainerConfig).saver
+        saver = config_from({"callbacks": {_SAVER: section}}, TrainerConfig).saver
     except ConfigError:
         return {}
     return {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
+
+
+def _saver_of(tree: Node) -> Any:
+    callbacks = tree.at("trainer.callbacks")
+    section = None if callbacks is None else callbacks.child(_SAVER)
+    return None if section is None else section.data()
+
+
+def _told_to_fit(tree: Node) -> dict[str, Any]:
+    metric, mode = tree.at("metric"), tree.at("mode")
+    given = {"monitor": metric, "mode": mode}
+    return {name: node.data() for name, node in given.items() if node is not None}

@@ -14,6 +14,8 @@ import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register what a file can name
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded, load_config
+from jax_trainer.config.files import read_tree
+from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
@@ -71,6 +73,10 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
 
     It may come from somebody else, and was written without includes: none is read.
     """
+    style = read_tree(folder.config_file, (), Problems(), may_include=False).at("style")
+    if style is not None and not style.is_section:
+        text = f"{folder.path} is a run of `{style.data()}`, which was begun in Python. Go on with it there: "
+        raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
     return load_config(folder.config_file, StoredRun, overrides, may_include=False)
 
 

@@ -87,7 +87,7 @@ def test_inputs_need_no_targets():
         ({"x": X, "class": Y}, "has x, class: none .* targets"),
         ({"x": X, "image": X, "y": Y}, "x and image may both be the inputs"),
         ((X, Y, Y), "a tuple of 3"),
-        (X, "a ndarray"),
+        (X, "a single array"),
     ],
 )
 def test_a_batch_that_does_not_say_what_is_what_is_an_error_that_lists_what_there_is(batch, words):

@@ -113,8 +113,11 @@ def _found(batch: Batch, names: tuple[str, ...], index: int, what: str) -> Any:
     if entries is None:
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[index]
-        kind = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-        raise DataError(f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE}")
+        kind = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else "a single array"
+        raise DataError(
+            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} A list is a list of "
+            "batches; all examples as arrays are a tuple."
+        )
     matching = [name for name in names if name in entries]
     if len(matching) != 1:
         found = f"{' and '.join(matching)} may both be" if matching else "none of its entries is called as"

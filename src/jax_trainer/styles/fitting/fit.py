@@ -17,7 +17,7 @@ from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
 from jax_trainer.styles.fitting.learning_rate import with_learning_rate
 from jax_trainer.styles.fitting.program import Trained, Wishes, trained_of
-from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, with_saver
+from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, saver_among, with_saver
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.styles.fitting.told import name_of, plain_hparams
 
@@ -110,7 +110,10 @@ def fit(
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
     program = _compiled(trained, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, validates=bool(evals))
+    saving = with_saver(named, found, mode, is_wish=metric is not None)
+    saver = saver_among(saving)
     told = {
+        "style": "fit",
         "model": trained.name,
         "loss_fn": name_of(loss_fn),
         "eval_step": name_of(eval_step),
@@ -119,11 +122,10 @@ def fit(
         "steps_per_epoch": steps_per_epoch,
         "batch_size": batch_size,
         "seed": seed,
-        "metric": found,
-        "mode": mode,
+        "metric": saver.monitor,
+        "mode": saver.best_mode,
         "hparams": told_hparams,
     }
-    saving = with_saver(named, found, mode, is_wish=metric is not None)
     begin = partial(program.init, trained.key, train.example)
     work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
     recording = Recording(told, saving, tensorboard, progress)

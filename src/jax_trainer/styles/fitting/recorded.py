@@ -58,7 +58,7 @@ class Recording(NamedTuple):
     @property
     def saver(self) -> ModelCheckpointConfig:
         """What is saved, and which states are the best."""
-        return next(config for config in map(_config_of, self.callbacks.values()) if config is not None)
+        return saver_among(self.callbacks)
 
 
 def place_of(log_dir: str | Path, log_name: str, told: Mapping[str, Any], resume: Resume) -> Place:
@@ -186,6 +186,11 @@ class _Latest:
 
     def handle(self, event: Event) -> None:
         self.held = event.held
+
+
+def saver_among(callbacks: Mapping[str, Any]) -> ModelCheckpointConfig:
+    """The configuration of the one that saves."""
+    return next(config for config in map(_config_of, callbacks.values()) if config is not None)
 
 
 def with_saver(
