@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_things import Paper, Sketch, SketchCircleConfig, SketchShape, complaints, sketch, written
+from config_things import Paper, Sketch, SketchCircleConfig, SketchShape, complaints, sketch, written  # type: ignore[import-not-found] - beside the tests of the configuration
 
 from jax_trainer.config import (
     ConfigError,

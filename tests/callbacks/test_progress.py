@@ -112,3 +112,10 @@ def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_
             ["epoch", "2", "train"],
             ["epoch", "2", "val"],
         ]
+
+
+def test_a_run_that_is_counted_in_steps_is_told_in_steps():
+    lines = shown(terminal=False, in_steps=True).splitlines()
+    assert [line.split("loss")[0].split() for line in lines] == [
+        ["step", step, name] for step in ("32", "64") for name in ("train", "val")
+    ]

@@ -1,6 +1,7 @@
 """Who is told when, and what they go on with."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,12 @@ def test_who_saves_is_told_last():
 
 def test_everybody_goes_on_with_what_they_knew():
     callback, record, silent = Remembering(best=1), Remembering(rows=2), Remembering()
-    states = Watching({"early": callback}, {"run/record": record, "run/silent": silent}).states()
+    callbacks: Any = {"early": callback}
+    states = Watching(callbacks, {"run/record": record, "run/silent": silent}).states()
     assert states == {"early": {"best": 1}, "run/record": {"rows": 2}}
     fresh, also = Remembering(best=None), Remembering()
-    Watching({"early": fresh}, {"run/new": also}).remember(SimpleNamespace(callbacks=states))  # type: ignore[arg-type]
+    callbacks = {"early": fresh}
+    Watching(callbacks, {"run/new": also}).remember(SimpleNamespace(callbacks=states))  # type: ignore[arg-type]
     assert (fresh.state, also.state) == ({"best": 1}, {})
 
 

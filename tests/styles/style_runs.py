@@ -143,8 +143,7 @@ class Trainer(Style):
             logger=LoggerConfig(log_dir=str(self.folder)),
             callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
         )
-        options = {"resume": "auto"} if resume else {}
-        found = trainer.train_model(data or train_data(), val_data(), **options)
+        found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
         history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
         return Outcome(trainer.state.params, trainer.state.model_state, history)
 

@@ -251,7 +251,7 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
             returned = train_step(model, stream(rng, "user"), batch)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
-                f"`train_step` must return the loss and the gradients, got a {type(returned).__name__}. Return "
+                f"`train_step` must return the loss and the gradients, got {_in_words(returned)}. Return "
                 "`nnx.value_and_grad(loss_fn)(model, …)`, or `((loss, metrics), grads)`."
             )
         reported = _reported("train_step", returned[0])
@@ -264,6 +264,12 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
         )
 
     return grad_fn
+
+
+def _in_words(returned: Any) -> str:
+    if isinstance(returned, jax.Array):
+        return "a single array"
+    return f"{len(returned)} things" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
 
 
 def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:

@@ -41,6 +41,7 @@ class ProgressBar:
     Args:
         title: the first line.
         epochs: how many there will be, where that is known.
+        in_steps: lines say after which step they were found out, for runs that nobody counts in epochs.
         refresh_seconds: seconds between two drawings.
         console: where to; left out, the standard error output.
         is_notebook: whether that is in a notebook; None: as the console says.
@@ -54,6 +55,7 @@ class ProgressBar:
         *,
         title: str = "",
         epochs: int | None = None,
+        in_steps: bool = False,
         refresh_seconds: float = 0.25,
         console: Console | None = None,
         is_notebook: bool | None = None,
@@ -61,6 +63,7 @@ class ProgressBar:
     ) -> None:
         self._screen = Screen(console or Console(stderr=True), is_notebook)
         self._epochs, self._refresh_seconds, self._is_lead = epochs, refresh_seconds, is_lead
+        self._in_steps = in_steps
         self._what, self._total, self._done = "", None, 0
         self._began = self._drawn = 0.0
         self._latest = ""
@@ -92,13 +95,18 @@ class ProgressBar:
             case Notice():
                 self._lines.append(event.text)
             case EpochEnd():
-                self._lines.append(f"epoch {event.epoch:>3}  train  {_line(event.metrics)}")
+                self._lines.append(f"{self._when(event)}  train  {_line(event.metrics)}")
             case EvalEnd():
-                self._lines.append(f"epoch {event.epoch:>3}  {event.name}  {_line(event.metrics)}")
+                self._lines.append(f"{self._when(event)}  {event.name}  {_line(event.metrics)}")
             case FitEnd():
                 self._write("")
 
+    def _when(self, event: Event) -> str:
+        return f"step {event.step:>6}" if self._in_steps else f"epoch {event.epoch:>3}"
+
     def _epoch(self, event: Event) -> str:
+        if self._in_steps:
+            return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
     def _start(self, what: str, total: int | None) -> None:

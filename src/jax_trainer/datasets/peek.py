@@ -43,9 +43,14 @@ def _peeked_iterator(batches: Iterator[Any], name: str) -> tuple[Batch, Iterator
         raise Feed(batches, name).used_up(1)
     example = as_arrays(first[0], copy=True)
     if keeper is None:
-        return example, itertools.chain(first, batches)
+        return example, _from_the_beginning(first, batches)
     keeper.set(before)
     return example, batches
+
+
+def _from_the_beginning(first: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    # a generator, so that notices call it one; through `chain`, so that the user's own does not end with it
+    yield from itertools.chain(first, batches)
 
 
 def _keepers(data: Any) -> list[Keeper]:

@@ -240,3 +240,9 @@ def test_what_cannot_be_trained_is_refused():
         train(KEY, model, optimizer)
     with pytest.raises(ValueError, match="another model"):
         train(KEY, model, nnx.ModelAndOptimizer(fresh()[0], optax.adam(1e-2)), data(), data())
+
+
+def test_a_key_that_was_left_out_is_asked_for():
+    train = train_fn(fns=(train_step, val_step), n_steps=2, eval_every_n_steps=2, n_eval_batches=1)
+    with pytest.raises(TypeError, match=r"The first argument of `train` is a key, such as `jax.random.key\(0\)`"):
+        train(*fresh(), data(), data())

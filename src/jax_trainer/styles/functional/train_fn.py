@@ -156,7 +156,11 @@ class _Job(NamedTuple):
     val: Any
 
     @classmethod
-    def of(cls, key: jax.Array, model: Any, optimizer: Any, train: Any, val: Any) -> "_Job":
+    def of(cls, key: Any, model: Any, optimizer: Any, train: Any, val: Any) -> "_Job":
+        if not hasattr(key, "dtype"):
+            raise TypeError(
+                f"The first argument of `train` is a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
+            )
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(f"`optimizer` must be an nnx.Optimizer, got a {type(optimizer).__name__}.")
         known = getattr(optimizer, "model", None)
@@ -199,7 +203,7 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     if found := setup.continued(state, training):
         state, at = found.state, found.at
         _remember(found, report, callers)
-    bars, savers = [ProgressBar()] if setup.progress else [], setup.savers(training)
+    bars, savers = [ProgressBar(in_steps=True)] if setup.progress else [], setup.savers(training)
     data = Data(train, {} if val is None else {"val": val})
     try:
         run(compiled, state, data, setup.plan, [*bars, report, *callers, *savers, mirror], at)
