@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders data configs clean
+.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles data configs clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -40,6 +40,9 @@ bench-checkpoints: $(VENV)/installed
 
 bench-loaders: $(VENV)/installed-test
 	$(BIN)/python benchmarks/loaders.py
+
+bench-styles: $(VENV)/installed-test
+	$(BIN)/python benchmarks/styles.py
 
 data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py

@@ -1,6 +1,6 @@
 """What each style costs per step, next to a loop written by hand.
 
-    PYTHONPATH=src python benchmarks/styles.py [--rounds 5]
+    PYTHONPATH=src python benchmarks/styles.py [--rounds 5] [--case tiny]
 
 All train the same perceptron with Adam on the same arrays, in the same order. Every run compiles in its first epoch,
 which is left out; the median of the others counts. Runs take turns; a ratio is the median over rounds of the ratio
@@ -224,8 +224,10 @@ VARIANTS: dict[str, Callable[..., Measured]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--case", choices=list(SIZES), help="only this size")
     asked = parser.parse_args()
-    for name, (sizes, batch_size, batches) in SIZES.items():
+    for name in SIZES if asked.case is None else [asked.case]:
+        sizes, batch_size, batches = SIZES[name]
         rng = np.random.default_rng(0)
         x = rng.standard_normal((batch_size * batches, sizes[0]), np.float32)
         y = rng.integers(sizes[-1], size=len(x), dtype=np.int32)
