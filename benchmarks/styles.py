@@ -20,27 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
 from flax import nnx
+from trainer_overhead import EPOCHS, SIZES, TX, Epochs, Mlp
 
 import jax_trainer as jt
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.engine import EpochEnd
 
-SIZES = {"tiny": ((64, 32, 32, 10), 32, 1000), "medium": ((784, 256, 256, 10), 128, 200)}
-EPOCHS = 6
-TX = optax.adam(1e-3)
 Measured = tuple[float, float]  # seconds of an epoch, and the norm of the parameters
-
-
-class LinenMlp(nn.Module):
-    sizes: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for size in self.sizes[1:-1]:
-            x = nn.relu(nn.Dense(size)(x))
-        return nn.Dense(self.sizes[-1])(x)
 
 
 class NnxMlp(nnx.Module):
@@ -63,7 +49,7 @@ def loss_of(model: Any, batch: Any) -> jax.Array:
 
 def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
     """A dispatch per step, parameters and optimizer state donated; nothing is fetched."""
-    model = LinenMlp(sizes)
+    model = Mlp(sizes)
     params = model.init(jax.random.key(0), next(loader.epoch(1))[0])
     opt_state = TX.init(params)
 
@@ -105,17 +91,6 @@ def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
     return statistics.median(seconds[1:]), _norm(model)
 
 
-class Epochs(jt.Callback):
-    """Takes the seconds of every epoch's training."""
-
-    def reset(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        assert isinstance(self.event, EpochEnd)
-        self.seconds.append(self.event.seconds)
-
-
 def fitted(model: Any, loader: jt.ArrayLoader, **options: Any) -> Measured:
     epochs = Epochs()
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +122,7 @@ def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": jt.LoggerConfig(log_dir=folder)}
         example = next(loader.epoch(1))
-        made = Trainer(model=LinenMlp(sizes), optimizer=TX, exmp_input=example, callbacks=[epochs], **options)
+        made = Trainer(model=Mlp(sizes), optimizer=TX, exmp_input=example, callbacks=[epochs], **options)
         made.train_model(loader)
     return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(made.state.params))
 
@@ -184,7 +159,7 @@ def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = 
 
 def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measured:
     """`TrainLoop` with a checkpoint per epoch, or every so many steps."""
-    model, batches = LinenMlp(sizes), len(loader)
+    model, batches = Mlp(sizes), len(loader)
     loop = jt.TrainLoop(
         init=model.init,
         task=jt.TrainTask(apply=model.apply, optimizer=TX, loss=cross_entropy, data=loader),
@@ -209,9 +184,9 @@ VARIANTS: dict[str, Callable[..., Measured]] = {
     "linen by hand": by_hand,
     "nnx.jit by hand": nnx_by_hand,
     "TrainerModule, linen": trainer,
-    "fit, linen": lambda sizes, loader: fitted(LinenMlp(sizes), loader),
+    "fit, linen": lambda sizes, loader: fitted(Mlp(sizes), loader),
     "fit, nnx": lambda sizes, loader: fitted(NnxMlp(sizes, nnx.Rngs(0)), loader),
-    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(LinenMlp(sizes), loader, steps_per_call=25),
+    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(Mlp(sizes), loader, steps_per_call=25),
     "train_fn": stepped,
     "train_fn, 25 steps per call": lambda sizes, loader: stepped(sizes, loader, steps_per_call=25),
     "train_fn, a hook every 100 steps": lambda sizes, loader: stepped(sizes, loader, 100),
