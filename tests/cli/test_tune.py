@@ -11,6 +11,8 @@ import pytest
 from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, process_environment, tiny_file
 from own_parts import CALLBACK
 
+pytestmark = pytest.mark.slow  # it trains a study; the tests of the room `tuning` look at each part
+
 SPACE = "optimizer.learning_rate.peak_value: {low: 1e-3, high: 1e-1, log: true}\n"
 RATE = "optimizer.learning_rate.peak_value"
 CANARY = "CANARY-9f3a"

@@ -140,6 +140,7 @@ def windows(image: np.ndarray, padding: int, mode: str) -> list[np.ndarray]:
     dtype=st.sampled_from([np.uint8, np.float32]),
     seed=st.integers(0, 2**31),
 )
+@pytest.mark.slow
 def test_a_crop_is_a_window_of_the_padded_image(size, channels, padding, mode, dtype, seed):
     images = photos(8, *size, *channels, seed=seed).astype(dtype)
     cropped = applied(random_crop(padding, mode=mode), images, jax.random.key(seed))
@@ -261,6 +262,7 @@ def test_images_stay_uint8_until_they_are_normalized():
     assert jax.eval_shape(normalize(0.5, 0.5), KEY, images).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_batch_spread_over_devices_is_transformed_where_it_is():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     images, spread = photos(32, 6, 6, 3), NamedSharding(mesh, PartitionSpec("data"))
@@ -482,6 +484,7 @@ def test_predictions_are_made_of_the_images_that_evaluations_see(flavour):
     assert_close(wrapped.predict(state, SMALL), plain.predict(state, scaled), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transforms_of_a_prediction_draw_what_those_of_an_evaluation_draw():
     noisy = DeviceTransforms(eval=(lambda key, images: images + jax.random.normal(key, images.shape),))
 
@@ -575,6 +578,7 @@ def test_a_step_with_transforms_moves_nothing_between_host_and_device(flavour):
     assert batch["x"].dtype == jnp.uint8
 
 
+@pytest.mark.slow
 def test_debug_mode_runs_transforms_on_values_and_gives_the_same_images():
     batch, flip, values = {"input": photos(8, 4, 4)}, random_flip(), []
 

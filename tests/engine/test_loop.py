@@ -437,6 +437,7 @@ def test_the_loop_makes_no_transfer_that_nobody_asked_for(prepared):
     assert kinds == ["EpochStart", "StepEnd", "StepEnd", "StepEnd"]
 
 
+@pytest.mark.slow
 def test_several_devices_do_not_deadlock_and_agree_with_one(key):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tiny = tiny_program("linen", optax.sgd(0.1), dropout=0.0)

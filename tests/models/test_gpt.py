@@ -29,6 +29,7 @@ def test_it_has_the_parameters_of_the_formula(outline, parameters):
     assert parameters(model) == (VOCAB + 20) * WIDTH + 3 * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 
 
+@pytest.mark.slow
 def test_its_first_predictions_are_nearly_uniform():
     @nnx.jit
     def first():

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -87,8 +88,16 @@ def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path)
     assert not STYLES[name](tmp_path).checkpoints
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C does what it does in front of a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @EVERY
-def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(straight, name, tmp_path):
+def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(ctrl_c, straight, name, tmp_path):
     style = STYLES[name]
     with pytest.raises(KeyboardInterrupt):
         style(tmp_path).train(InterruptedData(tmp_path))

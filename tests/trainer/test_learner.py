@@ -174,6 +174,7 @@ def test_limits_end_evaluations_early(tmp_path):
     assert trainer.test_eval_function(first_examples(128))["val/batches"] == 1
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_the_loss_shows_values_in_debug_mode(tmp_path, monkeypatch):
     seen: list[Any] = []
 

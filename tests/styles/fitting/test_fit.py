@@ -404,6 +404,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
     assert "Run failed" in (folder / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_with_detection_what_was_not_finite_is_explained_and_its_batch_kept(tmp_path):
     with pytest.raises(NonFiniteError, match=r"Step 2: .*in the batch") as caught:
         trained(tmp_path, spoilt(), detect_nans=True)
@@ -433,6 +434,7 @@ def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_another_configuration_is_another_run(tmp_path):
     first, other, again = (trained(tmp_path, num_epochs=1, eval_freq=freq, resume="auto") for freq in (1, 2, 1))
     assert again.folder == first.folder
