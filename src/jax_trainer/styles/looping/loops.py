@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jax_trainer.core import (
     Batch,
-    CompiledProgram,
     Layout,
     Metrics,
     Program,
@@ -26,7 +25,6 @@ from jax_trainer.core import (
     readable_bytes,
     streams,
     with_finite_check,
-    with_own_line,
 )
 from jax_trainer.datasets import Data, Position
 from jax_trainer.datasets.peek import peeked
@@ -100,7 +98,7 @@ class TrainLoop:
         if input_sample is None:
             example, source = peeked(data.train)
             data = replace(data, train=source)
-            _try_out(compiled, key, example)
+            compiled.shapes(key, example)  # raises what is wrong with model, loss and batch before anything is computed
         else:
             example = (input_sample, ())
         begun = self._found(init, lambda: jax.eval_shape(program.init, key, example), layout)
@@ -242,14 +240,6 @@ def _program(
         return Metrics({}, 0)
 
     return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_judge)
-
-
-def _try_out(program: CompiledProgram, key: jax.Array, example: Batch) -> None:
-    """Raises what is wrong with model, loss and batch before anything is computed."""
-    try:
-        program.shapes(key, example)
-    except Exception as error:
-        raise with_own_line(error)  # noqa: B904 - the same error, with a note
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
