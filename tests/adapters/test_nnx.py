@@ -216,6 +216,19 @@ def test_a_loss_may_report_nothing_else():
     assert set(seen.steps[1]) >= {"loss"}
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_gets_a_key_of_its_own_and_the_step_where_it_asks(micro_batches):
+    def loss(model, batch, train, rng, step):
+        value, _ = nnx_loss(model, batch, train)
+        return value, {"drawn": jax.random.uniform(rng), "step": step}
+
+    program = nnx_program(TinyNNX, loss, optax.sgd(0.1), micro_batches=micro_batches)
+    drawn = [short_run(program, 3)[1].steps for _ in range(2)]
+    assert [drawn[0][step]["step"] for step in (1, 2, 3)] == [0, 1, 2]
+    assert len({drawn[0][step]["drawn"] for step in (1, 2, 3)}) == 3
+    assert drawn[0] == drawn[1]
+
+
 def test_a_model_may_be_built_from_a_key(key):
     class FromKey(nnx.Module):
         def __init__(self, key: jax.Array, example):

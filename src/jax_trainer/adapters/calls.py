@@ -1,5 +1,6 @@
 """What both Flax adapters do around a call of a model: its arguments, and what it sows."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,16 @@ def whole_batch(batch: Batch) -> Batch:
 def arguments(inputs: Any) -> tuple[Any, ...]:
     """What a model is called with: a tuple is several arguments."""
     return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `offered` the function has parameters for.
+
+    >>> asked_for(lambda model, batch, train, rng: 0, {"rng": 1, "step": 2})
+    {'rng': 1}
+    """
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def sown_metrics(sown: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ class LinenView(NamedTuple):
     mutable_variables: PyTree
     rng: jax.Array
     collected: tuple[str, ...] = ()  # collections that are no state, but are wanted after training calls
+    step: jax.Array | int = 0  # how many optimizer steps the parameters have behind them
 
     def apply(
         self,
@@ -170,10 +171,10 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
     modes = options.get("intermediates", ())
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
-        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected)
+        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
         match loss(params, view, batch, rng, train):
             case (value, (mutable, reported)):
                 pass

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
+from jax_trainer.adapters.calls import ToInput, arguments, asked_for, sown_metrics, whole_batch
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
@@ -42,7 +42,11 @@ from jax_trainer.core.steps import EvalStep
 
 
 class NnxLoss(Protocol):
-    """A loss over an nnx model, which is in training or evaluation mode already."""
+    """A loss over an nnx model, which is in training or evaluation mode already.
+
+    One that also has a parameter `rng` gets a key of its own for every step; one that has `step`, how many optimizer
+    steps the weights have behind them.
+    """
 
     def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
         """Returns the loss and what else to report, or just the loss."""
@@ -108,7 +112,7 @@ def nnx_program(
     Args:
         model: a module, whose weights the run starts from (its own arrays stay as they are until `write_back`); or
             a function (or class) that builds one from `rngs` or `key`, and `example`, an example batch, if it asks.
-        loss: `loss(model, batch, train) -> loss, metrics`, or just the loss.
+        loss: `loss(model, batch, train) -> loss, metrics`, or just the loss; it may also take `rng` and `step`.
         trainable: which variables are parameters (an nnx filter); all others are model state.
         to_input: what of a batch the model is called with when it predicts; a tuple is several arguments.
         options: see `make_program`.
@@ -173,12 +177,12 @@ def _loss_fn(split_of: Callable[[], Split], loss: NnxLoss, options: StepOptions)
     modes = options.get("intermediates", ())
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         split = split_of()
         model = split.join(params, model_state, rng, train=train)
         with _sowing_is_fine():
-            returned = loss(model, batch, train)
+            returned = loss(model, batch, train, **asked_for(loss, {"rng": stream(rng, "user"), "step": step}))
         value, reported = returned if isinstance(returned, tuple) else (returned, {})
         _, changed = split.arrays(model)
         if not train:

@@ -4,7 +4,7 @@ Nothing here knows of epochs, files or which model library is used. Imports noth
 """
 
 from jax_trainer.core.accumulate import accumulate
-from jax_trainer.core.compile import CompiledProgram, compile_program, copied
+from jax_trainer.core.compile import CompiledProgram, compile_program, compiled_function, copied
 from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.late import load_late
@@ -90,6 +90,7 @@ __all__ = [
     "batch_weight",
     "check_modes",
     "compile_program",
+    "compiled_function",
     "copied",
     "copy_state",
     "examine",

@@ -24,6 +24,15 @@ Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
 HeldStepped = tuple[HeldState, jax.Array, tuple[Loose, PyTree]]
 
 
+def compiled_function(function: Callable[..., Any], *, static: tuple[str, ...] = ()) -> Any:
+    """`function` compiled, once for every shape of its arrays and every value of the arguments called `static`.
+
+    For what is computed beside training, such as drawing samples: a module is passed as an argument, so that new
+    weights do not compile again.
+    """
+    return jax.jit(function, static_argnames=static)
+
+
 class CompiledProgram:
     """A program ready to run. Steps take the tape and return it; everything else is as in `Program`.
 

@@ -1,5 +1,6 @@
 """What one step is: from a loss to gradients, from gradients to the next state."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +29,20 @@ class LossFn(Protocol):
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns the loss, the model state after this batch, and what else to report."""
+        """Returns the loss, the model state after this batch, and what else to report.
+
+        One that also takes `step` is told how many optimizer steps the state has behind it.
+        """
+        ...
+
+
+class SteppedLossFn(Protocol):
+    """A `LossFn` that is told the step."""
+
+    def __call__(
+        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        """Returns what the `LossFn` does."""
         ...
 
 
@@ -61,14 +75,16 @@ EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
-def in_precision(loss_fn: LossFn, precision: Precision) -> LossFn:
+def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
     """`loss_fn` computing in `precision.compute`; its loss and metrics come out in `precision.output`."""
+    wants_step = "step" in inspect.signature(loss_fn).parameters
 
     def cast_loss(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         params, batch = cast_floats((params, batch), precision.compute)
-        loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train)
+        told = {"step": step} if wants_step else {}
+        loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
         loss, reported = cast_floats((loss, dict(reported)), precision.output)
         # running statistics keep their own type: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), reported)
@@ -76,12 +92,12 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> LossFn:
     return cast_loss
 
 
-def grad_of(loss_fn: LossFn) -> GradFn:
+def grad_of(loss_fn: SteppedLossFn) -> GradFn:
     """The gradient of `loss_fn` with respect to the parameters."""
 
     def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         def scalar_loss(params: PyTree) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-            loss, aux = loss_fn(params, state.model_state, batch, rng, train=True)
+            loss, aux = loss_fn(params, state.model_state, batch, rng, train=True, step=state.step)
             if jnp.shape(loss):
                 raise ValueError(f"The loss must be one number, got shape {jnp.shape(loss)}. Take its mean.")
             return loss, aux
@@ -141,11 +157,12 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
     }
 
 
-def make_eval_step(loss_fn: LossFn) -> EvalStep:
+def make_eval_step(loss_fn: SteppedLossFn) -> EvalStep:
     """Judges a state on one batch. The key it uses is `state.rng`: whoever numbers batches folds that in."""
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        loss, (_, reported) = loss_fn(state.params, state.model_state, batch, stream(state.key, "eval"), train=False)
+        rng = stream(state.key, "eval")
+        loss, (_, reported) = loss_fn(state.params, state.model_state, batch, rng, train=False, step=state.step)
         return _with_loss(loss, reported, batch)
 
     return eval_step

@@ -72,31 +72,31 @@ def test_a_loss_that_cannot_be_called_is_an_error(function, words):
 def test_an_epoch_with_a_default_is_left_at_it_and_that_is_told(caplog):
     loss = Loss.of(lambda logits, labels, epoch=None: 0.0 if epoch is None else 1.0)
     assert "`epoch`, which stays at its default" in caplog.text
-    assert loss.on_outputs(0, 0, KEY, True)[0] == 0
+    assert loss.on_outputs(0, 0, KEY, True, 0)[0] == 0
 
 
 def test_what_is_asked_for_is_given_and_nothing_else():
     seen = {}
 
-    def loss(logits, labels, *, train, rng):
-        seen.update(train=train, rng=rng)
+    def loss(logits, labels, *, train, rng, step):
+        seen.update(train=train, rng=rng, step=step)
         return 1.0
 
-    Loss.of(loss).on_outputs(0, 0, KEY, False)
-    assert seen["train"] is False
-    assert not np.array_equal(jax.random.key_data(seen["rng"]), jax.random.key_data(KEY))  # a stream of its own
+    Loss.of(loss).on_outputs(0, 0, KEY, False, 7)
+    assert (seen["train"], seen["step"]) == (False, 7)
+    assert np.array_equal(jax.random.key_data(seen["rng"]), jax.random.key_data(KEY))
 
 
 def test_a_loss_per_example_is_averaged_with_all_that_is_reported_so():
     each = jnp.array([1.0, 2.0, 6.0])
-    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(0, 0, KEY, True)
+    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(0, 0, KEY, True, 0)
     assert (value, reported) == (3.0, {"loss": 3.0, "one": 5.0})
 
 
 @pytest.mark.parametrize("returned", [(1.0, {}, None), {"loss": 1.0}, None, (1.0, 2.0), [1.0]])
 def test_a_loss_that_returns_something_else_is_an_error(returned):
     with pytest.raises(TypeError, match="returns the loss, or the loss and a dict"):
-        Loss.of(lambda a, b: returned).on_batch(0, 0, KEY, True)
+        Loss.of(lambda a, b: returned).on_batch(0, 0, KEY, True, 0)
 
 
 def test_an_evaluation_gives_a_number_or_several_by_name():

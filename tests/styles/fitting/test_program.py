@@ -219,9 +219,21 @@ def test_several_inputs_are_several_arguments():
     assert stepped(made(Two(nnx.Rngs(0)), optimizer=TX, split=split))[2].shape == (6, 4)
 
 
+@pytest.mark.parametrize("given", [MODEL, TinyNNX(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_a_loss_gets_a_key_and_the_step_where_it_asks(given):
+    def loss(logits, labels, rng, step):
+        return loss_fn(logits, labels), {"drawn": jax.random.uniform(rng), "step": step}
+
+    trained = made(given, loss, optimizer=TX)
+    program = compile_program(trained.program)
+    state = program.init(trained.key, BATCH)
+    drawn = [trained.program.eval_step(state.replace(rng=state.rng + more), BATCH).by_name["drawn"] for more in (0, 1)]
+    assert float(drawn[0].value) != float(drawn[1].value)
+    assert stepped(trained)[1]["step"] == 1
+
+
 def model_first(model, batch): ...
 def params_first(params, batch): ...
-def with_rng(logits, labels, rng): ...
 
 
 @pytest.mark.parametrize(
@@ -234,7 +246,6 @@ def with_rng(logits, labels, rng): ...
         (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
         (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)` is for nnx modules"),
         (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, "is for linen modules"),
-        (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": with_rng}, "a stream of its own"),
         (flax_state(), {"optimizer": TX}, "has its optimizer"),
         (MODEL, {"optimizer": TX, "eval_step": lambda: 0}, "`eval_step` has no parameters"),
     ],

@@ -64,7 +64,7 @@ def fit(
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model itself: `loss_fn(params, batch)` for linen,
             `loss_fn(model, batch)` for nnx. Told apart by names: a first parameter called `model` or `params`, or a
             second one called `batch`, is of the second kind. Returns the loss, or the loss and a dict of what else to
-            report. It may ask for `train`, and (not for nnx) `rng`, by name.
+            report. It may ask for `train`, `rng` and `step` by name.
         eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: a number, called "accuracy", or a
             dict of numbers, each a mean over the batch.
         eval_freq: epochs between two evaluations; the last state is always judged.

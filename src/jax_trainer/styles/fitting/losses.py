@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core import stream
-
 LOG = logging.getLogger("jax_trainer")
-OFFERED = ("rng", "train")  # what a loss may ask for by name
+OFFERED = ("rng", "step", "train")  # what a loss may ask for by name
 _FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)` (nnx) or `loss_fn(params, batch)` (linen)"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -25,7 +23,7 @@ class Loss:
         function: `(logits, labels)` or `(model or params, batch)`; returns the loss, or the loss and a dict.
         takes_batch: whether it is of the second kind, and calls the model itself.
         first: the name of its first parameter.
-        wanted: which of `rng` and `train` it asks for.
+        wanted: which of `rng`, `step` and `train` it asks for.
     """
 
     function: Callable[..., Any]
@@ -43,18 +41,22 @@ class Loss:
         takes_batch = first in ("model", "params") or second == "batch"
         return cls(function, takes_batch, first, tuple(name for name in OFFERED if name in others))
 
-    def on_outputs(self, outputs: Any, targets: Any, rng: jax.Array, train: bool) -> tuple[Any, dict[str, Any]]:
+    def on_outputs(
+        self, outputs: Any, targets: Any, rng: jax.Array, train: bool, step: jax.Array | int
+    ) -> tuple[Any, dict[str, Any]]:
         """The loss of a model's outputs, and what else to report; one that is given per example is averaged."""
-        loss, reported = self.on_batch(outputs, targets, rng, train)
+        loss, reported = self.on_batch(outputs, targets, rng, train, step)
         shape = jnp.shape(loss)
         if not shape:
             return loss, reported
         same = {name: jnp.mean(value) for name, value in reported.items() if _shape(value) == shape}
         return jnp.mean(loss), {**reported, **same}
 
-    def on_batch(self, model: Any, batch: Any, rng: jax.Array, train: bool) -> tuple[Any, dict[str, Any]]:
+    def on_batch(
+        self, model: Any, batch: Any, rng: jax.Array, train: bool, step: jax.Array | int
+    ) -> tuple[Any, dict[str, Any]]:
         """What the function makes of its two arguments: the loss, and what else to report."""
-        offered = {"rng": stream(rng, "user"), "train": train}
+        offered = {"rng": rng, "step": step, "train": train}
         returned = self.function(model, batch, **{name: offered[name] for name in self.wanted})
         match returned:
             case (loss, Mapping() as reported):

@@ -171,13 +171,13 @@ def _linen_loss(loss: Loss, split_batch: SplitBatch | None) -> Any:
                 f"This model has {', '.join(view.mutable_variables)} besides its parameters, which "
                 "`loss_fn(params, batch)` could not update. Write `loss_fn(logits, labels)`."
             )
-        value, reported = loss.on_batch(params, batch, rng, train)
+        value, reported = loss.on_batch(params, batch, stream(rng, "user"), train, view.step)
         return value, (None, reported)
 
     def on_outputs(params: PyTree, view: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
         inputs, targets = split(batch)
         outputs, mutable = view.apply(params, *arguments(inputs), train=train)
-        value, reported = loss.on_outputs(outputs, targets, rng, train)
+        value, reported = loss.on_outputs(outputs, targets, stream(rng, "user"), train, view.step)
         return value, (mutable, reported)
 
     return on_batch if loss.takes_batch else on_outputs
@@ -190,17 +190,12 @@ def _nnx_loss(loss: Loss, module: nnx.Module, split_batch: SplitBatch | None) ->
         )
     split, takes_train = split_of(split_batch), "train" in inspect.signature(type(module).__call__).parameters
 
-    # the adapter's loss has no key of its own: what is random in an nnx module comes from its streams
-    if "rng" in loss.wanted:
-        raise TypeError("`loss_fn` asks for `rng`: in an nnx module, use a stream of its own (`nnx.Rngs`) instead.")
-    key = jax.random.key(0)
-
-    def on_model(model: Any, batch: Batch, train: bool) -> Any:
+    def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
         if loss.takes_batch:
-            return loss.on_batch(model, batch, key, train)
+            return loss.on_batch(model, batch, rng, train, step)
         inputs, targets = split(batch)
         told = {"train": train} if takes_train else {}
-        return loss.on_outputs(model(*arguments(inputs), **told), targets, key, train)
+        return loss.on_outputs(model(*arguments(inputs), **told), targets, rng, train, step)
 
     return on_model
 
