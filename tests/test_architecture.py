@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "optimizer": {"core", "settings"},
     "datasets": {"core", "settings"},
     "models": {"core", "interfaces", "settings"},
+    "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets"},
     "logger": {"core", "settings"},
     "checkpoint": {"core", "datasets", "settings"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "config": {"settings", "redaction"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "config"),
+        *("checkpoint", "callbacks", "runs", "config", "generative"),
     },
     "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint"},
     "cli": {
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
-CORE_DEPENDENCIES = {"compoconf", "jax", "flax", "optax", "numpy", "orbax", "rich", "yaml", "jax_trainer"}
+CORE_DEPENDENCIES = {*("compoconf", "jax", "flax", "jaxtyping", "optax", "numpy", "orbax", "rich", "yaml"), "jax_trainer"}
 # a tool that not everybody needs is imported in the files that need it, and by nobody else
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
 ONLY_JIT = SOURCE / "core" / "compile.py"

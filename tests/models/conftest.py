@@ -48,5 +48,5 @@ def parameters() -> Callable[[nnx.Module], int]:
 
 @pytest.fixture(scope="session")
 def call() -> Callable[..., Any]:
-    """`call(model, x)`, compiled."""
-    return nnx.jit(lambda model, x: model(x))
+    """`call(model, *inputs)`, compiled."""
+    return nnx.jit(lambda model, *inputs: model(*inputs))

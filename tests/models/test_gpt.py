@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_trainer.models import GPT, GPTConfig
+from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
 from jax_trainer.settings import SettingsError
 
 VOCAB, TIME, WIDTH = 11, 6, 8
@@ -40,44 +40,126 @@ def test_its_first_predictions_are_nearly_uniform():
     assert np.abs(np.asarray(jax.nn.softmax(logits)) - 1 / VOCAB).max() < 0.05
 
 
-def test_it_computes_what_numpy_computes(build, call):
-    model = build(layers=1)
-    block = model.blocks[0]
-    of = lambda variable: np.asarray(variable[...], np.float64)
+GPT2_LIKE = {"bias": True, "norm_epsilon": 1e-5}
+PLAIN = {}
+OTHER = {"positions": "rotary", "tied": False, "hidden": 12, **GPT2_LIKE}
 
-    def norm(x, scale):
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * of(scale)
+
+@pytest.mark.parametrize("keys", [PLAIN, OTHER], ids=["plain", "other"])
+def test_it_computes_what_numpy_computes(keys: dict[str, Any], build, call):
+    model = build(layers=1, **keys)
+    for text, logits in zip(TOKENS, call(model, TOKENS), strict=True):
+        np.testing.assert_allclose(logits, by_numpy(model, text), rtol=1e-4, atol=1e-4)
+
+
+def of(variable: Any) -> np.ndarray:
+    return np.zeros(1) if variable is None else np.asarray(variable[...], np.float64)
+
+
+def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
+    (block,), epsilon = model.blocks, model.config.norm_epsilon
+
+    def norm(x, layer):
+        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon)
+        return scaled * of(layer.scale) + of(layer.bias)
+
+    def through(x, layer):
+        return x @ of(layer.kernel) + of(layer.bias)
+
+    def turned(x):  # a head of four numbers
+        if model.positions is not None:
+            return x
+        angles = np.arange(TIME)[:, None] * np.array([1, 0.01])
+        pairs = (x[:, :2] + 1j * x[:, 2:]) * np.exp(1j * angles)
+        return np.concatenate([pairs.real, pairs.imag], 1)
 
     def gelu(x):
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
-    for text, logits in zip(TOKENS, call(model, TOKENS), strict=True):
-        x = of(model.tokens)[text] + of(model.positions)
-        query, key, value = np.split(norm(x, block.attention_norm.scale) @ of(block.attention.into_heads.kernel), 3, 1)
-        heads = []
-        for head in (slice(0, 4), slice(4, 8)):
-            scores = query[:, head] @ key[:, head].T / 2  # √4
-            scores[np.triu_indices(TIME, 1)] = -np.inf
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            heads.append(weights / weights.sum(1, keepdims=True) @ value[:, head])
-        x = x + np.concatenate(heads, 1) @ of(block.attention.out.kernel)
-        hidden = gelu(norm(x, block.perceptron_norm.scale) @ of(block.perceptron.hidden.kernel))
-        x = x + hidden @ of(block.perceptron.out.kernel)
-        expected = norm(x, model.norm.scale) @ of(model.tokens).T
-        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    x = of(model.tokens)[text] + of(model.positions)
+    query, key, value = np.split(through(norm(x, block.attention_norm), block.attention.into_heads), 3, 1)
+    heads = []
+    for head in (slice(0, 4), slice(4, 8)):
+        scores = turned(query[:, head]) @ turned(key[:, head]).T / 2  # √4
+        scores[np.triu_indices(TIME, 1)] = -np.inf
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        heads.append(weights / weights.sum(1, keepdims=True) @ value[:, head])
+    x = x + through(np.concatenate(heads, 1), block.attention.out)
+    hidden = gelu(through(norm(x, block.perceptron_norm), block.perceptron.hidden))
+    x = x + through(hidden, block.perceptron.out)
+    return norm(x, model.norm) @ of(model.tokens if model.own_head is None else model.own_head).T
 
 
-def test_no_place_learns_anything_from_those_after_it(build):
-    graph, positions, rest = nnx.split(build(), lambda path, _: path[0] == "positions", ...)
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_no_place_learns_anything_from_those_after_it(positions: str, build):
+    model = build(positions=positions, tied=False)  # so that the vectors of tokens are inputs only
+    graph, tokens, rest = nnx.split(model, lambda path, _: path[0] == "tokens", ...)
+    text = jnp.arange(TIME)[None]  # each place has a vector of its own
     mix = np.random.default_rng(1).normal(size=VOCAB).astype(np.float32)
 
     @jax.jit
-    def slopes(positions):
-        said = lambda positions: nnx.merge(graph, positions, rest)(TOKENS[:1])[0] @ mix
-        return jax.tree.leaves(jax.jacrev(said)(positions))
+    def slopes(tokens):
+        said = lambda tokens: nnx.merge(graph, tokens, rest)(text)[0] @ mix
+        return jax.tree.leaves(jax.jacrev(said)(tokens))
 
-    (found,) = slopes(positions)  # how what is said at a place changes with the position of another
-    assert np.array_equal(np.abs(np.asarray(found)).max(-1) > 0, np.tri(TIME, dtype=bool))
+    (found,) = slopes(tokens)  # how what is said at a place changes with the vector of another
+    assert np.array_equal(np.abs(np.asarray(found)).max(-1)[:, :TIME] > 0, np.tri(TIME, dtype=bool))
+
+
+def test_blocks_that_are_computed_again_give_the_same_gradients(build):
+    graphs = {}
+    for remat in (True, False):
+        graphs[remat], params, rest = nnx.split(build(dropout=0.3, layers=1, remat=remat), nnx.Param, ...)
+
+    def slopes(params, remat):
+        return jax.grad(lambda params: (nnx.merge(graphs[remat], params, rest, copy=True)(TOKENS) ** 2).mean())(params)
+
+    traced = jax.jit(lambda params: [slopes(params, remat) for remat in graphs]).trace(params)
+    assert str(traced.jaxpr).count("= remat") == 1
+    again, once = (nnx.to_pure_dict(found) for found in traced.lower().compile()(params))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), again, once)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_text_in_pieces_has_the_logits_of_the_whole(positions: str, build):
+    model = build(positions=positions)
+
+    @nnx.jit
+    def both(model, tokens):
+        cache, parts = model.empty_cache(len(tokens)), []
+        for piece in jnp.split(tokens, [3, 4], axis=1):
+            logits, cache = model.extend(piece, cache)
+            parts.append(logits)
+        beyond, longer = model.extend(tokens[:, :1], cache)
+        return model(tokens), jnp.concatenate(parts, 1), cache.position, beyond, longer
+
+    whole, pieces, position, beyond, _ = both(model, jnp.asarray(TOKENS))
+    np.testing.assert_allclose(pieces, whole, rtol=1e-5, atol=1e-5)
+    assert position == TIME
+    assert np.isnan(beyond).all()  # there is no place after the context
+
+
+def test_a_cache_has_the_type_of_the_weights_unless_another_is_asked_for(outline):
+    model = outline(tiny(context=9), TOKENS.shape, np.int32)
+    of_weights, other = (
+        nnx.eval_shape(lambda model, dtype=dtype: model.empty_cache(3, dtype), model) for dtype in (None, jnp.bfloat16)
+    )
+    assert of_weights.keys.shape == of_weights.values.shape == (2, 3, 9, 2, 4)
+    assert (of_weights.keys.dtype, other.keys.dtype, other.position.dtype) == (jnp.float32, jnp.bfloat16, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("124M", 124_439_808),
+        pytest.param("355M", 354_823_168, marks=pytest.mark.slow),
+        pytest.param("774M", 774_030_080, marks=pytest.mark.slow),
+        pytest.param("1.5B", 1_557_611_200, marks=pytest.mark.slow),
+    ],
+)
+def test_the_sizes_of_gpt2_have_as_many_parameters(size: str, count: int, parameters):
+    config = GPTConfig(vocab_size=50257, context=1024, **GPT2_LIKE, **GPT2_SIZES[size])
+    assert parameters(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))) == count
 
 
 def test_other_tokens_later_change_nothing_before_them(build, call):
@@ -150,6 +232,10 @@ def test_neither_context_nor_example_is_an_error():
         ({"width": 0}, "`width` must be"),
         ({"dropout": 1}, "`dropout` must be"),
         ({"width": 10, "heads": 4}, "`heads` must divide `width` 10 evenly, got 4"),
+        ({"width": 6, "positions": "rotary"}, "must be even for `positions: rotary`, got 3"),
+        ({"positions": "none"}, "`positions` must be one of learned, rotary"),
+        ({"hidden": 0}, "`hidden` must be"),
+        ({"norm_epsilon": 0.0}, "`norm_epsilon` must be"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any], words: str):

@@ -1,11 +1,11 @@
-from typing import get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, flat_size
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, flat_size, precise
 
 
 def test_every_activation_that_can_be_named_is_there():
@@ -35,6 +35,14 @@ def test_dropout_scales_what_it_keeps_and_is_for_training_only(call):
     assert 0.2 < (first == 0).mean() < 0.3
     assert not np.array_equal(first, second)
     np.testing.assert_allclose(first[first != 0], (whole / 0.75)[first != 0], rtol=1e-5)
+
+
+def test_a_precise_layer_does_not_round_its_sums():
+    x, kernel = jnp.ones((1, 3), jnp.bfloat16), jnp.asarray([[256], [1], [0.5]], jnp.bfloat16)
+    layer: Any = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    layer.kernel, layer.bias = nnx.Param(kernel), nnx.Param(jnp.asarray([0.25], jnp.bfloat16))
+    answer = precise(layer, x)
+    assert answer.dtype == jnp.float32 and answer[0, 0] == 257.75
 
 
 def test_an_input_without_features_is_an_error():

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compoconf import parse_config
 from flax import linen as nn
 
-from jax_trainer.models import RNNLM
+from jax_trainer.interfaces import BaseModelLinen, build_model, model_mode
+from jax_trainer.models import RNNLM, RNNLMConfig
+from jax_trainer.settings import SettingsError
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, 7, (2, 6)), jnp.int32)
 
@@ -58,3 +61,81 @@ def test_it_drops_out_only_where_it_is_not_deterministic(variables: Any):
 def test_an_unknown_type_of_cell_is_refused_by_name():
     with pytest.raises(ValueError, match="`rnn_type` must be one of 'lstm', 'gru', 'simple'.*got 'rnn'"):
         jax.eval_shape(model(rnn_type="rnn").init, jax.random.key(0), TOKENS)
+
+
+def configured(**keys: Any) -> RNNLM:
+    return RNNLM(RNNLMConfig(**{"vocab_size": 7, "d_model": 4, "n_layers": 2, **keys}))
+
+
+def test_a_section_of_a_file_builds_it():
+    section = {"class_name": "RNNLM", "vocab_size": 256, "d_model": 128}
+    config: Any = parse_config(BaseModelLinen.cfgtype, section)
+    assert config == RNNLMConfig(vocab_size=256, d_model=128) and model_mode(config) == "linen"
+    built: Any = build_model(config, None, None)  # type: ignore[arg-type]  # a linen model draws its weights later
+    assert isinstance(built, RNNLM) and built.config == config
+    assert weights(built) == 328_960
+
+
+def test_with_a_configuration_it_sees_the_token_before_the_one_that_it_predicts(variables: Any):
+    logits_of: Any = jax.jit(configured().apply)
+    given, changed = (logits_of(variables, tokens) for tokens in (TOKENS, TOKENS.at[:, 3].set(0)))
+    assert np.array_equal(given[:, :3], changed[:, :3])
+    assert (jnp.abs(given[:, 3:] - changed[:, 3:]).max(axis=-1) > 0).all()
+
+
+def test_shifted_by_its_configuration_it_is_the_one_of_the_keywords(variables: Any):
+    before = jnp.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]
+    uses: Any = [(model(), TOKENS), (configured(shifted=True), TOKENS), (configured(), before)]
+    expected, *others = (jax.jit(rnnlm.apply)(variables, tokens) for rnnlm, tokens in uses)
+    assert all(np.array_equal(other, expected) for other in others)
+
+
+def test_with_a_configuration_it_drops_out_when_it_is_told_to_train(variables: Any):
+    rnnlm: Any = configured(n_layers=1, dropout_rate=0.5)
+    first, second = (
+        rnnlm.apply(variables, TOKENS, train=True, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 1)
+    )
+    assert bool((first != second).any())
+    assert np.array_equal(rnnlm.apply(variables, TOKENS, train=False), rnnlm.apply(variables, TOKENS))
+
+
+@pytest.mark.parametrize("made", [configured(rnn_type="gru", d_model=5), model(rnn_type=nn.GRUCell, d_model=5)])
+def test_flax_can_copy_bind_and_hold_it(made: RNNLM):
+    assert made.clone() == made and hash(made.clone()) == hash(made)
+    assert not made.clone(deterministic=False).deterministic
+    shapes = jax.eval_shape(made.init, jax.random.key(0), TOKENS)
+
+    class Holder(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, tokens):
+            return self.inner(tokens)
+
+    held: Any = jax.eval_shape(Holder(made).init, jax.random.key(0), TOKENS)
+    assert jax.tree.map(lambda leaf: leaf.shape, held["params"]["inner"]) == jax.tree.map(
+        lambda leaf: leaf.shape, shapes["params"]
+    )
+    bound: Any = jax.eval_shape(lambda variables: made.bind(variables)(TOKENS), shapes)
+    assert bound.shape == (2, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "words"),
+    [
+        ((), {}, r"Write `RNNLM\(config\)`, or `RNNLM\(vocab_size=…\)`"),
+        ((256, 128), {}, "takes an RNNLMConfig, or keywords .* only, got 256"),
+        ((RNNLMConfig(vocab_size=7),), {"d_model": 4}, "`d_model` is 4, and 512 in the configuration. Give it once"),
+    ],
+)
+def test_sizes_that_are_missing_or_given_twice_are_an_error(arguments: Any, keys: Any, words: str):
+    with pytest.raises(TypeError, match=words):
+        RNNLM(*arguments, **keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"vocab_size": 1}, {"d_model": 0}, {"n_layers": 0}, {"dropout_rate": 1}, {"rnn_type": "rnn"}]
+)
+def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any]):
+    with pytest.raises(SettingsError, match=rf"`{next(iter(keys))}` must be"):
+        configured(**keys)

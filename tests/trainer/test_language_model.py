@@ -1,10 +1,13 @@
 import math
+from typing import Any
 
+import jax
 import pytest
 from trainer_runs import settings
 
 from jax_trainer.datasets.examples import TextConfig, TextDataset
-from jax_trainer.models import GPTConfig
+from jax_trainer.models.gpt import GPTConfig
+from jax_trainer.models.rnnlm import RNNLMConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
@@ -16,9 +19,9 @@ def text(tmp_path):
     return TextDataset(TextConfig(data_dir=str(tmp_path), path="sea.txt", context=16, global_batch_size=16))
 
 
-def trainer_on(data, folder, vocab_size: int) -> LanguageModelTrainer:
+def trainer_on(data, folder, vocab_size: int, model: Any = None) -> LanguageModelTrainer:
     config = LanguageModelTrainerConfig(**settings(folder, train_epochs=4))
-    model = GPTConfig(vocab_size=vocab_size, layers=1, heads=2, width=16)
+    model = model or GPTConfig(vocab_size=vocab_size, layers=1, heads=2, width=16)
     return LanguageModelTrainer(config, model, AdamWConfig(learning_rate=0.01), data.train[:16], dataset=data)
 
 
@@ -36,3 +39,47 @@ def test_a_model_that_does_not_know_all_characters_is_an_error(text, tmp_path):
     with pytest.raises(SettingsError, match="tells 5 tokens apart, and the text has 11: set `vocab_size: 11`") as error:
         trainer_on(text, tmp_path, 5).dry_run()
     assert error.value.problems[0][0] == "model.vocab_size"
+
+
+@pytest.fixture
+def writer(text, tmp_path) -> LanguageModelTrainer:
+    """A trainer whose model tells more tokens apart than the text has."""
+    return trainer_on(text, tmp_path, 40)
+
+
+def test_it_goes_on_with_a_text_of_any_length_in_characters_of_the_dataset(writer, text):
+    written = writer.generate("the sea.", 40, temperature=2.0)  # the context is 16
+    assert written.startswith("the sea.") and len(written) == 48
+    assert set(written) <= set(text.vocabulary.symbols)
+    assert len(set(written)) > 3
+    assert writer.generate("the sea.", 40, temperature=2.0) == written
+    assert writer.generate("the sea.", 40, temperature=2.0, seed=1) != written
+
+
+def test_it_writes_with_the_averaged_weights_of_the_state_that_it_is_given(writer):
+    first = writer.state
+    other = jax.tree.map(lambda leaf: -3 * leaf, first.params)
+    texts = [
+        writer.generate("the sea.", 40, temperature=0.0, state=state)
+        for state in (None, first, first.replace(params=other), first.replace(extra={"ema": other}))
+    ]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+def test_what_cannot_be_written_is_an_error(writer):
+    with pytest.raises(ValueError, match="`prompt` must have at least one character"):
+        writer.generate("")
+    with pytest.raises(ValueError, match="The character 'Z' at place 0 is not among the 11"):
+        writer.generate("Z")
+    writer.dataset = None
+    with pytest.raises(ValueError, match="needs the `encode` and `decode` of a dataset's vocabulary, and it has no d"):
+        writer.generate()
+
+
+def test_a_model_of_linen_is_trained_but_does_not_write(text, tmp_path):
+    trainer = trainer_on(text, tmp_path, 11, RNNLMConfig(vocab_size=11, d_model=8, n_layers=1))
+    found = trainer.eval_model(text.val_loader)
+    assert found["val/bits"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
+    assert 0 <= found["val/acc"] <= 1
+    with pytest.raises(TypeError, match="RNNLM cannot go on with a text"):
+        trainer.generate("the", 3)

@@ -17,6 +17,9 @@ from jax_trainer.callbacks.profiler import JAXProfiler, JAXProfilerConfig
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
 from jax_trainer.callbacks.pruning import OptunaPruning
 from jax_trainer.callbacks.run import Checkpoints, Run
+from jax_trainer.callbacks.sample_images import SampleImages, SampleImagesConfig
+from jax_trainer.callbacks.sample_text import SampleText, SampleTextConfig
+from jax_trainer.callbacks.sampling import Sampling, SamplingConfig
 from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
 from jax_trainer.callbacks.throughput import ThroughputMonitor, ThroughputMonitorConfig
 
@@ -47,6 +50,12 @@ __all__ = [
     "ProgressBar",
     "ProgressConfig",
     "Run",
+    "SampleImages",
+    "SampleImagesConfig",
+    "SampleText",
+    "SampleTextConfig",
+    "Sampling",
+    "SamplingConfig",
     "ThroughputMonitor",
     "ThroughputMonitorConfig",
     "Windows",

@@ -47,6 +47,7 @@ DIGITS = ImageSet(
     mean=(0.01915,),  # its values go from 0 to 16, so these are small
     std=(0.02360,),
     source=DIGITS_SOURCE,
+    white=16,
 )
 
 

@@ -19,7 +19,10 @@ Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """What is known about a set of images. `mean` and `std` are per channel, of pixels divided by 255."""
+    """What is known about a set of images. `mean` and `std` are per channel, of pixels divided by 255.
+
+    `white` is the value of its brightest pixels.
+    """
 
     title: str
     shape: tuple[int, int, int]
@@ -27,6 +30,7 @@ class ImageSet:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     source: str
+    white: int = 255
 
 
 @dataclass
@@ -82,6 +86,7 @@ class ImageDataset(DatasetModule):
                 "source": facts.source,
                 "mean": facts.mean,
                 "std": facts.std,
+                "white": facts.white,
                 "resolution": config.resolution,
                 "channels_first": config.channels_first,
                 "num_classes": config.num_classes,
@@ -91,6 +96,14 @@ class ImageDataset(DatasetModule):
             class_names=facts.class_names,
             transforms=transforms,
         )
+
+    def pixels(self, images: Any) -> np.ndarray:
+        """Images as a model sees them, or has made them, for people: [n, h, w, c] floats from 0 to 1."""
+        config: Any = self.config
+        facts, shown = config.facts(), np.asarray(images, np.float32)
+        shown = np.moveaxis(shown, 1, -1) if config.channels_first else shown
+        shown = shown * np.float32(facts.std) + np.float32(facts.mean) if config.normalize else shown / 255
+        return np.clip(shown * (255 / facts.white), 0, 1)
 
 
 def _split(part: Part, config: ImageConfig, title: str) -> tuple[Part, Part]:

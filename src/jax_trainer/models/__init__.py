@@ -1,7 +1,7 @@
-"""Networks that are ready to train: perceptrons, a convolutional net, a transformer, a recurrent language model.
+"""Networks that are ready to train: perceptrons, convolutional and residual nets, transformers, a recurrent one.
 
-Those with a configuration register themselves when this room is imported, so that a file's `model:` section can name
-them.
+They register themselves when this room is imported, so that a file's `model:` section can name them. `ConditionalMLP`
+and `DiT` are networks of generative models: they are called with a time and labels besides their input.
 """
 
 from jax_trainer.models.classifier import (
@@ -11,20 +11,34 @@ from jax_trainer.models.classifier import (
     SimpleClassifierLinenConfig,
 )
 from jax_trainer.models.cnn import CNN, CNNConfig
+from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
+from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.dit import DiT, DiTConfig
+from jax_trainer.models.generation import generate
 from jax_trainer.models.gpt import GPT, GPTConfig
 from jax_trainer.models.mlp import MLP, MLPConfig
-from jax_trainer.models.rnnlm import RNNLM
+from jax_trainer.models.resnet import ResNet, ResNetConfig
+from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
 
 __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "NO_LABEL",
     "RNNLM",
     "CNNConfig",
+    "ConditionalMLP",
+    "ConditionalMLPConfig",
+    "DiT",
+    "DiTConfig",
     "GPTConfig",
     "MLPConfig",
+    "RNNLMConfig",
+    "ResNet",
+    "ResNetConfig",
     "SimpleClassifier",
     "SimpleClassifierConfig",
     "SimpleClassifierLinen",
     "SimpleClassifierLinenConfig",
+    "generate",
 ]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 from compoconf import register
 from flax import linen as nn
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.models.layers import ACTIVATIONS, BATCH_NORM_MOMENTUM, ActFn, Hidden, flat, flat_size
@@ -43,7 +43,7 @@ class SimpleClassifier(BaseModelNNX):
         )
         self.out = nnx.Linear(config.c_hid, config.num_classes, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch ..."]) -> Float[Array, "batch num_classes"]:
         """[batch, …] → [batch, num_classes]."""
         return self.out(self.hidden(flat(x)))
 
@@ -60,7 +60,7 @@ class SimpleClassifierLinen(BaseModelLinen):
     config: SimpleClassifierLinenConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch ..."], train: bool = False) -> Float[Array, "batch num_classes"]:
         """[batch, …] → [batch, num_classes]."""
         x = nn.Dense(self.config.c_hid, name="hidden")(flat(x))
         if self.config.batch_norm:

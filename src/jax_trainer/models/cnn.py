@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from compoconf import register
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, batch_norm, flat
@@ -52,7 +53,9 @@ class Convolution(nnx.Module):
         self.norm = batch_norm(outputs, config.batch_norm, rngs=rngs)
         self.act_fn = ACTIVATIONS[config.act_fn]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "batch height width inputs"]
+    ) -> Float[Array, "batch pooled_height pooled_width outputs"]:
         """[batch, h, w, inputs] → [batch, h / p, w / p, outputs]."""
         return self.act_fn(self.norm(max_pool(self.conv(x), self.pooling)))
 
@@ -79,7 +82,7 @@ class CNN(BaseModelNNX):
         )
         self.out = nnx.Linear(config.hidden, config.num_classes, rngs=rngs)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch num_classes"]:
         """[batch, h, w, c] → [batch, num_classes]."""
         x = images
         for convolution in self.convolutions:
@@ -87,7 +90,9 @@ class CNN(BaseModelNNX):
         return self.out(self.hidden(flat(x)))
 
 
-def max_pool(x: jax.Array, size: int) -> jax.Array:
+def max_pool(
+    x: Float[Array, "batch height width channels"], size: int
+) -> Float[Array, "batch pooled_height pooled_width channels"]:
     """The largest of every `size` × `size` pixels; those that are left over at the far edges are dropped.
 
     On the CPU three times as fast as a reduction over windows, whose gradient has to search for the place again.

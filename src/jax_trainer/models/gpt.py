@@ -2,17 +2,27 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from compoconf import register
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
-from jax_trainer.settings import AtLeast, Below, Problem
+from jax_trainer.models.attention import KVCache, attend, rotated
+from jax_trainer.models.token_loss import logits_of
+from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 INIT_STD = 0.02  # small: first predictions are then nearly uniform, although the embedding is the head as well
+# with `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`, the models called GPT-2
+GPT2_SIZES: dict[str, dict[str, Any]] = {
+    "124M": {"layers": 12, "heads": 12, "width": 768},
+    "355M": {"layers": 24, "heads": 16, "width": 1024},
+    "774M": {"layers": 36, "heads": 20, "width": 1280},
+    "1.5B": {"layers": 48, "heads": 25, "width": 1600},
+}
 
 
 @dataclass
@@ -26,6 +36,12 @@ class GPTConfig(BaseModelConfig):
         heads: how many attentions a block has side by side; they share its width.
         width: how many numbers stand for a token between blocks.
         dropout: the share of numbers that a training step leaves out, of embeddings and of what blocks add to them.
+        positions: learned: a vector for every place, added to the token's; rotary: attention turns by the distance.
+        tied: use the vectors of the tokens as the head as well; false: the head has its own.
+        bias: give linear layers and norms a bias, as GPT-2 has.
+        remat: compute blocks again when gradients are taken, for less memory; the numbers differ by rounding only.
+        hidden: how wide the perceptrons are inside; null: four times `width`.
+        norm_epsilon: what norms add to the variance; GPT-2 has 1e-5.
     """
 
     vocab_size: Annotated[int, AtLeast(2)]
@@ -34,11 +50,25 @@ class GPTConfig(BaseModelConfig):
     heads: Annotated[int, AtLeast(1)] = 4
     width: Annotated[int, AtLeast(1)] = 128
     dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    positions: Literal["learned", "rotary"] = "learned"
+    tied: bool = True
+    bias: bool = False
+    remat: bool = False
+    hidden: Annotated[int, AtLeast(1)] | None = None
+    norm_epsilon: Annotated[float, Above(0)] = 1e-6
 
     def problems(self) -> Iterator[Problem]:
-        """Heads must share the width evenly."""
+        """Heads must share the width evenly; rotary positions turn pairs of numbers."""
         if self.width % self.heads:
             yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
+        elif self.positions == "rotary" and self.head_size % 2:
+            text = f"`width` / `heads` must be even for `positions: rotary`, got {self.head_size}."
+            yield "heads", f"{text} Use other sizes, or `positions: learned`."
+
+    @property
+    def head_size(self) -> int:
+        """How many numbers each attention works with."""
+        return self.width // self.heads
 
 
 class Attention(nnx.Module):
@@ -46,26 +76,41 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.heads = config.heads
-        self.into_heads = linear(config.width, 3 * config.width, rngs=rngs)
-        self.out = linear(config.width, config.width, std=_branch_std(config), rngs=rngs)
+        self.is_rotary = config.positions == "rotary"
+        self.into_heads = linear(config.width, 3 * config.width, bias=config.bias, rngs=rngs)
+        self.out = linear(config.width, config.width, bias=config.bias, std=_branch_std(config), rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """[batch, time, width] → the same."""
+        query, key, value = self._split(x, jnp.arange(x.shape[1]))
+        return self.out(attend(query, key, value, is_causal=True).reshape(x.shape))
+
+    def extend(
+        self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
+    ) -> tuple[Float[Array, "batch time width"], KVCache]:
+        """The same of tokens that go on where `cache` ends, and the cache with them."""
+        query, key, value = self._split(x, cache.places(x.shape[1]))
+        cache = cache.written(layer, key, value)
+        return self.out(cache.attended(layer, query).reshape(x.shape)), cache
+
+    def _split(self, x: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         batch, time, width = x.shape
         split = self.into_heads(x).reshape(batch, time, 3, self.heads, width // self.heads)
         query, key, value = (split[:, :, part] for part in range(3))
-        seen = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        return self.out(seen.reshape(x.shape))
+        if self.is_rotary:
+            query, key = rotated(query, places), rotated(key, places)
+        return query, key, value
 
 
 class Perceptron(nnx.Module):
-    """Each token by itself, through a layer four times as wide: [batch, time, width] → the same."""
+    """Each token by itself, through a wider layer: [batch, time, width] → the same."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.hidden = linear(config.width, 4 * config.width, rngs=rngs)
-        self.out = linear(4 * config.width, config.width, std=_branch_std(config), rngs=rngs)
+        hidden = 4 * config.width if config.hidden is None else config.hidden
+        self.hidden = linear(config.width, hidden, bias=config.bias, rngs=rngs)
+        self.out = linear(hidden, config.width, bias=config.bias, std=_branch_std(config), rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """[batch, time, width] → the same."""
         return self.out(jax.nn.gelu(self.hidden(x)))
 
@@ -74,23 +119,31 @@ class Block(nnx.Module):
     """Attention and perceptron, each of which adds to what it is given: [batch, time, width] → the same."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = layer_norm(config.width, rngs=rngs)
+        self.attention_norm = layer_norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.perceptron_norm = layer_norm(config.width, rngs=rngs)
+        self.perceptron_norm = layer_norm(config, rngs=rngs)
         self.perceptron = Perceptron(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """[batch, time, width] → the same."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+
+    def extend(
+        self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
+    ) -> tuple[Float[Array, "batch time width"], KVCache]:
+        """The same of tokens that go on where `cache` ends, and the cache with them."""
+        seen, cache = self.attention.extend(self.attention_norm(x), cache, layer)
+        x = x + self.dropout(seen)
+        return x + self.dropout(self.perceptron(self.perceptron_norm(x))), cache
 
 
 @register
 class GPT(BaseModelNNX):
     """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
 
-    Normalises before each part, learns its positions, and uses the embedding of tokens as its head.
+    Normalises before each part. Its positions and its head are as the configuration says; `GPT2_SIZES` has known sizes.
     """
 
     config: GPTConfig
@@ -99,31 +152,68 @@ class GPT(BaseModelNNX):
         self.config = config
         self.context = _context(config, exmp_input)
         self.tokens = vectors(config.vocab_size, config.width, rngs=rngs)
-        self.positions = vectors(self.context, config.width, rngs=rngs)
+        is_learned = config.positions == "learned"
+        self.positions = vectors(self.context, config.width, rngs=rngs) if is_learned else None
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.layers))
-        self.norm = layer_norm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs=rngs)
+        self.own_head = None if config.tied else vectors(config.vocab_size, config.width, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocab"]:
         """int32 [batch, time] → [batch, time, vocab_size]."""
+        return logits_of(self.last_hidden(tokens), self.head)
+
+    def last_hidden(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
+        """What the head is given: its product with `head` gives the logits."""
         _, time = tokens.shape
         _refuse_longer(time, self.context)
-        embedded = jnp.take(self.tokens[...], tokens, axis=0)  # not `[tokens]`, which takes a wrong one for the last
-        x = self.dropout(embedded + self.positions[:time])
+        x = self._embedded(tokens, slice(time))
         for block in self.blocks:
-            x = block(x)
-        # whatever the model computes in, the loss that follows needs the precision of float32
-        return jnp.matmul(self.norm(x), self.tokens[...].T, preferred_element_type=_at_least_float32(x))
+            x = nnx.remat(Block.__call__)(block, x) if self.config.remat else block(x)
+        return self.norm(x)
+
+    @property
+    def head(self) -> Float[Array, "vocab width"]:
+        """The vectors whose products with the last hidden ones are the logits."""
+        return (self.tokens if self.own_head is None else self.own_head)[...]
+
+    def empty_cache(self, batch: int, dtype: Any = None) -> KVCache:
+        """What `extend` begins a text with; `dtype` is that of keys and values, if it is not that of the weights."""
+        config, dtype = self.config, self.tokens[...].dtype if dtype is None else dtype
+        return KVCache.empty(config.layers, batch, self.context, config.heads, config.head_size, dtype)
+
+    def extend(
+        self, tokens: Int[Array, "batch time"], cache: KVCache
+    ) -> tuple[Float[Array, "batch time vocab"], KVCache]:
+        """The logits of tokens that go on where `cache` ends, and the cache with them.
+
+        A text that gets longer than the context, which cannot be told before it is computed, has logits of NaN.
+        """
+        _, time = tokens.shape
+        _refuse_longer(time, self.context)
+        x = self._embedded(tokens, cache.places(time))
+        for layer, block in enumerate(self.blocks):
+            x, cache = block.extend(x, cache, layer)
+        cache = cache.advanced(time)
+        x = jnp.where(cache.position <= self.context, self.norm(x), jnp.nan)
+        return logits_of(x, self.head), cache
+
+    def _embedded(self, tokens: jax.Array, places: Any) -> jax.Array:
+        table = self.tokens[...]
+        # not `[tokens]`, which takes a wrong one for the last; and a token that comes a thousand times has a thousand
+        # gradients, whose sum needs the precision of float32
+        x = jnp.take(table.astype(_at_least_float32(table)), tokens, axis=0).astype(table.dtype)
+        return self.dropout(x if self.positions is None else x + self.positions[places])
 
 
-def linear(inputs: int, outputs: int, *, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
-    """A linear layer without bias."""
-    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
+    """A linear layer."""
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
-def layer_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """LayerNorm without bias."""
-    return nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+def layer_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """LayerNorm as `config` has it."""
+    return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_bias=config.bias, rngs=rngs)
 
 
 def vectors(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 ActFn = Literal["elu", "gelu", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
@@ -24,16 +26,24 @@ ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
 BATCH_NORM_MOMENTUM = 0.9
 
 
-def unchanged(x: jax.Array) -> jax.Array:
+def unchanged(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """What stands where a layer was not asked for."""
     return x
 
 
-def batch_norm(features: int, wanted: bool, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]:
+def batch_norm(
+    features: int,
+    wanted: bool = True,
+    *,
+    scale_init: Callable[..., jax.Array] = nnx.initializers.ones,
+    rngs: nnx.Rngs,
+) -> Callable[[jax.Array], jax.Array]:
     """BatchNorm over the last axis, or nothing. It computes in float32 and answers in the type that it is given."""
     if not wanted:
         return unchanged
-    return nnx.BatchNorm(features, momentum=BATCH_NORM_MOMENTUM, promote_dtype=_not_promoted, rngs=rngs)
+    return nnx.BatchNorm(
+        features, momentum=BATCH_NORM_MOMENTUM, promote_dtype=_not_promoted, scale_init=scale_init, rngs=rngs
+    )
 
 
 def _not_promoted(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
@@ -59,12 +69,19 @@ class Hidden(nnx.Module):
         self.act_fn = ACTIVATIONS[act_fn]
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch inputs"]) -> Float[Array, "batch outputs"]:
         """[batch, inputs] → [batch, outputs]."""
         return self.dropout(self.act_fn(self.norm(self.linear(x))))
 
 
-def flat(x: jax.Array) -> jax.Array:
+def precise(layer: nnx.Linear, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
+    """What a linear layer answers, in float32 at least: with small weights, sums are not rounded to their type."""
+    wanted = jnp.promote_types(x.dtype, jnp.float32)
+    product = jnp.matmul(x, layer.kernel[...], preferred_element_type=wanted)
+    return product if layer.bias is None else product + layer.bias[...].astype(wanted)
+
+
+def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
     """[batch, …] → [batch, features]."""
     return x.reshape(len(x), -1)
 

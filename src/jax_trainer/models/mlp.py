@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any
 
-import jax
 from compoconf import register
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.models.layers import ActFn, Hidden, flat, flat_size
@@ -53,7 +53,7 @@ class MLP(BaseModelNNX):
         )
         self.out = nnx.Linear(sizes[-1], config.num_classes, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch ..."]) -> Float[Array, "batch num_classes"]:
         """[batch, …] → [batch, num_classes]."""
         x = flat(x)
         for layer in self.layers:

@@ -10,6 +10,7 @@ from jax_trainer.trainer.augmented import (
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
 from jax_trainer.trainer.img_classifier import ImgClassifierTrainer, ImgClassifierTrainerConfig
 from jax_trainer.trainer.language_model import LanguageModelTrainer, LanguageModelTrainerConfig
 from jax_trainer.trainer.trainer import TrainerModule
@@ -22,6 +23,8 @@ __all__ = [
     "CropAndFlipConfig",
     "DryRun",
     "Experiment",
+    "GenerativeTrainer",
+    "GenerativeTrainerConfig",
     "ImgClassifierTrainer",
     "ImgClassifierTrainerConfig",
     "LanguageModelTrainer",

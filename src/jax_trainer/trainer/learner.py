@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jax_trainer.adapters import linen_program, nnx_program, write_back
+from jax_trainer.adapters import linen_program, nnx_program
+from jax_trainer.adapters.nnx import Split
 from jax_trainer.callbacks import merged_names
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
@@ -22,6 +23,7 @@ from jax_trainer.core import (
     Program,
     TrainState,
     compile_program,
+    copied,
     stream,
     with_ema,
     with_finite_guard,
@@ -54,6 +56,7 @@ class Learner(Task):
         self.model_mode: ModelMode = self._agreed_mode()
         self._layout = None if mesh is None else Layout(mesh=mesh)
         self._module: Any = None  # of a linen model
+        self._split: Split | None = None  # of an nnx model
         self._base: Program | None = None  # without what the configuration adds
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
@@ -107,16 +110,20 @@ class Learner(Task):
         """The module: of linen without, of nnx with the present weights."""
         return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self.bind_model()
 
-    def bind_model(self) -> Any:
-        """A module with the present weights, to call: in evaluation mode, and apart from what training goes on with."""
-        state = self.state
-        params = state.extra.get("ema", state.params)  # what is judged
+    def bind_model(self, state: TrainState | None = None) -> Any:
+        """A module with the present weights, to call: in evaluation mode, and apart from what training goes on with.
+
+        Args:
+            state: another state, whose weights it has instead: in a callback, `self.state`.
+        """
+        state = self.state if state is None else state
+        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))  # what is judged
         if self.model_mode == "linen":
-            return self.model.bind({"params": params, **state.model_state})
-        module = nnx.clone(self.run_model_init(self._transformed_example(), stream(self._key, "init")))
-        write_back(module, state, params=params)
-        module.eval()
-        return module
+            return self.model.bind({"params": params, **model_state})
+        if self._split is None:
+            build = lambda: self.run_model_init(self._transformed_example(), stream(self._key, "init"))
+            self._split = Split(nnx.eval_shape(build), nnx.Param)
+        return self._split.join(params, model_state, stream(state.key, "bound"), train=False)
 
     def _linen_module(self, inputs: Any) -> Any:
         if self._module is None:

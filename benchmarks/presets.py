@@ -1,0 +1,126 @@
+"""How much of a GPU's matrix rate the two large presets reach, through the trainer, as their files say.
+
+    PYTHONPATH=src python benchmarks/presets.py [--only gpt2] [--steps 300] [--set gpt2:dataset.global_batch_size=64]
+
+MFU is the share of the matrix rate that the arithmetic of the model alone would need: 6 operations for every weight of
+a matrix and token (forwards 2, backwards 4), and 12 × layers × width × tokens seen for attention, counted as if nothing
+were masked, as is usual. What is computed besides, such as norms, softmax, the optimizer, and whatever is computed
+twice, counts as nothing. The rate is that of a product of two square bf16 matrices, measured in the same process. The
+time of a step is the median of those that `ThroughputMonitor` reports. A report, not a test.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jax_trainer.trainer import build, load_experiment
+
+FOLDER = Path(__file__).parent.parent / "configs"
+say = Console(highlight=False, markup=False, soft_wrap=True).print
+
+
+def gpt_flops(model: Any, batch: int, shape: tuple[int, ...]) -> float:
+    """Of one training step on `batch` texts."""
+    width, time_ = model.width, shape[1]
+    matrices = model.layers * 12 * width**2 + model.vocab_size * width
+    return batch * time_ * (6 * matrices + 12 * model.layers * width * time_)
+
+
+def dit_flops(model: Any, batch: int, shape: tuple[int, ...]) -> float:
+    """Of one training step on `batch` images; what time and label say is computed once per image."""
+    layers, _, width = model.sizes
+    _, height, across, channels = shape
+    pixels = model.patch**2 * channels
+    tokens = height * across // model.patch**2
+    per_token = 6 * (layers * 12 * width**2 + 2 * pixels * width) + 12 * layers * width * tokens
+    per_image = 6 * (layers * 6 * width**2 + 2 * width**2 + 256 * width + width**2)
+    return batch * (tokens * per_token + per_image)
+
+
+PRESETS: dict[str, tuple[str, Callable[..., float], tuple[str, ...]]] = {
+    "gpt2": ("gpt2.yaml", gpt_flops, ()),
+    "dit": ("cifar10_dit.yaml", dit_flops, ("optimizer.learning_rate.warmup_steps=100",)),
+}
+
+
+def matrix_rate(side: int = 8192, times: int = 40) -> float:
+    """Operations per second of a product of two bf16 matrices; the best of three."""
+
+    @jax.jit
+    def repeated(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, x: (x @ b) * jnp.bfloat16(1 / 64), a)
+
+    a, b = (jax.random.normal(jax.random.key(seed), (side, side), jnp.bfloat16) for seed in (0, 1))
+    repeated(a, b).block_until_ready()
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        repeated(a, b).block_until_ready()
+        best = min(best, time.perf_counter() - began)
+    return 2 * side**3 * times / best
+
+
+def measured(name: str, steps: int, overrides: list[str]) -> dict[str, Any]:
+    """Trains a preset for so many steps, and says what a step took."""
+    file, flops_of, own = PRESETS[name]
+    always = [f"trainer.max_steps={steps}", f"trainer.logger.log_dir=runs/presets/{name}"]
+    experiment = load_experiment(FOLDER / file, [*own, *always, *overrides]).value
+    trainer = build(experiment)
+    began = time.perf_counter()
+    trainer.train_model(trainer.dataset.train_loader, quiet=True)
+    seconds = time.perf_counter() - began
+    rows = [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]
+    step = [row["throughput/step_time_p50"] for row in rows if "throughput/step_time_p50" in row][-1]
+    losses = [row["train/loss_step"] for row in rows if "train/loss_step" in row]
+    batch = experiment.dataset.global_batch_size
+    inputs = trainer.exmp_input.input
+    flops = flops_of(experiment.model, batch, inputs.shape)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "name": name,
+        "step": step,
+        "flops": flops,
+        "per_second": batch / step,
+        "seconds": seconds,
+        "losses": losses,
+        "gigabytes": stats.get("peak_bytes_in_use", 0) / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What share of the matrix rate the large presets reach.")
+    parser.add_argument("--only", choices=sorted(PRESETS), help="one of them")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each")
+    parser.add_argument("--set", action="append", default=[], metavar="PRESET:KEY=VALUE", help="another value of a key")
+    parser.add_argument("--side", type=int, default=8192, help="of the matrices that the rate is measured with")
+    given = parser.parse_args()
+    rate = matrix_rate(given.side)
+    say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {rate / 1e12:.0f} TFLOP/s in bf16 products")
+    table = Table("preset", "ms per step", "examples/s", "TFLOP/s", "MFU", "peak GB", "loss, first and last", "whole run, s")
+    for name in [given.only] if given.only else PRESETS:
+        overrides = [entry.partition(":")[2] for entry in given.set if entry.partition(":")[0] == name]
+        found = measured(name, given.steps, overrides)
+        reached = found["flops"] / found["step"]
+        table.add_row(
+            name,
+            f"{1000 * found['step']:.2f}",
+            f"{found['per_second']:.0f}",
+            f"{reached / 1e12:.0f}",
+            f"{reached / rate:.1%}",
+            f"{found['gigabytes']:.1f}",
+            f"{found['losses'][0]:.3f} {found['losses'][-1]:.3f}" if found["losses"] else "",
+            f"{found['seconds']:.0f}",
+        )
+    say(table)
+
+
+if __name__ == "__main__":
+    main()

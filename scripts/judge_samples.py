@@ -1,0 +1,73 @@
+"""What a classifier recognises in the samples of generative models: the share that it takes for what they were to be.
+
+    python scripts/judge_samples.py configs/digits_flow.yaml …          # trains, then judges
+    python scripts/judge_samples.py runs/DiT/20261116-120000 …          # judges runs that are there
+
+Trains `configs/digits.yaml` first, as the judge, unless `--judge` names a run of it. Draws `--per-class` samples of
+every class with the averaged weights of the best checkpoint. `drawn per second` is without compiling.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jax_trainer.trainer import GenerativeTrainer, ImgClassifierTrainer, build, load_experiment
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+say = Console(highlight=False, markup=False, soft_wrap=True).print
+
+
+def trained(file: Path, overrides: list[str]) -> tuple[Path, float]:
+    """The run folder of what a file describes, trained, and how many seconds that took."""
+    began = time.perf_counter()
+    trainer = build(load_experiment(file, overrides).value)
+    data = trainer.dataset
+    trainer.train_model(data.train_loader, data.val_loader, data.test_loader)
+    return trainer.folder.path, time.perf_counter() - began
+
+
+def judged(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:
+    """What the classifier takes the samples of a run for."""
+    trainer = GenerativeTrainer.load_from_checkpoint(run)
+    classes = trainer.dataset.config.num_classes
+    labels = np.repeat(np.arange(classes), per_class)
+    jax.block_until_ready(trainer.sample(seed, labels))  # compiles
+    began = time.perf_counter()
+    samples = jax.block_until_ready(trainer.sample(seed, labels))
+    seconds = time.perf_counter() - began
+    guessed = np.asarray(jnp.argmax(classifier(samples), axis=-1))
+    per_label = (guessed == labels).reshape(classes, per_class).mean(1)
+    return {"recognised": float(per_label.mean()), "worst": float(per_label.min()), "per_second": len(labels) / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a classifier recognises in samples of generative models.")
+    parser.add_argument("given", nargs="+", type=Path, help="YAML files to train, or run folders")
+    parser.add_argument("--judge", type=Path, help="the run folder of a classifier; left out, one is trained")
+    parser.add_argument("--per-class", type=int, default=100, help="samples of each class (100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a file's key")
+    options = parser.parse_args()
+    judge = options.judge or trained(CONFIGS / "digits.yaml", [])[0]
+    trainer = ImgClassifierTrainer.load_from_checkpoint(judge)
+    accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
+    say(f"The judge, {judge}, recognises {accuracy:.1%} of the real test images.")
+    table = Table("model", "trained in", "recognised", "worst class", "drawn per second", "run")
+    for given in options.given:
+        run, seconds = (given, None) if given.is_dir() else trained(given, options.set)
+        found = judged(run, trainer.bind_model(), options.per_class, options.seed)
+        took = "" if seconds is None else f"{seconds:.0f} s"
+        shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['per_second']:.0f}")
+        table.add_row(given.stem, took, *shares, str(run))
+    say(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What networks of generative models are told besides their input: the time of the noise, and a label."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+NO_LABEL = -1  # the label of an example that has none, or whose label is left out
+
+WAVES = 256
+TIME_SCALE = 1000.0  # times go from 0 to 1, and the sinusoids were made for steps from 0 to 1000
+LONGEST_WAVE = 10_000.0
+INIT_STD = 0.02
+
+
+class TimeEmbedding(nnx.Module):
+    """Sinusoids of the time through two linear layers: [batch] → [batch, width]."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        small = nnx.initializers.normal(INIT_STD)
+        self.hidden = nnx.Linear(WAVES, width, kernel_init=small, rngs=rngs)
+        self.out = nnx.Linear(width, width, kernel_init=small, rngs=rngs)
+
+    def __call__(self, t: Float[Array, "batch"]) -> Float[Array, "batch width"]:
+        """[batch] → [batch, width]."""
+        # in bfloat16 the angle itself would be rounded by whole turns: only the wave that comes out may be
+        waves = sinusoids(TIME_SCALE * t.astype(jnp.promote_types(t.dtype, jnp.float32)), WAVES)
+        return self.out(jax.nn.silu(self.hidden(waves.astype(self.hidden.kernel.dtype))))
+
+
+class LabelEmbedding(nnx.Module):
+    """A vector for each label, and one for `NO_LABEL`, which is the last: [batch] → [batch, width]."""
+
+    def __init__(self, num_classes: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.num_classes = num_classes
+        self.table = nnx.Param(nnx.initializers.normal(INIT_STD)(rngs.params(), (num_classes + 1, width)))
+
+    def __call__(self, labels: Int[Array, "batch"] | None, batch: int) -> Float[Array, "batch width"]:
+        """[batch] → [batch, width]; None is `NO_LABEL` for all `batch` of them. A number that is no label gives NaN."""
+        labels = jnp.full(batch, NO_LABEL) if labels is None else labels.astype(jnp.int32)
+        row = jnp.where(labels == NO_LABEL, self.num_classes, labels)
+        is_label = (labels >= NO_LABEL) & (labels < self.num_classes)
+        outside = self.num_classes + 1
+        return jnp.take(self.table[...], jnp.where(is_label, row, outside), axis=0)
+
+
+class Conditioning(nnx.Module):
+    """Time and label as one vector: [batch], [batch] or None → [batch, width]."""
+
+    def __init__(self, num_classes: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.time = TimeEmbedding(width, rngs=rngs)
+        self.labels = LabelEmbedding(num_classes, width, rngs=rngs) if num_classes else None
+
+    def __call__(
+        self, t: Float[Array, "batch"], condition: Int[Array, "batch"] | None = None
+    ) -> Float[Array, "batch width"]:
+        """[batch], [batch] or None → [batch, width]."""
+        if t.ndim != 1:
+            raise ValueError(f"The time must be [batch], one for each example, got shape {t.shape}.")
+        if self.labels is None:
+            _refuse_condition(condition)
+            return self.time(t)
+        _check_condition(condition, len(t))
+        return self.time(t) + self.labels(condition, len(t))
+
+
+def sinusoids(positions: Float[Array, "*shape"], count: int) -> Float[Array, "*shape count"]:
+    """Cosines and sines of `count` / 2 frequencies, from 1 downwards, at each of these positions."""
+    steps = jnp.arange(count // 2, dtype=positions.dtype) / (count // 2)
+    angles = positions[..., None] * jnp.exp(-math.log(LONGEST_WAVE) * steps)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _refuse_condition(condition: jax.Array | None) -> None:
+    if condition is not None:
+        raise ValueError(
+            f"This network has `num_classes: 0`, it knows no labels, and got a condition of shape {condition.shape}. "
+            "Set `num_classes`, or call it without a condition."
+        )
+
+
+def _check_condition(condition: jax.Array | None, batch: int) -> None:
+    if condition is None:
+        return
+    if condition.shape != (batch,) or not jnp.issubdtype(condition.dtype, jnp.integer):
+        raise ValueError(
+            f"The condition must be a whole number for each of {batch} examples, its label, "
+            f"got {condition.dtype} of shape {condition.shape}."
+        )

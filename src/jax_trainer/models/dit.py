@@ -1,0 +1,263 @@
+"""A transformer on patches of images that knows the time and a label: a network for generative models of images.
+
+The architecture of "Scalable Diffusion Models with Transformers" (Peebles and Xie, 2023), with adaLN-Zero.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from compoconf import register
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.models.attention import attend
+from jax_trainer.models.conditioning import Conditioning, sinusoids
+from jax_trainer.models.layers import precise
+from jax_trainer.settings import AtLeast, Below, Problem
+
+Size = Literal["small", "base", "large", "xl"]
+
+
+class Sizes(NamedTuple):
+    """How deep and how wide a transformer is."""
+
+    layers: int
+    heads: int
+    width: int
+
+
+SIZES: dict[Size, Sizes] = {
+    "small": Sizes(12, 6, 384),
+    "base": Sizes(12, 12, 768),
+    "large": Sizes(24, 16, 1024),
+    "xl": Sizes(28, 16, 1152),
+}
+
+
+@dataclass
+class DiTConfig(BaseModelConfig):
+    """The sizes of a transformer on patches of images.
+
+    Args:
+        size: the published size that gives `layers`, `heads` and `width`.
+        patch: the side of a patch, in pixels; a patch is what a token is in a text.
+        num_classes: how many labels there are; 0 makes a network without labels.
+        out_channels: how many channels come out; null for as many as come in.
+        layers: how many blocks follow each other; null for those of `size`.
+        heads: how many attentions a block has side by side; null for those of `size`.
+        width: how many numbers stand for a patch between blocks; null for those of `size`.
+        dropout: the share of numbers that a training step leaves out, of what blocks add.
+        remat: compute blocks again in the backward pass rather than remember them: less memory, a third more work.
+    """
+
+    size: Size = "small"
+    patch: Annotated[int, AtLeast(1)] = 2
+    num_classes: Annotated[int, AtLeast(0)] = 10
+    out_channels: Annotated[int, AtLeast(1)] | None = None
+    layers: Annotated[int, AtLeast(1)] | None = None
+    heads: Annotated[int, AtLeast(1)] | None = None
+    width: Annotated[int, AtLeast(1)] | None = None
+    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    remat: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those of `size`, but for what is given."""
+        given = (self.layers, self.heads, self.width)
+        return Sizes(*(usual if own is None else own for usual, own in zip(SIZES[self.size], given, strict=True)))
+
+    def problems(self) -> Iterator[Problem]:
+        """Heads must share the width evenly, and so must the waves of two coordinates."""
+        _, heads, width = self.sizes
+        if width % heads:
+            yield "heads", f"`heads` must divide `width` {width} evenly, got {heads}."
+        if width % 4:
+            yield "width", f"`width` must be a multiple of 4 (sines and cosines of rows and columns), got {width}."
+
+
+class Attention(nnx.Module):
+    """Every patch looks at all of them: [batch, patches, width] → the same."""
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
+        self.heads = sizes.heads
+        self.into_heads = linear(sizes.width, 3 * sizes.width, rngs=rngs)
+        self.out = linear(sizes.width, sizes.width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
+        """[batch, patches, width] → the same."""
+        batch, patches, width = x.shape
+        split = self.into_heads(x).reshape(batch, patches, 3, self.heads, width // self.heads)
+        query, key, value = (split[:, :, part] for part in range(3))
+        return self.out(attend(query, key, value).reshape(x.shape))
+
+
+class Perceptron(nnx.Module):
+    """Each patch by itself, through a layer four times as wide: [batch, patches, width] → the same."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.hidden = linear(width, 4 * width, rngs=rngs)
+        self.out = linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
+        """[batch, patches, width] → the same."""
+        return self.out(jax.nn.gelu(self.hidden(x), approximate=True))
+
+
+class Modulation(nnx.Module):
+    """What time and label say to a part of the network: [batch, width] → `count` times [batch, 1, width].
+
+    It begins by saying nothing (zeros): this is the "Zero" of adaLN-Zero.
+    """
+
+    def __init__(self, width: int, count: int, *, rngs: nnx.Rngs) -> None:
+        self.count = count
+        self.linear = nnx.Linear(width, count * width, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, known: Float[Array, "batch width"]) -> list[Float[Array, "batch 1 width"]]:
+        """[batch, width] → `count` times [batch, 1, width]."""
+        return jnp.split(self.linear(jax.nn.silu(known))[:, None], self.count, axis=-1)
+
+
+class Block(nnx.Module):
+    """Attention and perceptron, shifted, scaled and weighed by time and label: [batch, patches, width] → the same."""
+
+    def __init__(self, sizes: Sizes, dropout: float, *, rngs: nnx.Rngs) -> None:
+        self.modulation = Modulation(sizes.width, 6, rngs=rngs)
+        self.norm = plain_norm(sizes.width, rngs=rngs)
+        self.attention = Attention(sizes, rngs=rngs)
+        self.perceptron = Perceptron(sizes.width, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch patches width"], known: Float[Array, "batch width"]
+    ) -> Float[Array, "batch patches width"]:
+        """[batch, patches, width], [batch, width] → [batch, patches, width]."""
+        shift, scale, weight, later_shift, later_scale, later_weight = self.modulation(known)
+        x = x + weight * self.dropout(self.attention(self.norm(x) * (1 + scale) + shift))
+        return x + later_weight * self.dropout(self.perceptron(self.norm(x) * (1 + later_scale) + later_shift))
+
+
+class Head(nnx.Module):
+    """From what stands for a patch to its pixels: [batch, patches, width] → [batch, patches, pixels × channels]."""
+
+    def __init__(self, width: int, outputs: int, *, rngs: nnx.Rngs) -> None:
+        self.modulation = Modulation(width, 2, rngs=rngs)
+        self.norm = plain_norm(width, rngs=rngs)
+        self.out = nnx.Linear(width, outputs, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch patches width"], known: Float[Array, "batch width"]
+    ) -> Float[Array, "batch patches outputs"]:
+        """[batch, patches, width], [batch, width] → [batch, patches, outputs], in float32 at least."""
+        shift, scale = self.modulation(known)
+        return precise(self.out, self.norm(x) * (1 + scale) + shift)
+
+
+@register
+class DiT(BaseModelNNX):
+    """A transformer on patches that knows time and label: images [batch, h, w, c], t, labels → [batch, h, w, channels].
+
+    Height and width may be any that patches divide, and other ones than those of the example. It begins as the network
+    that always answers zero.
+    """
+
+    config: DiTConfig
+
+    def __init__(self, config: DiTConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
+        sizes, pixels = config.sizes, config.patch**2
+        self.config = config
+        self.channels = _channels(config, exmp_input.shape)
+        self.patches = linear(pixels * self.channels, sizes.width, rngs=rngs)
+        self.conditioning = Conditioning(config.num_classes, sizes.width, rngs=rngs)
+        self.blocks = nnx.List(Block(sizes, config.dropout, rngs=rngs) for _ in range(sizes.layers))
+        self.head = Head(sizes.width, pixels * (config.out_channels or self.channels), rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch height width channels"],
+        t: Float[Array, "batch"],
+        condition: Int[Array, "batch"] | None = None,
+    ) -> Float[Array, "batch height width out_channels"]:
+        """[batch, h, w, c], [batch], [batch] or None → [batch, h, w, out_channels], in float32 at least."""
+        self._check(x.shape)
+        patch = self.config.patch
+        rows, columns = x.shape[1] // patch, x.shape[2] // patch
+        known = self.conditioning(t, condition)
+        tokens = self.patches(patchify(x, patch).astype(known.dtype))
+        tokens = tokens + positions(rows, columns, tokens.shape[-1]).astype(tokens.dtype)
+        for block in self.blocks:
+            tokens = _recomputed(block, tokens, known) if self.config.remat else block(tokens, known)
+        return unpatchify(self.head(tokens, known), patch, rows, columns)
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        channels = _channels(self.config, shape)
+        if channels != self.channels:
+            raise ValueError(f"This DiT was built for images of {self.channels} channels, got shape {shape}.")
+
+
+def patchify(images: Float[Array, "batch height width channels"], patch: int) -> Float[Array, "batch patches pixels"]:
+    """Images cut into patches, row by row, and so are their pixels: [batch, h, w, c] → [batch, patches, p·p·c]."""
+    batch, height, width, channels = images.shape
+    cut = images.reshape(batch, height // patch, patch, width // patch, patch, channels)
+    return cut.swapaxes(2, 3).reshape(batch, -1, patch * patch * channels)
+
+
+def unpatchify(
+    patches: Float[Array, "batch patches pixels"], patch: int, rows: int, columns: int
+) -> Float[Array, "batch height width channels"]:
+    """The images that `patchify` cut into `rows` × `columns` patches: [batch, patches, p·p·c] → [batch, h, w, c]."""
+    cut = patches.reshape(len(patches), rows, columns, patch, patch, -1)
+    return cut.swapaxes(2, 3).reshape(len(patches), rows * patch, columns * patch, cut.shape[-1])
+
+
+def positions(rows: int, columns: int, width: int) -> Float[Array, "patches width"]:
+    """What tells patches where they are: waves along rows in the first half, and along columns in the second."""
+    place = lambda count: sinusoids(jnp.arange(count, dtype=jnp.float32), width // 2)
+    down = jnp.broadcast_to(place(rows)[:, None], (rows, columns, width // 2))
+    across = jnp.broadcast_to(place(columns)[None], (rows, columns, width // 2))
+    return jnp.concatenate([down, across], axis=-1).reshape(rows * columns, width)
+
+
+def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    """A linear layer as the paper begins it."""
+    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.xavier_uniform(), rngs=rngs)
+
+
+def plain_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """LayerNorm without parameters: time and label scale and shift instead."""
+    return nnx.LayerNorm(width, use_bias=False, use_scale=False, rngs=rngs)
+
+
+def _recomputed(block: Block, x: jax.Array, known: jax.Array) -> jax.Array:
+    """What the block answers, without what its gradient needs: that is computed again when it is needed.
+
+    `nnx.remat` would write to the block even where nothing in it changes, and nobody may do that in a loop of JAX which
+    the block was made outside of, such as one that draws samples.
+    """
+    graph, random, rest = nnx.split(block, nnx.RngState, ...)
+
+    @jax.checkpoint
+    def call(random: nnx.State, rest: nnx.State, x: jax.Array, known: jax.Array) -> tuple[jax.Array, nnx.State]:
+        own = nnx.merge(graph, random, rest, copy=True)
+        return own(x, known), nnx.state(own, nnx.RngState)
+
+    answer, random = call(random, rest, x, known)
+    if block.dropout.rate and not block.dropout.deterministic:
+        nnx.update(block, random)
+    return answer
+
+
+def _channels(config: DiTConfig, shape: tuple[int, ...]) -> int:
+    """How many channels images of this shape have, if they can be cut into patches."""
+    if len(shape) != 4:
+        raise ValueError(f"DiT takes images [batch, height, width, channels], got an input of shape {shape}.")
+    if shape[1] % config.patch or shape[2] % config.patch:
+        raise ValueError(
+            f"Images of {shape[1]} × {shape[2]} pixels cannot be cut into patches of {config.patch} × {config.patch}. "
+            "Use a `patch` that divides both."
+        )
+    return shape[3]

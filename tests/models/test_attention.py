@@ -1,0 +1,121 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_trainer.models import attention
+from jax_trainer.models.attention import KVCache, attend, rotated
+
+RNG = np.random.default_rng(0)
+BATCH, TIME, HEADS, DIM = 2, 5, 2, 8
+
+
+def drawn(time: int = TIME, dim: int = DIM) -> np.ndarray:
+    return RNG.normal(size=(BATCH, time, HEADS, dim)).astype(np.float32)
+
+
+def by_hand(query: np.ndarray, key: np.ndarray, value: np.ndarray, may: np.ndarray) -> np.ndarray:
+    out = np.zeros(query.shape)
+    for row in range(BATCH):
+        for head in range(HEADS):
+            scores = query[row, :, head] @ key[row, :, head].T / np.sqrt(query.shape[-1])
+            weights = np.where(may, np.exp(scores), 0.0)
+            out[row, :, head] = weights / weights.sum(1, keepdims=True) @ value[row, :, head]
+    return out
+
+
+def test_a_place_takes_the_mean_of_those_that_it_may_see():
+    query, key, value = drawn(), drawn(), drawn()
+    may = RNG.uniform(size=(TIME, TIME)) < 0.6
+    may |= np.eye(TIME, dtype=bool)
+    cases = [
+        ({}, np.ones((TIME, TIME), bool)),
+        ({"is_causal": True}, np.tri(TIME, dtype=bool)),
+        ({"mask": may[None, None]}, may),
+    ]
+    for options, seen in cases:
+        found = jax.jit(partial(attend, **options))(query, key, value)
+        np.testing.assert_allclose(found, by_hand(query, key, value, seen), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dim", "masked", "asked"),
+    [
+        ("gpu", jnp.bfloat16, 64, False, "cudnn"),
+        ("gpu", jnp.float16, 128, False, "cudnn"),
+        ("gpu", jnp.bfloat16, 64, True, None),
+        ("gpu", jnp.float32, 64, False, None),
+        ("gpu", jnp.bfloat16, 36, False, None),
+        ("gpu", jnp.bfloat16, 136, False, None),
+        ("cpu", jnp.bfloat16, 64, False, None),
+    ],
+)
+def test_the_fused_attention_is_asked_for_where_there_is_one(monkeypatch, backend, dtype, dim, masked, asked):
+    seen: list[Any] = []
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(
+        attention.jax.nn, "dot_product_attention", lambda *given, **options: seen.append(options["implementation"])
+    )
+    x = jnp.zeros((1, 2, 1, dim), dtype)
+    attend(x, x, x, mask=jnp.ones((1, 1, 2, 2), bool) if masked else None, is_causal=not masked)
+    assert seen == [asked]
+
+
+turn = jax.jit(rotated)
+
+
+def test_rotated_vectors_are_the_complex_numbers_turned_by_the_place():
+    x, places = drawn(), np.array([0, 1, 2, 7, 100])
+    rates = 10_000.0 ** (-2 * np.arange(DIM // 2) / DIM)
+    turned = (x[..., : DIM // 2] + 1j * x[..., DIM // 2 :]) * np.exp(1j * places[:, None] * rates)[:, None]
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    np.testing.assert_allclose(turn(x, places), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_rotated_vectors_tell_distances_only():
+    query, key = drawn(), drawn()
+    products = [
+        np.einsum("btnd,bsnd->bnts", *(turn(x, np.arange(TIME) + shift) for x in (query, key))) for shift in (0, 40)
+    ]
+    np.testing.assert_allclose(products[0], products[1], rtol=1e-3, atol=1e-3)
+
+
+def test_rotated_vectors_keep_their_type_and_each_row_may_have_places_of_its_own():
+    x = drawn()
+    assert jax.eval_shape(rotated, jnp.asarray(x, jnp.bfloat16), np.arange(TIME)).dtype == jnp.bfloat16
+    places = np.stack([np.arange(TIME), np.arange(TIME) + 3])
+    np.testing.assert_allclose(turn(x, places)[1], turn(x, places[1])[1], rtol=1e-6)
+
+
+def test_half_a_pair_cannot_be_turned():
+    with pytest.raises(ValueError, match="the head size must be even, got 7"):
+        rotated(jnp.asarray(drawn(dim=7)), jnp.arange(TIME))
+
+
+def test_a_cache_gives_what_attending_to_the_whole_text_gives():
+    @jax.jit
+    def both(query, key, value):
+        cache, parts = KVCache.empty(3, BATCH, 9, HEADS, DIM, jnp.float32), []
+        for part in (slice(0, 3), slice(3, 4), slice(4, 5)):
+            cache = cache.written(1, key[:, part], value[:, part])
+            parts.append(cache.attended(1, query[:, part]))
+            cache = cache.advanced(part.stop - part.start)
+        return attend(query, key, value, is_causal=True), jnp.concatenate(parts, 1), cache
+
+    whole, parts, cache = both(drawn(), drawn(), drawn())
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+    assert int(cache.position) == TIME and cache.position.dtype == jnp.int32
+    assert not np.any(cache.keys[0]) and not np.any(cache.keys[2])
+    assert len(jax.tree.leaves(cache)) == 3
+
+
+def test_a_cache_may_be_kept_in_fewer_bits_than_what_is_computed():
+    def kept(x):
+        cache = KVCache.empty(1, BATCH, 9, HEADS, DIM, jnp.bfloat16).written(0, x, x)
+        return cache.keys, cache.attended(0, x)
+
+    keys, seen = jax.eval_shape(kept, drawn())
+    assert (keys.dtype, seen.dtype) == (jnp.bfloat16, jnp.float32)

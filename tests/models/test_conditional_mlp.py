@@ -1,0 +1,68 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_trainer.models import NO_LABEL, ConditionalMLP, ConditionalMLPConfig
+from jax_trainer.settings import SettingsError
+
+RNG = np.random.default_rng(0)
+X, T = RNG.normal(size=(3, 2)).astype(np.float32), np.array([0.1, 0.5, 0.9], np.float32)
+LABELS = np.array([0, 1, NO_LABEL], np.int32)
+TINY = ConditionalMLPConfig(hidden=(6, 5), num_classes=2, act_fn="tanh")
+
+
+@pytest.fixture
+def model(filled) -> Any:
+    return filled(TINY, X.shape)
+
+
+def test_it_computes_what_numpy_computes(model: Any, call):
+    of = lambda variable: np.asarray(variable[...], np.float64)
+    known = np.tanh(np.asarray(model.conditioning(jnp.asarray(T), jnp.asarray(LABELS))))
+    expected = X
+    for layer in model.layers:
+        own = expected @ of(layer.linear.kernel) + of(layer.linear.bias)
+        expected = np.tanh(own + known @ of(layer.known.kernel))
+    expected = expected @ of(model.out.kernel) + of(model.out.bias)
+    np.testing.assert_allclose(call(model, X, T, LABELS), expected, atol=1e-4)
+
+
+def test_no_label_is_the_same_as_no_condition_and_other_labels_are_not(model: Any, call):
+    nobody = call(model, X, T, np.full(3, NO_LABEL, np.int32))
+    assert np.array_equal(call(model, X, T), nobody)
+    assert (np.abs(call(model, X, T, LABELS) - nobody).max(1) > 0).tolist() == [True, True, False]
+
+
+def test_it_begins_with_zeros_of_the_shape_that_it_is_given():
+    @nnx.jit
+    def first(x, t):
+        return ConditionalMLP(
+            ConditionalMLPConfig(hidden=(4,)), exmp_input=x, rngs=nnx.Rngs(jax.random.key(0, impl="unsafe_rbg"))
+        )(x, t)
+
+    answer = first(X.reshape(3, 2, 1), T)
+    assert answer.shape == (3, 2, 1) and not answer.any()
+
+
+def test_it_answers_in_float32_also_with_weights_of_bfloat16(model: Any):
+    graph, params = nnx.split(model)
+    small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    answer: Any = jax.eval_shape(lambda params: nnx.merge(graph, params)(jnp.asarray(X), jnp.asarray(T)), small)
+    assert answer.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden": ()}, "`hidden` must have one layer at least"),
+        ({"hidden": (0,)}, "`hidden` must be a list"),
+        ({"num_classes": -1}, "`num_classes` must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any], words: str):
+    with pytest.raises(SettingsError, match=words):
+        ConditionalMLPConfig(**keys)

@@ -1,0 +1,94 @@
+"""What networks of generative models know of time and label."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_trainer.models import NO_LABEL
+from jax_trainer.models.conditioning import Conditioning, LabelEmbedding, TimeEmbedding, sinusoids
+
+TIMES = jnp.asarray([0.0, 0.123456, 1.0])
+
+
+def table_of(embedding: LabelEmbedding) -> np.ndarray:
+    return np.asarray(embedding.table[...])
+
+
+@pytest.fixture(scope="module")
+def labels() -> LabelEmbedding:
+    return LabelEmbedding(4, 6, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def outlined() -> Any:
+    """`outlined(num_classes)`: conditioning without values."""
+    return lambda num_classes: nnx.eval_shape(lambda: Conditioning(num_classes, 8, rngs=nnx.Rngs(0)))
+
+
+def test_waves_are_those_of_a_thousand_times_the_time():
+    half = np.exp(-np.log(10_000) * np.arange(128) / 128)
+    angles = 1000 * np.asarray(TIMES, np.float64)[:, None] * half
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(sinusoids(1000 * TIMES, 256), expected, atol=1e-4)
+
+
+def test_the_time_goes_through_two_layers():
+    embedding = TimeEmbedding(3, rngs=nnx.Rngs(0))
+    waves = np.asarray(sinusoids(1000 * TIMES, 256))
+    hidden = waves @ np.asarray(embedding.hidden.kernel[...])
+    expected = hidden / (1 + np.exp(-hidden)) @ np.asarray(embedding.out.kernel[...])
+    np.testing.assert_allclose(embedding(TIMES), expected, atol=1e-6)
+
+
+def test_waves_are_not_rounded_before_they_are_waves():
+    embedding = TimeEmbedding(64, rngs=nnx.Rngs(0))
+    exact = np.asarray(embedding(TIMES))
+    graph, params = nnx.split(embedding)
+    small: Any = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    rounded = small(TIMES)
+    assert rounded.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(rounded, np.float32) - exact).max() < 0.03 * np.abs(exact).max()
+
+
+def test_each_label_has_its_vector_and_no_label_has_the_last(labels: LabelEmbedding):
+    assert table_of(labels).shape == (5, 6)
+    found = labels(jnp.asarray([2, NO_LABEL, 0, 3]), 4)
+    assert np.array_equal(found, table_of(labels)[[2, 4, 0, 3]])
+
+
+def test_none_is_no_label_for_anybody(labels: LabelEmbedding):
+    assert np.array_equal(labels(None, 3), labels(jnp.full(3, NO_LABEL), 3))
+
+
+def test_a_number_that_is_no_label_is_not_taken_for_one(labels: LabelEmbedding):
+    found = np.asarray(labels(jnp.asarray([4, 5, -2, 3]), 4))
+    assert np.isnan(found[:3]).all() and np.isfinite(found[3]).all()
+
+
+def test_labels_of_bytes_are_labels(labels: LabelEmbedding):
+    assert np.array_equal(labels(jnp.asarray([3, 1], jnp.uint8), 2), table_of(labels)[[3, 1]])
+
+
+def test_without_classes_there_is_no_table_and_no_condition(outlined: Any, parameters):
+    without, labelled = outlined(0), outlined(10)
+    assert parameters(labelled) - parameters(without) == 11 * 8
+    with pytest.raises(ValueError, match=r"`num_classes: 0`.*condition of shape \(3,\)"):
+        nnx.eval_shape(lambda model: model(TIMES, jnp.zeros(3, jnp.int32)), without)
+
+
+@pytest.mark.parametrize(
+    ("t", "condition", "words"),
+    [
+        (jnp.float32(0.5), None, r"time must be \[batch\].*got shape \(\)"),
+        (TIMES, jnp.zeros((3, 10), jnp.int32), r"each of 3 examples.*got int32 of shape \(3, 10\)"),
+        (TIMES, jnp.zeros(2, jnp.int32), r"each of 3 examples.*got int32 of shape \(2,\)"),
+        (TIMES, jnp.zeros(3), "must be a whole number.*got float32"),
+    ],
+)
+def test_times_and_labels_of_a_wrong_shape_are_an_error(t: Any, condition: Any, words: str, outlined: Any):
+    with pytest.raises(ValueError, match=words):
+        nnx.eval_shape(lambda model: model(t, condition), outlined(10))

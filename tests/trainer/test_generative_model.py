@@ -1,0 +1,172 @@
+"""Generative models through the trainer: every objective trains, draws, saves, and goes on exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from trainer_runs import digits, settings
+
+from jax_trainer.callbacks import ModelCheckpointConfig, SampleImagesConfig
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.generative import (
+    ConsistencyDistillationConfig,
+    ConsistencyTrainingConfig,
+    EDMConfig,
+    FlowMatchingConfig,
+)
+from jax_trainer.models import ConditionalMLPConfig
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.trainer import GenerativeTrainer, GenerativeTrainerConfig
+
+OBJECTIVES = {
+    "flow": FlowMatchingConfig(steps=2, guidance=1.5),
+    "edm": EDMConfig(steps=2, sigma_data=1.0),
+    "consistency": ConsistencyTrainingConfig(levels_first=2, levels_last=8, sigma_data=1.0),
+}
+LABELS = np.arange(10)
+
+
+def trainer_of(folder: Path, objective: Any, *, model: Any = None, run_folder: Any = None, **changes: Any) -> Any:
+    """On digits, two epochs of four steps, with averaged weights."""
+    options = {"train_epochs": 2, "ema": 0.9, "callbacks": {"saver": ModelCheckpointConfig()}, **changes}
+    config = GenerativeTrainerConfig(**settings(folder, **options), objective=objective)
+    model = model or ConditionalMLPConfig(hidden=(16,), num_classes=10)
+    optimizer = AdamWConfig(learning_rate=0.01)
+    parts = {"model": model} if isinstance(model, nn.Module) else {"model_config": model}
+    return GenerativeTrainer(
+        config, optimizer_config=optimizer, dataset=digits(), folder=run_folder, exmp_input=digits().train[:64], **parts
+    )
+
+
+def trained(trainer: Any, **options: Any) -> Any:
+    trainer.train_model(digits().train_loader, digits().val_loader, **options)
+    return trainer
+
+
+def drawn(trainer: Any, **options: Any) -> np.ndarray:
+    return np.asarray(trainer.sample(0, LABELS, **options))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp_path, name):
+    callbacks = {"saver": ModelCheckpointConfig(every_n_steps=3), "images": SampleImagesConfig(every_n_steps=5, per_class=1)}
+    whole = trained(trainer_of(tmp_path / "whole", OBJECTIVES[name], callbacks=callbacks))
+    broken = trainer_of(tmp_path / "part", OBJECTIVES[name], callbacks=callbacks)
+    with fault("step:raise:7"), pytest.raises(FaultInjected):
+        trained(broken)
+    again = trainer_of(
+        tmp_path / "part", OBJECTIVES[name], callbacks=callbacks, run_folder=RunFolder.open(broken.folder.path)
+    )
+    trained(again, resume=True)
+    assert_same_bits(again.state, whole.state)
+    np.testing.assert_array_equal(drawn(again), drawn(whole))
+    pictures = [{file.name: file.read_bytes() for file in run.folder.path.glob("media/*.png")} for run in (again, whole)]
+    assert pictures[0] == pictures[1]
+    assert set(pictures[0]) == {f"samples_images_{step}.png" for step in (4, 5, 8)}
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory) -> Any:
+    """A trained model."""
+    return trained(trainer_of(tmp_path_factory.mktemp("flow"), OBJECTIVES["flow"]))
+
+
+def test_samples_are_those_of_the_averaged_weights_of_the_state_that_is_given(flow):
+    averaged = drawn(flow)
+    assert averaged.shape == (10, 8, 8, 1) and np.isfinite(averaged).all()
+    np.testing.assert_array_equal(drawn(flow, state=flow.state), averaged)
+    plain = flow.state.replace(extra={})
+    assert np.abs(drawn(flow, state=plain) - averaged).max() > 0
+    swapped = plain.replace(params=flow.state.extra["ema"])
+    np.testing.assert_array_equal(drawn(flow, state=swapped), averaged)
+
+
+def test_a_run_is_loaded_with_what_it_draws(flow):
+    loaded = GenerativeTrainer.load_from_checkpoint(flow.folder.path, which="latest")
+    np.testing.assert_array_equal(drawn(loaded), drawn(flow))
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(loaded.sample(key, count=3), flow.sample(0, count=3))
+    with pytest.raises(ValueError, match="Pass `labels`, one for each, or `count`"):
+        loaded.sample(0)
+
+
+def test_every_evaluation_judges_alike_however_far_training_is(tmp_path):
+    trainer = trainer_of(tmp_path, OBJECTIVES["consistency"])
+    loss = trainer.eval_model(digits().val_loader)["val/loss"]
+    trainer.state = trainer.state.replace(step=trainer.state.step + 8)
+    assert trainer.eval_model(digits().val_loader)["val/loss"] == loss
+
+
+def test_how_far_training_is_decides_how_many_levels_there_are(tmp_path):
+    trainer = trainer_of(tmp_path, OBJECTIVES["consistency"])
+    trainer.prepare(digits().train_loader)
+    assert [float(trainer._progress(step, True)) for step in (0, 4, 8)] == [0, 0.5, 1]
+    assert trainer._progress(4, False) is None
+
+
+class LinenNetwork(nn.Module):
+    """A network of linen with dropout."""
+
+    @nn.compact
+    def __call__(self, x, t, condition=None, train=False):
+        told = [x.reshape(len(x), -1), t[:, None], nn.one_hot(condition, 10)]
+        hidden = nn.tanh(nn.Dense(16)(jax.numpy.concatenate(told, axis=-1)))
+        return nn.Dense(64)(nn.Dropout(0.1, deterministic=not train)(hidden)).reshape(x.shape)
+
+
+def test_a_network_of_linen_trains_and_draws(tmp_path):
+    trainer = trainer_of(tmp_path, OBJECTIVES["edm"], model=LinenNetwork())
+    results = trainer.train_model(digits().train_loader, digits().val_loader)
+    assert results[2]["val/loss"] < results[1]["val/loss"]
+    samples = drawn(trainer)
+    assert samples.shape == (10, 8, 8, 1) and np.isfinite(samples).all()
+
+
+def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(tmp_path):
+    teacher = trained(trainer_of(tmp_path / "teacher", OBJECTIVES["edm"]))
+    objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0)
+    options = {"teacher": str(teacher.folder.path), "callbacks": {"saver": ModelCheckpointConfig(every_n_steps=3)}}
+    broken = trainer_of(tmp_path / "student", objective, **options)
+    begun = broken.state
+    averaged = teacher.with_weights(teacher._store(teacher.folder), "best").extra["ema"]
+    assert_same_bits(begun.params["student"], averaged)  # it is like its teacher, and begins as that
+    assert_same_bits(begun.model_state["frozen"], averaged)
+    with fault("step:raise:5"), pytest.raises(FaultInjected):
+        trained(broken)
+    again = trainer_of(tmp_path / "student", objective, run_folder=RunFolder.open(broken.folder.path), **options)
+    trained(again, resume=True)
+    whole = trained(trainer_of(tmp_path / "whole", objective, **options))
+    assert_same_bits(again.state, whole.state)
+    assert_same_bits(again.state.model_state["frozen"], averaged)
+    assert np.isfinite(drawn(again)).all()
+
+
+def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
+    objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
+    small = ConditionalMLPConfig(hidden=(8,), num_classes=10)
+    trainer = trainer_of(tmp_path, objective, model=small, teacher=str(flow.folder.path))
+    assert_same_bits(trainer.state.model_state["frozen"], flow.with_weights(flow._store(flow.folder), "best").extra["ema"])
+    assert trainer.dry_run(digits().train_loader) is not None
+
+
+@pytest.mark.parametrize(
+    ("objective", "teacher", "words"),
+    [
+        (ConsistencyDistillationConfig(), None, "set `teacher` to its run's folder"),
+        (FlowMatchingConfig(), "runs/x", "FlowMatching needs no `teacher`"),
+    ],
+)
+def test_a_teacher_is_there_exactly_where_one_is_needed(objective, teacher, words):
+    with pytest.raises(SettingsError, match=words):
+        GenerativeTrainerConfig(objective=objective, teacher=teacher)
+
+
+def test_a_teacher_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(SettingsError, match="nowhere") as error:
+        trainer_of(tmp_path, ConsistencyDistillationConfig(), teacher=str(tmp_path / "nowhere"))
+    assert error.value.problems[0][0] == "trainer.teacher"
