@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles data configs clean
+.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets data configs generative clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -46,6 +46,12 @@ bench-styles: $(VENV)/installed-test
 
 data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py
+
+generative: $(VENV)/installed-test
+	$(BIN)/python scripts/judge_samples.py $(foreach name,flow edm distillation consistency,configs/digits_$(name).yaml)
+
+bench-presets: $(VENV)/installed
+	$(BIN)/python benchmarks/presets.py  # needs a large GPU, and `make data`
 
 configs: $(VENV)/installed
 	$(BIN)/python scripts/run_configs.py

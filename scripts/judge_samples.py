@@ -3,8 +3,9 @@
     python scripts/judge_samples.py configs/digits_flow.yaml …          # trains, then judges
     python scripts/judge_samples.py runs/DiT/20261116-120000 …          # judges runs that are there
 
-Trains `configs/digits.yaml` first, as the judge, unless `--judge` names a run of it. Draws `--per-class` samples of
-every class with the averaged weights of the best checkpoint. `drawn per second` is without compiling.
+A model that is distilled has the one before it as its teacher. Trains `configs/digits.yaml` first, as the judge,
+unless `--judge` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
+checkpoint. `drawn per second` is without compiling.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def trained(file: Path, overrides: list[str]) -> tuple[Path, float]:
 
 def judged(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:
     """What the classifier takes the samples of a run for."""
-    trainer = GenerativeTrainer.load_from_checkpoint(run)
+    trainer: Any = GenerativeTrainer.load_from_checkpoint(run)
     classes = trainer.dataset.config.num_classes
     labels = np.repeat(np.arange(classes), per_class)
     jax.block_until_ready(trainer.sample(seed, labels))  # compiles
@@ -48,6 +49,7 @@ def judged(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, f
 
 
 def main() -> None:
+    """Trains what has to be trained, and judges all of it."""
     parser = argparse.ArgumentParser(description="What a classifier recognises in samples of generative models.")
     parser.add_argument("given", nargs="+", type=Path, help="YAML files to train, or run folders")
     parser.add_argument("--judge", type=Path, help="the run folder of a classifier; left out, one is trained")
@@ -56,12 +58,15 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a file's key")
     options = parser.parse_args()
     judge = options.judge or trained(CONFIGS / "digits.yaml", [])[0]
-    trainer = ImgClassifierTrainer.load_from_checkpoint(judge)
+    trainer: Any = ImgClassifierTrainer.load_from_checkpoint(judge)
     accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
     say(f"The judge, {judge}, recognises {accuracy:.1%} of the real test images.")
     table = Table("model", "trained in", "recognised", "worst class", "drawn per second", "run")
+    run = None
     for given in options.given:
-        run, seconds = (given, None) if given.is_dir() else trained(given, options.set)
+        distils = given.is_file() and "ConsistencyDistillation" in given.read_text(encoding="utf-8")
+        teacher = [f"trainer.teacher={run}"] if distils and run is not None else []
+        run, seconds = (given, None) if given.is_dir() else trained(given, [*teacher, *options.set])
         found = judged(run, trainer.bind_model(), options.per_class, options.seed)
         took = "" if seconds is None else f"{seconds:.0f} s"
         shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['per_second']:.0f}")

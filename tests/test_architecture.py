@@ -37,7 +37,10 @@ MAY_IMPORT = {
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
-CORE_DEPENDENCIES = {*("compoconf", "jax", "flax", "jaxtyping", "optax", "numpy", "orbax", "rich", "yaml"), "jax_trainer"}
+CORE_DEPENDENCIES = {
+    *("compoconf", "jax", "flax", "jaxtyping", "optax", "numpy", "orbax", "rich", "yaml"),
+    "jax_trainer",
+}
 # a tool that not everybody needs is imported in the files that need it, and by nobody else
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
 ONLY_JIT = SOURCE / "core" / "compile.py"

@@ -79,7 +79,8 @@ EVALUATED = (4, 6, 8, 12)
 def test_all_that_files_can_name_are_held_to_the_contract():
     modules = {name: Registry.get_class(Callback, name).__module__ for name in registered(Callback)}  # type: ignore[arg-type]
     ours = {name for name, module in modules.items() if module.startswith("jax_trainer.")}
-    assert ours == MAKERS.keys() - {"LambdaCallback", "OptunaPruning"}
+    drawing = {"SampleImages", "SampleText"}  # need a trainer that can draw: see their own tests, and test_sampling.py
+    assert ours - drawing == MAKERS.keys() - {"LambdaCallback", "OptunaPruning"}
 
 
 @cache

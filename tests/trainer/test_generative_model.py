@@ -54,7 +54,10 @@ def drawn(trainer: Any, **options: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp_path, name):
-    callbacks = {"saver": ModelCheckpointConfig(every_n_steps=3), "images": SampleImagesConfig(every_n_steps=5, per_class=1)}
+    callbacks = {
+        "saver": ModelCheckpointConfig(every_n_steps=3),
+        "images": SampleImagesConfig(every_n_steps=5, per_class=1),
+    }
     whole = trained(trainer_of(tmp_path / "whole", OBJECTIVES[name], callbacks=callbacks))
     broken = trainer_of(tmp_path / "part", OBJECTIVES[name], callbacks=callbacks)
     with fault("step:raise:7"), pytest.raises(FaultInjected):
@@ -65,7 +68,9 @@ def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp
     trained(again, resume=True)
     assert_same_bits(again.state, whole.state)
     np.testing.assert_array_equal(drawn(again), drawn(whole))
-    pictures = [{file.name: file.read_bytes() for file in run.folder.path.glob("media/*.png")} for run in (again, whole)]
+    pictures = [
+        {file.name: file.read_bytes() for file in run.folder.path.glob("media/*.png")} for run in (again, whole)
+    ]
     assert pictures[0] == pictures[1]
     assert set(pictures[0]) == {f"samples_images_{step}.png" for step in (4, 5, 8)}
 
@@ -150,7 +155,9 @@ def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
     small = ConditionalMLPConfig(hidden=(8,), num_classes=10)
     trainer = trainer_of(tmp_path, objective, model=small, teacher=str(flow.folder.path))
-    assert_same_bits(trainer.state.model_state["frozen"], flow.with_weights(flow._store(flow.folder), "best").extra["ema"])
+    assert_same_bits(
+        trainer.state.model_state["frozen"], flow.with_weights(flow._store(flow.folder), "best").extra["ema"]
+    )
     assert trainer.dry_run(digits().train_loader) is not None
 
 

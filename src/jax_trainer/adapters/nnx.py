@@ -100,7 +100,7 @@ def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
 
 def nnx_program(
     model: nnx.Module | Callable[..., nnx.Module],
-    loss: NnxLoss,
+    loss: NnxLoss | Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
     trainable: Any = nnx.Param,
@@ -148,7 +148,7 @@ def nnx_program(
 def _program(
     init_variables: InitVariables,
     split_of: Callable[[], Split],
-    loss: NnxLoss,
+    loss: Callable[..., Any],
     tx: optax.GradientTransformation,
     to_input: ToInput,
     options: StepOptions,
@@ -173,7 +173,7 @@ def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
     return predict_fn
 
 
-def _loss_fn(split_of: Callable[[], Split], loss: NnxLoss, options: StepOptions) -> Any:
+def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: StepOptions) -> Any:
     modes = options.get("intermediates", ())
 
     def loss_fn(

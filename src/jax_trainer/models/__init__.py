@@ -14,8 +14,8 @@ from jax_trainer.models.cnn import CNN, CNNConfig
 from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
 from jax_trainer.models.conditioning import NO_LABEL
 from jax_trainer.models.dit import DiT, DiTConfig
-from jax_trainer.models.generation import generate
-from jax_trainer.models.gpt import GPT, GPTConfig
+from jax_trainer.models.generation import generate, generate_in_rounds
+from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
 from jax_trainer.models.mlp import MLP, MLPConfig
 from jax_trainer.models.resnet import ResNet, ResNetConfig
 from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
@@ -23,6 +23,7 @@ from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
 __all__ = [
     "CNN",
     "GPT",
+    "GPT2_SIZES",
     "MLP",
     "NO_LABEL",
     "RNNLM",
@@ -41,4 +42,5 @@ __all__ = [
     "SimpleClassifierLinen",
     "SimpleClassifierLinenConfig",
     "generate",
+    "generate_in_rounds",
 ]

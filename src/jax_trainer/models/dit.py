@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.models.attention import attend
 from jax_trainer.models.conditioning import Conditioning, sinusoids
-from jax_trainer.models.layers import precise
+from jax_trainer.models.layers import precise, recomputed
 from jax_trainer.settings import AtLeast, Below, Problem
 
 Size = Literal["small", "base", "large", "xl"]
@@ -190,7 +190,7 @@ class DiT(BaseModelNNX):
         tokens = self.patches(patchify(x, patch).astype(known.dtype))
         tokens = tokens + positions(rows, columns, tokens.shape[-1]).astype(tokens.dtype)
         for block in self.blocks:
-            tokens = _recomputed(block, tokens, known) if self.config.remat else block(tokens, known)
+            tokens = recomputed(block, tokens, known) if self.config.remat else block(tokens, known)
         return unpatchify(self.head(tokens, known), patch, rows, columns)
 
     def _check(self, shape: tuple[int, ...]) -> None:
@@ -230,25 +230,6 @@ def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
 def plain_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """LayerNorm without parameters: time and label scale and shift instead."""
     return nnx.LayerNorm(width, use_bias=False, use_scale=False, rngs=rngs)
-
-
-def _recomputed(block: Block, x: jax.Array, known: jax.Array) -> jax.Array:
-    """What the block answers, without what its gradient needs: that is computed again when it is needed.
-
-    `nnx.remat` would write to the block even where nothing in it changes, and nobody may do that in a loop of JAX which
-    the block was made outside of, such as one that draws samples.
-    """
-    graph, random, rest = nnx.split(block, nnx.RngState, ...)
-
-    @jax.checkpoint
-    def call(random: nnx.State, rest: nnx.State, x: jax.Array, known: jax.Array) -> tuple[jax.Array, nnx.State]:
-        own = nnx.merge(graph, random, rest, copy=True)
-        return own(x, known), nnx.state(own, nnx.RngState)
-
-    answer, random = call(random, rest, x, known)
-    if block.dropout.rate and not block.dropout.deterministic:
-        nnx.update(block, random)
-    return answer
 
 
 def _channels(config: DiTConfig, shape: tuple[int, ...]) -> int:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.models.attention import KVCache, attend, rotated
+from jax_trainer.models.layers import recomputed
 from jax_trainer.models.token_loss import logits_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
@@ -169,7 +170,7 @@ class GPT(BaseModelNNX):
         _refuse_longer(time, self.context)
         x = self._embedded(tokens, slice(time))
         for block in self.blocks:
-            x = nnx.remat(Block.__call__)(block, x) if self.config.remat else block(x)
+            x = recomputed(block, x) if self.config.remat else block(x)
         return self.norm(x)
 
     @property

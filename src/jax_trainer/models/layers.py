@@ -81,6 +81,25 @@ def precise(layer: nnx.Linear, x: Float[Array, "*shape inputs"]) -> Float[Array,
     return product if layer.bias is None else product + layer.bias[...].astype(wanted)
 
 
+def recomputed(block: Any, *inputs: jax.Array) -> jax.Array:
+    """What a block answers, without what its gradient needs: that is computed again when it is needed.
+
+    `nnx.remat` would write to the block even where nothing in it changes, and nobody may do that in a loop of JAX which
+    the block was made outside of, such as one that draws samples. What is random in the block is its `dropout`.
+    """
+    graph, random, rest = nnx.split(block, nnx.RngState, ...)
+
+    @jax.checkpoint
+    def call(random: nnx.State, rest: nnx.State, *inputs: jax.Array) -> tuple[jax.Array, nnx.State]:
+        own = nnx.merge(graph, random, rest, copy=True)
+        return own(*inputs), nnx.state(own, nnx.RngState)
+
+    answer, random = call(random, rest, *inputs)
+    if block.dropout.rate and not block.dropout.deterministic:
+        nnx.update(block, random)
+    return answer
+
+
 def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
     """[batch, …] → [batch, features]."""
     return x.reshape(len(x), -1)

@@ -53,7 +53,7 @@ class LanguageModelTrainer(TrainerModule):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int = 0,
+        seed: int | jax.Array = 0,
         state: TrainState | None = None,
     ) -> str:
         """`prompt` and the text that the model goes on with, by the averaged weights where there are some.
@@ -67,7 +67,7 @@ class LanguageModelTrainer(TrainerModule):
             temperature: below 1 the likely gets likelier, above 1 less so; 0 always takes the likeliest.
             top_k: draw among so many of the likeliest only.
             top_p: draw among the fewest that are together at least so likely.
-            seed: decides what is drawn.
+            seed: decides what is drawn; or a random key.
             state: whose weights are used; None: the present ones.
         """
         encode, decode = self._vocabulary()
@@ -75,7 +75,7 @@ class LanguageModelTrainer(TrainerModule):
             raise ValueError('`prompt` must have at least one character; "\\n" is like the beginning of a line.')
         known = self.dataset.metadata.get("vocab_size") if self.dataset is not None else None
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        model, key = self.bind_model(state), jax.random.key(seed)
+        model, key = self.bind_model(state), jax.random.key(seed) if isinstance(seed, int) else seed
         # a model may tell more tokens apart than the text has: those have no character
         (tokens,) = generate_in_rounds(model, key, encode(prompt)[None], length, **options, among=known)
         return decode(tokens)
