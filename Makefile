@@ -20,6 +20,8 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# compiling is most of the time of these tests, and what they compile runs for a moment only
+tests: export XLA_FLAGS := --xla_backend_optimization_level=1
 tests: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not scorecard"
 

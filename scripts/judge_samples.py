@@ -34,6 +34,14 @@ def trained(file: Path, overrides: list[str]) -> tuple[Path, float]:
     return trainer.folder.path, time.perf_counter() - began
 
 
+def judge_in(run: Path) -> Any:
+    """The classifier of a run, which says how well it knows real images."""
+    trainer: Any = ImgClassifierTrainer.load_from_checkpoint(run)
+    accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
+    say(f"The judge, {run}, recognises {accuracy:.1%} of the real test images.")
+    return trainer.bind_model()
+
+
 def judged(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:
     """What the classifier takes the samples of a run for."""
     trainer: Any = GenerativeTrainer.load_from_checkpoint(run)
@@ -57,17 +65,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a file's key")
     options = parser.parse_args()
-    judge = options.judge or trained(CONFIGS / "digits.yaml", [])[0]
-    trainer: Any = ImgClassifierTrainer.load_from_checkpoint(judge)
-    accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
-    say(f"The judge, {judge}, recognises {accuracy:.1%} of the real test images.")
+    judge = judge_in(options.judge or trained(CONFIGS / "digits.yaml", [])[0])
     table = Table("model", "trained in", "recognised", "worst class", "drawn per second", "run")
     run = None
     for given in options.given:
         distils = given.is_file() and "ConsistencyDistillation" in given.read_text(encoding="utf-8")
         teacher = [f"trainer.teacher={run}"] if distils and run is not None else []
         run, seconds = (given, None) if given.is_dir() else trained(given, [*teacher, *options.set])
-        found = judged(run, trainer.bind_model(), options.per_class, options.seed)
+        found = judged(run, judge, options.per_class, options.seed)
         took = "" if seconds is None else f"{seconds:.0f} s"
         shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['per_second']:.0f}")
         table.add_row(given.stem, took, *shares, str(run))

@@ -253,6 +253,16 @@ def test_another_resolution_is_resized_once_as_jax_would(tmp_path, resolution):
     assert data.metadata["resolution"] == resolution
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"channels_first": True}])
+def test_what_the_device_has_made_of_images_can_be_shown_to_people(options):
+    data: Any = DigitsDataset(DigitsConfig(global_batch_size=32, **options))
+    seen = data.transforms.apply(jax.random.key(0), data.train[:5], train=False).input
+    stored = data.train[:5].input
+    stored = np.moveaxis(stored, 1, -1) if options.get("channels_first") else stored
+    np.testing.assert_allclose(data.pixels(seen), stored / 16, atol=1e-6)  # the brightest has a value of 16
+    assert data.pixels(np.asarray(seen, np.float32) + 1000).max() == 1
+
+
 def test_resizing_keeps_a_flat_image_flat():
     assert (resize(np.full((1, 7, 5, 3), 200, np.uint8), (13, 2)) == 200).all()
 

