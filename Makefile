@@ -1,12 +1,12 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests (`make slow` and `make scorecard` have what takes longer)
+#   make test    environment, install, lint, types, tests (`make slow`, `make thorough` and `make scorecard` take longer)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets data configs generative clean
+.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets data configs generative clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -20,10 +20,17 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# compiling is most of the time of these tests, and what they compile runs for a moment only
-tests: export XLA_FLAGS := --xla_backend_optimization_level=1
+# Compiling is most of the time of the tests, and what they compile runs for a moment only: less effort is enough, where
+# this version of XLA knows how. `make thorough` compiles as users do.
+QUICKLY := --xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not scorecard"
+
 tests: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not scorecard"
+	XLA_FLAGS="$(QUICKLY)" $(BIN)/python -c "import jax; jax.devices()" 2>/dev/null && flags="$(QUICKLY)"; \
+	XLA_FLAGS="$$flags" $(PYTEST)
+
+thorough: $(VENV)/installed-test
+	$(PYTEST)
 
 slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind

@@ -72,6 +72,15 @@ def test_a_tool_gets_everything_in_order(tmp_path):
     assert kinds == [*rows, ("image", 1), ("figure", 1), ("histogram", 2), ("text", 3), ("hparams", 7)]
 
 
+def test_the_folder_is_there_before_anybody_writes_to_it(tmp_path):
+    folder = tmp_path / "new" / "run"
+    logger = Logger(LoggerConfig(), folder)
+    assert folder.is_dir()
+    LOG.info("first of all")
+    logger.close("completed")
+    assert "first of all" in (folder / "run.log").read_text()
+
+
 def test_several_tools_get_the_same(tmp_path, caplog):
     logger = logger_with(tmp_path, FaultyConfig("write"), FaultyConfig("write"), JSONLConfig(), TensorboardConfig())
     logger.write(1, {"loss": 0.5})

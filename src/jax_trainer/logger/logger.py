@@ -1,5 +1,6 @@
 """`Logger`: a run's own record of its numbers and messages, and the tools that show them."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class Logger(RegistrableConfigInterface):
         self._messages: RunLog | None = None
         self._tools: list[Background] = []
         if self.is_lead:
+            with contextlib.suppress(OSError):  # whoever writes there says that it cannot
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._step = last_step(self.folder / METRICS_FILE)  # of a run that goes on
             self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
             self._tools = _begun(tools_of(config), self.folder)
