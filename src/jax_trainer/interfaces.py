@@ -16,8 +16,7 @@
 """
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 import jax
@@ -25,38 +24,18 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer.settings import Settings, listed
+from jax_trainer.settings import ValueSettings, listed
 
 ModelMode = Literal["nnx", "linen"]
 
 
 @dataclass
-class BaseModelConfig(Settings):
+class BaseModelConfig(ValueSettings):
     """The base of every model's configuration.
 
     A model may keep it (`self.config = config`), and so may the modules inside: it hashes by its values, as what is
     static in a compiled function must. As with any key of a dict, do not change it once a model holds it.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.__dict__.get("__hash__") is None:
-            cls.__hash__ = BaseModelConfig.__hash__  # `@dataclass` takes an inherited one away, and keeps a class's own
-
-    def __hash__(self) -> int:
-        return _value_hash(self)
-
-
-def _value_hash(value: Any) -> int:
-    """A hash that equal values share, also of lists, mappings and configurations."""
-    if is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in fields(value) if field.compare]
-        return hash((type(value), *map(_value_hash, compared)))
-    if isinstance(value, list | tuple):
-        return hash(tuple(map(_value_hash, value)))
-    if isinstance(value, Mapping):
-        return hash(frozenset((key, _value_hash(item)) for key, item in value.items()))
-    return hash(value)
 
 
 @register_interface

@@ -144,6 +144,31 @@ class Settings(ConfigInterface):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
 
+@dataclass
+class ValueSettings(Settings):
+    """Settings that hash by their values, as what is static in a compiled function must; do not change them later."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("__hash__") is None:
+            cls.__hash__ = ValueSettings.__hash__  # `@dataclass` takes an inherited one away, and keeps a class's own
+
+    def __hash__(self) -> int:
+        return _value_hash(self)
+
+
+def _value_hash(value: Any) -> int:
+    """A hash that equal values share, also of lists, mappings and configurations."""
+    if is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, field.name) for field in fields(value) if field.compare]
+        return hash((type(value), *map(_value_hash, compared)))
+    if isinstance(value, list | tuple):
+        return hash(tuple(map(_value_hash, value)))
+    if isinstance(value, Mapping):
+        return hash(frozenset((key, _value_hash(item)) for key, item in value.items()))
+    return hash(value)
+
+
 @cache
 def hints_of(config: type) -> dict[str, Any]:
     """The annotations of a configuration, with their bounds."""

@@ -107,5 +107,6 @@ def test_a_loop_trains_a_module_that_has_its_objective_inside():
     key, losses = jax.random.key(7), []
     for checkpoint in loop:
         variables = {"params": checkpoint.model_params}
-        losses.append(float(model.apply(variables, DATA["x"], rngs={"noise": key}).mean()))
+        each: Any = model.apply(variables, DATA["x"], rngs={"noise": key})
+        losses.append(float(each.mean()))
     assert losses[1] < losses[0]

@@ -86,7 +86,7 @@ class Sampling(Callback):
             self._draw(self.event.step)
 
     def _draw(self, step: int) -> None:
-        if step == self._drawn_at or not self.is_lead:
+        if step == self._drawn_at:
             return
         key = jax.random.fold_in(jax.random.key(self.config.seed), step)
         jax.block_until_ready(self.state)  # what is still running is not the time that drawing takes

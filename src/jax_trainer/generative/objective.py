@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jax_trainer.core import compiled_function
 from jax_trainer.generative.conditions import dropped, guided
 from jax_trainer.generative.networks import Condition, Network, as_argument, evaluating
-from jax_trainer.settings import AtLeast, AtMost, Settings, config_of
+from jax_trainer.settings import AtLeast, AtMost, ValueSettings, config_of
 
 
 @dataclass
-class ObjectiveConfig(Settings):
-    """The keys that every objective has. It hashes by its values, as what is static in a compiled function must.
+class ObjectiveConfig(ValueSettings):
+    """The keys that every objective has.
 
     Args:
         condition_dropout: the share of examples whose condition is left out in training; guidance needs some.
@@ -29,14 +29,6 @@ class ObjectiveConfig(Settings):
     condition_dropout: Annotated[float, AtLeast(0), AtMost(1)] = 0.1
     guidance: float = 1.0
     steps: Annotated[int, AtLeast(1)] = 1
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.__dict__.get("__hash__") is None:
-            cls.__hash__ = ObjectiveConfig.__hash__  # `@dataclass` takes an inherited one away, and keeps a class's own
-
-    def __hash__(self) -> int:
-        return hash((type(self), *self.stored().items()))
 
 
 @register_interface
