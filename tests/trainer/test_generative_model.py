@@ -154,6 +154,20 @@ def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(
     assert np.isfinite(drawn(again)).all()
 
 
+class WithStatistics(nn.Module):
+    """A network of linen that is not only parameters."""
+
+    @nn.compact
+    def __call__(self, x, t, condition=None, train=False):
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+def test_a_network_of_linen_with_batch_statistics_is_refused_before_training(tmp_path):
+    with pytest.raises(TypeError, match="has batch_stats besides its parameters.*Use LayerNorm or GroupNorm"):
+        trained(trainer_of(tmp_path, OBJECTIVES["flow"], model=WithStatistics()))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
     small = ConditionalMLPConfig(hidden=(8,), num_classes=10)

@@ -103,7 +103,13 @@ class GenerativeTrainer(TrainerModule):
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """The objective's loss of a linen network; its changed collections, if it has any, are dropped."""
+        """The objective's loss of a linen network, which must have nothing but parameters."""
+        if state.mutable_variables:
+            raise TypeError(
+                f"This network has {', '.join(state.mutable_variables)} besides its parameters, and an objective calls "
+                "it several times in a step: nobody could say which of them counts. Use LayerNorm or GroupNorm instead "
+                "of BatchNorm, or a network of nnx."
+            )
 
         def network(x: jax.Array, t: jax.Array, condition: jax.Array | None) -> jax.Array:
             return self.model_linen_apply(params, state, (x, t, condition), rng, train=train)[0]
