@@ -5,7 +5,8 @@
 
 A model that is distilled has the one before it as its teacher. Trains `configs/digits.yaml` first, as the judge,
 unless `--judge` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
-checkpoint. `drawn per second` is without compiling.
+checkpoint. `drawn per second` is without compiling. `apart` is the distance to the nearest training image, compared
+with that of real test images: copies would be at 0.
 """
 
 import argparse
@@ -53,7 +54,30 @@ def judged(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, f
     seconds = time.perf_counter() - began
     guessed = np.asarray(jnp.argmax(classifier(samples), axis=-1))
     per_label = (guessed == labels).reshape(classes, per_class).mean(1)
-    return {"recognised": float(per_label.mean()), "worst": float(per_label.min()), "per_second": len(labels) / seconds}
+    return {
+        "recognised": float(per_label.mean()),
+        "worst": float(per_label.min()),
+        "per_second": len(labels) / seconds,
+        "apart": novelty(np.asarray(samples), trainer),
+    }
+
+
+def novelty(samples: np.ndarray, trainer: Any, most: int = 300) -> float:
+    """How far samples are from the nearest training image, of which real test images are 1 away: copies would be 0."""
+    known, new = (
+        _as_seen(trainer, part).reshape(len(part), -1) for part in (trainer.dataset.train, trainer.dataset.test)
+    )
+    some = samples[np.random.default_rng(0).permutation(len(samples))[:most]].reshape(-1, known.shape[1])
+    return float(np.median(_nearest(some, known)) / np.median(_nearest(new[:most], known)))
+
+
+def _as_seen(trainer: Any, part: Any) -> np.ndarray:
+    return np.asarray(trainer.dataset.transforms.apply(jax.random.key(0), part, train=False).input)
+
+
+def _nearest(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    squared = (points**2).sum(1)[:, None] + (others**2).sum(1) - 2 * points @ others.T
+    return np.sqrt(np.maximum(squared, 0).min(axis=1))
 
 
 def main() -> None:
@@ -66,7 +90,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a file's key")
     options = parser.parse_args()
     judge = judge_in(options.judge or trained(CONFIGS / "digits.yaml", [])[0])
-    table = Table("model", "trained in", "recognised", "worst class", "drawn per second", "run")
+    table = Table("model", "trained in", "recognised", "worst class", "apart", "drawn per second", "run")
     run = None
     for given in options.given:
         distils = given.is_file() and "ConsistencyDistillation" in given.read_text(encoding="utf-8")
@@ -74,8 +98,8 @@ def main() -> None:
         run, seconds = (given, None) if given.is_dir() else trained(given, [*teacher, *options.set])
         found = judged(run, judge, options.per_class, options.seed)
         took = "" if seconds is None else f"{seconds:.0f} s"
-        shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['per_second']:.0f}")
-        table.add_row(given.stem, took, *shares, str(run))
+        shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['apart']:.2f}")
+        table.add_row(given.stem, took, *shares, f"{found['per_second']:.0f}", str(run))
     say(table)
 
 
