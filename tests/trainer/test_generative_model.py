@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from trainer_runs import digits, settings
 
 from jax_trainer.callbacks import ModelCheckpointConfig, SampleImagesConfig
@@ -17,11 +18,13 @@ from jax_trainer.generative import (
     EDMConfig,
     FlowMatchingConfig,
 )
-from jax_trainer.models import ConditionalMLPConfig
+from jax_trainer.interfaces import build_model
+from jax_trainer.models import ConditionalMLPConfig, DiTConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 from jax_trainer.trainer import GenerativeTrainer, GenerativeTrainerConfig
+from jax_trainer.trainer.generative_model import are_alike
 
 OBJECTIVES = {
     "flow": FlowMatchingConfig(steps=2, guidance=1.5),
@@ -176,6 +179,17 @@ def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
         trainer.state.model_state["frozen"], flow.with_weights(flow._store(flow.folder), "best").extra["ema"]
     )
     assert trainer.dry_run(digits().train_loader) is not None
+
+
+def test_networks_are_alike_by_their_parameters_whatever_modes_they_are_in():
+    def network(width: int, train: bool) -> Any:
+        config = DiTConfig(layers=1, heads=2, width=width, dropout=0.1)
+        model: Any = nnx.eval_shape(lambda: build_model(config, np.zeros((1, 4, 4, 1), np.float32), nnx.Rngs(0)))
+        model.train() if train else model.eval()
+        return model
+
+    assert are_alike(network(8, True), network(8, False))
+    assert not are_alike(network(8, True), network(12, True))
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,7 @@ class GenerativeTrainer(TrainerModule):
         network: Any = super().build_model(inputs[0] if isinstance(inputs, tuple) else inputs, rngs)
         if self.config.teacher is None:
             return network
-        is_alike = nnx.graphdef(network) == nnx.graphdef(self._teacher)
-        return distilled(self._teacher if is_alike else network, self._teacher)
+        return distilled(self._teacher if are_alike(network, self._teacher) else network, self._teacher)
 
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
@@ -167,6 +166,12 @@ class GenerativeTrainer(TrainerModule):
     def _progress(self, step: jax.Array, train: bool) -> jax.Array | None:
         """The share of training that is over; evaluations are all judged as at its end."""
         return step / self._planned_steps if train and self._planned_steps else None
+
+
+def are_alike(module: nnx.Module, other: nnx.Module) -> bool:
+    """Whether two modules have parameters of the same names and shapes, whatever modes they are in."""
+    one, two = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (module, other))
+    return jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, two)
 
 
 def _teacher_of(config: GenerativeTrainerConfig, example: Any, dataset: Any) -> Any:
