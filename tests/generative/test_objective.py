@@ -127,9 +127,9 @@ def test_conditions_are_left_out_in_training_as_configured():
 
     def loss(share: float, labels: Any) -> jax.Array:
         objective = FlowMatching(FlowMatchingConfig(condition_dropout=share))
-        return jax.jit(lambda x: objective.loss(KEY, Small(), x, labels))(x)
+        return objective.loss(KEY, Small(), jnp.asarray(x), labels)  # uncompiled: two programs may round differently
 
-    np.testing.assert_allclose(loss(1.0, jnp.asarray(LABELS)), loss(0.0, None), rtol=1e-6)
+    np.testing.assert_array_equal(loss(1.0, jnp.asarray(LABELS)), loss(0.0, None))
     assert np.abs(loss(0.0, jnp.asarray(LABELS)) - loss(0.0, None)).max() > 1e-3
 
 

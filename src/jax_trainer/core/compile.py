@@ -1,4 +1,4 @@
-"""`compile_program`: the one place that calls `jax.jit`."""
+"""`compile_program` and `compiled_function`: the one place that calls `jax.jit`."""
 
 from collections.abc import Callable
 from typing import Any, get_args
