@@ -10,30 +10,31 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
+    "processes": set(),
     "core": set(),
     "adapters": {"core"},
     "optimizer": {"core", "settings"},
-    "datasets": {"core", "settings"},
+    "datasets": {"core", "processes", "settings"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets"},
+    "engine": {"core", "datasets", "processes"},
     "logger": {"core", "settings"},
-    "checkpoint": {"core", "datasets", "settings"},
-    "callbacks": {"core", "settings", "engine", "logger", "checkpoint", "datasets", "optimizer"},
-    "runs": {"core", "engine", "logger", "checkpoint", "callbacks", "datasets"},
+    "checkpoint": {"core", "datasets", "processes", "settings"},
+    "callbacks": {"core", "processes", "settings", "engine", "logger", "checkpoint", "datasets", "optimizer"},
+    "runs": {"core", "processes", "engine", "logger", "checkpoint", "callbacks", "datasets"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "redaction"),
+        *("checkpoint", "callbacks", "processes", "runs", "redaction"),
     },
     "config": {"settings", "redaction"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "config", "generative"),
+        *("checkpoint", "callbacks", "processes", "runs", "config", "generative"),
     },
     "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint"},
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "runs", "redaction"),
+        *("checkpoint", "processes", "runs", "redaction"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

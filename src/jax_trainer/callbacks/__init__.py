@@ -5,6 +5,7 @@ from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpoint
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
 from jax_trainer.callbacks.disable_gc import DisableGC, DisableGCConfig
 from jax_trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
+from jax_trainer.callbacks.hanging import HangMonitor, HangMonitorConfig
 from jax_trainer.callbacks.lambda_callback import LambdaCallback
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
@@ -35,6 +36,8 @@ __all__ = [
     "EarlyStoppingConfig",
     "GradientSpikeMonitor",
     "GradientSpikeMonitorConfig",
+    "HangMonitor",
+    "HangMonitorConfig",
     "JAXProfiler",
     "JAXProfilerConfig",
     "LambdaCallback",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
-import jax
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
@@ -25,6 +24,7 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
+from jax_trainer.processes import peers
 from jax_trainer.settings import AtLeast, Settings, config_of
 
 __all__ = ["Callback", "CallbackConfig", "Checkpoints", "Run"]
@@ -117,7 +117,7 @@ class Callback(RegistrableConfigInterface):
     @property
     def is_lead(self) -> bool:
         """Whether this process is the one that writes, of several that train together."""
-        return jax.process_index() == 0
+        return peers().is_lead
 
     def reset(self) -> None:
         """Forgets all that an earlier run has taught; a callback that remembers sets its attributes here."""

@@ -167,7 +167,7 @@ class GradientSpikeMonitor(Callback):
                     self._file.add(quantity, step, value, average)
 
     def _open_file(self) -> None:
-        self._file = SpikeFile(self.run.folder)
+        self._file = SpikeFile(self.run.folder, writes=self.is_lead)
         self._file.go_on(self._step, self._unwritten)
 
     def _write(self) -> None:

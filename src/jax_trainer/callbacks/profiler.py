@@ -47,6 +47,8 @@ class JAXProfiler(Callback):
     def on_step_end(self, event: StepEnd) -> None:
         """Begins a trace when it is time, and ends it when it has seen enough."""
         self._steps += event.steps
+        if not self.is_lead:
+            return
         if self._ends_at is None and not self._is_broken and self._is_time():
             self._begin()
         elif self._ends_at is not None and self._steps >= self._ends_at:

@@ -20,11 +20,12 @@ Spike = tuple[int, float, float]  # the step, the value, the average at the time
 class SpikeFile:
     """`gradient_spikes.npz`: per quantity the steps of its spikes, their values, and the average at the time.
 
-    The arrays are called `grad_norm_steps`, `grad_norm_values`, `grad_norm_averages`, `loss_steps` and so on.
+    The arrays are called `grad_norm_steps`, `grad_norm_values`, `grad_norm_averages`, `loss_steps` and so on. All
+    processes know the same spikes, and one of them `writes`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
+        self._path, self._writes = folder / FILE, writes
         self._rows: dict[str, list[Spike]] = {"grad_norm": [], "loss": []}
         self._written = dict.fromkeys(self._rows, 0)  # how many of them the file has
         self._has_news = False
@@ -43,13 +44,17 @@ class SpikeFile:
         """Replaces the file, if there is anything new. Whoever reads it finds it whole, also after a power cut."""
         if not self._has_news:
             return
+        if self._writes:
+            self._replace()
+        self._has_news, self._written = False, {quantity: len(rows) for quantity, rows in self._rows.items()}
+
+    def _replace(self) -> None:
         partial = self._path.with_name(f".partial-{FILE}")
         with partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **self._arrays())
             file.flush()
             os.fsync(file.fileno())  # what it has is not in the next checkpoint any more
         os.replace(partial, self._path)
-        self._has_news, self._written = False, {quantity: len(rows) for quantity, rows in self._rows.items()}
 
     def go_on(self, step: int, unwritten: Mapping[str, Any] | None = None) -> None:
         """Cuts the file to what it had at `step`, and adds what was `unwritten` then; what is later will come again."""

@@ -1,0 +1,212 @@
+"""Processes that watch each other: one that is gone, failed or slow is named, and nobody waits for it for ever.
+
+A thread leaves a sign of life every second, and reads those of the others. What it finds out is raised in the main
+thread at the next event; a main thread that hangs in a collective with a dead process cannot raise anything, so after a
+moment the whole process ends.
+"""
+
+import itertools
+import json
+import logging
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jax_trainer.processes.joining import agreed_heartbeat
+from jax_trainer.processes.peers import Peers
+
+BEAT = 1.0  # seconds between two signs of life
+GRACE = 2.0  # seconds for the main thread to end by itself, once another process is gone
+TIDY = 10.0  # the same once another process has failed and said so: this one may be about to fail, too
+SLOW, SLOW_SHARE = 3.0, 0.5  # so many times the time of the others, and so much of a step's, is worth a line
+SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # over which it is measured
+_OVER = "over"
+_runs = itertools.count(1)  # every process counts alike: what is said in one run does not concern the next
+LOG = logging.getLogger("jax_trainer")
+
+
+class PeerFailedError(RuntimeError):
+    """Another process of the job failed or is gone; the message names it."""
+
+
+@dataclass
+class Sign:
+    """A sign of life: how far a process is, and how long it kept the others waiting.
+
+    Args:
+        where: host and process id, for people.
+        beat: counts the signs.
+        step: the last step that was dispatched.
+        own: seconds that the process itself took so far: data, callbacks, Python; not those that it waited for devices.
+    """
+
+    where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
+    beat: int = 0
+    step: int = 0
+    own: float = 0.0
+
+
+class Watch:
+    """Watches the other processes of a job while a run lasts: `with Watch(peers()) as watch: …`."""
+
+    def __init__(self, us: Peers, *, heartbeat: float | None = None, end: Callable[[str], None] | None = None) -> None:
+        self._us, self._heartbeat = us, agreed_heartbeat() if heartbeat is None else heartbeat
+        self._run, self._began = next(_runs), time.monotonic()
+        self._end = end or _end_process
+        self._mine, self._others = Sign(), dict[int, Sign]()
+        self._heard: dict[int, float] = {}  # when each of the others last gave a sign
+        self._trouble, self._since = "", 0.0
+        self._patience = GRACE
+        self._pace = _Pace()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jax-trainer-peers", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self._us.are_several:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * BEAT)
+
+    def went_on(self, step: int, waited: float) -> None:
+        """This process is at `step`, and has waited so many seconds for devices so far."""
+        self._mine.step, self._mine.own = step, time.monotonic() - self._began - waited
+
+    def check(self) -> None:
+        """Raises a `PeerFailedError` if another process is gone or has failed."""
+        if self._trouble:
+            raise PeerFailedError(self._trouble)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What to raise for `error` in this process: itself, after the others were told; or who is to blame for it.
+
+        A collective fails when another process is gone: it takes a moment until it is known which.
+        """
+        if not self._us.are_several or isinstance(error, PeerFailedError):
+            return error
+        if _is_of_a_collective(error):
+            self._wait_for_trouble()
+        if self._trouble:
+            return PeerFailedError(self._trouble)
+        self._tell_failure(error)
+        return error
+
+    def _wait_for_trouble(self) -> None:
+        deadline = time.monotonic() + self._heartbeat + 2 * BEAT
+        while not self._trouble and time.monotonic() < deadline:
+            time.sleep(BEAT / 10)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        text = " ".join(str(error).split())[:500]
+        try:
+            self._us.put(f"failed/{self._run}/{self._us.index}", f"{type(error).__name__}: {text}")
+        except jax.errors.JaxRuntimeError:
+            LOG.warning("The other processes could not be told: the first one cannot be reached.")
+            return
+        if self._us.is_lead:  # the words are kept here: the others need a moment to read them
+            time.sleep(2 * BEAT)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(BEAT):
+            try:
+                self._exchange()
+            except jax.errors.JaxRuntimeError as error:
+                self._found(f"Process 0, which leads, cannot be reached: {str(error).partition(chr(10))[0]}", GRACE)
+            if self._trouble and time.monotonic() - self._since > self._patience:
+                self._end(self._trouble)
+                return
+        if self._us.are_several and not self._trouble:
+            self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(_OVER))
+
+    def _exchange(self) -> None:
+        self._mine.beat += 1
+        self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(vars(self._mine)))
+        now = time.monotonic()
+        for name, word in self._us.notes(f"alive/{self._run}").items():
+            self._hear(int(name), json.loads(word), now)
+        for name, text in self._us.notes(f"failed/{self._run}").items():
+            if int(name) != self._us.index:
+                self._found(f"{self._named(int(name))} failed: {text}", TIDY)
+        for index, heard in self._heard.items():
+            if now - heard > self._heartbeat:
+                silent = (
+                    f"has given no sign of life for {now - heard:.0f} seconds: it was killed, or its machine is gone"
+                )
+                self._found(f"{self._named(index)} {silent}. Its last step was {self._others[index].step}.", GRACE)
+        if self._us.is_lead:
+            self._pace.look({self._us.index: self._mine, **self._others}, now)
+
+    def _hear(self, index: int, said: Any, now: float) -> None:
+        if index == self._us.index:
+            return
+        if said == _OVER:
+            self._heard.pop(index, None)
+            return
+        sign = Sign(**said)
+        if index not in self._others or self._others[index].beat != sign.beat:
+            self._others[index], self._heard[index] = sign, now
+
+    def _found(self, text: str, patience: float) -> None:
+        if not self._trouble:
+            self._trouble, self._since, self._patience = text, time.monotonic(), patience
+
+    def _named(self, index: int) -> str:
+        sign = self._others.get(index)
+        return f"Process {index} of {self._us.count}{f' ({sign.where})' if sign is not None else ''}"
+
+
+class _Pace:
+    """Names a process that all the others wait for."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, float]] = {}
+        self._at = 0.0
+        self._told: set[int] = set()
+
+    def look(self, signs: dict[int, Sign], now: float) -> None:
+        """Compares what every process took by itself since the last look, once enough was done."""
+        steps = min(sign.step - self._before.get(index, (sign.step, 0.0))[0] for index, sign in signs.items())
+        if self._before.keys() == signs.keys() and (steps < SLOW_STEPS or now - self._at < SLOW_SECONDS):
+            return
+        if self._before.keys() == signs.keys():
+            own = {index: (sign.own - self._before[index][1]) / steps for index, sign in signs.items()}
+            self._compare(own, (now - self._at) / steps, signs)
+        self._before = {index: (sign.step, sign.own) for index, sign in signs.items()}
+        self._at = now
+
+    def _compare(self, own: dict[int, float], whole: float, signs: dict[int, Sign]) -> None:
+        slowest = max(own, key=own.__getitem__)
+        others = statistics.median(time for index, time in own.items() if index != slowest)
+        if slowest in self._told or own[slowest] < SLOW * others or own[slowest] < SLOW_SHARE * whole:
+            return
+        self._told.add(slowest)
+        LOG.warning(
+            f"Process {slowest} of {len(own)} ({signs[slowest].where}) is slow, and all others wait for it: it takes "
+            f"{1000 * own[slowest]:.0f} ms per step by itself, the others {1000 * others:.1f} ms. Look at its data and "
+            "its machine."
+        )
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    text = f"{type(error).__name__}: {error}"
+    return any(
+        word in text for word in ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "PeersError", "heartbeat")
+    )
+
+
+def _end_process(text: str) -> None:
+    LOG.error("%s This process ends, too.", text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,86 @@
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from callback_runs import fit, run_in
+
+from jax_trainer.callbacks import HangMonitor, HangMonitorConfig
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.engine import Event, Plan, StepEnd
+from jax_trainer.testing import numbered_data
+
+JOB = """
+import sys, time
+from pathlib import Path
+import pytest
+from callback_runs import fit, run_in
+from jax_trainer.callbacks import HangMonitor, HangMonitorConfig
+from jax_trainer.engine import Plan, StepEnd
+
+class Hanging:
+    def handle(self, event):
+        if isinstance(event, StepEnd) and event.step == 3:
+            stuck_in_a_step()
+
+def stuck_in_a_step():
+    time.sleep(60)
+
+monitor = HangMonitor(HangMonitorConfig(seconds=6, exits=True))
+with run_in(Path(sys.argv[1])) as run:
+    monitor.attach(run)
+    fit(monitor, Hanging(), plan=Plan(max_steps=5))
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_says_where_every_thread_is_and_ends_with_code_75_if_that_is_wanted(tmp_path):
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
+    assert ended.returncode == 75
+    told = "since step 3 of epoch 1: the run hangs. Where every thread is stands above and in"
+    assert told in ended.stderr
+    for text in (ended.stderr, (tmp_path / "hang-0.txt").read_text()):
+        assert "stuck_in_a_step" in text
+        assert "jax-trainer-hangs" in text or text.count("Thread 0x") >= 2
+
+
+def _environment() -> dict[str, str]:
+    paths = ["src", "tests/callbacks", os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+
+
+class _Pauses:
+    """Lets nothing happen for a while, twice."""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepEnd) and event.step in (2, 3):
+            time.sleep(0.5)
+
+
+def test_a_run_that_goes_on_again_is_told_of_once_for_every_pause_and_goes_on(tmp_path, caplog, capfd):
+    monitor = HangMonitor(HangMonitorConfig(seconds=0.2))
+    with run_in(tmp_path) as run, caplog.at_level(logging.ERROR):
+        monitor.attach(run)
+        state = fit(_Pauses(), monitor, plan=Plan(max_steps=4), train=_loader(), evals={})
+    assert int(state.step) == 4
+    told = [record.message for record in caplog.records if "the run hangs" in record.message]
+    assert sum("since step 2" in one for one in told) <= 1
+    assert 2 <= len(told) <= 3  # compiling the first step may take longer than that, too
+    assert "_Pauses" in capfd.readouterr().err or "handle" in (tmp_path / "hang-0.txt").read_text()
+
+
+def _loader() -> ArrayLoader:
+    return ArrayLoader(numbered_data(128), 32)
+
+
+def test_a_place_that_cannot_be_written_to_does_not_keep_it_from_telling(tmp_path, caplog, capfd):
+    monitor = HangMonitor(HangMonitorConfig(seconds=0.2))
+    (tmp_path / "hang-0.txt").mkdir()
+    with run_in(tmp_path) as run, caplog.at_level(logging.ERROR):
+        monitor.attach(run)
+        fit(_Pauses(), monitor, plan=Plan(max_steps=4), train=_loader(), evals={})
+    assert any("cannot be written: Is a directory" in record.message for record in caplog.records)
+    assert "Thread 0x" in capfd.readouterr().err

@@ -1,0 +1,93 @@
+"""Real processes that form a job over the loopback device, and what they said."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax_trainer
+
+PREFIX = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+index, count = int(sys.argv[1]), int(sys.argv[2])
+where, own = "127.0.0.1:" + sys.argv[3], {"num_processes": count, "process_id": index}
+jax.distributed.initialize(where, **own, heartbeat_timeout_seconds=20)
+arguments = sys.argv[4:]
+"""
+
+
+@dataclass
+class Ended:
+    """How a process of a job ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def environment(devices: int, **changes: str) -> dict[str, str]:
+    """Like that of the tests, with so many devices for each process."""
+    source = Path(jax_trainer.__file__).parents[1]
+    path = os.pathsep.join([str(source), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    flags = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])
+    return {**os.environ, "XLA_FLAGS": flags, "NPROC": str(max(4, 2 * devices)), "PYTHONPATH": path, **changes}
+
+
+def start(
+    script: Path | str, *arguments: str, count: int = 2, devices: int = 1, **changes: str
+) -> list[subprocess.Popen]:
+    """Starts `count` processes that run `script` (a file, or the text of one) as one job.
+
+    The script finds `index`, `count` and `arguments`, and JAX knows of the other processes already.
+    """
+    text = script.read_text() if isinstance(script, Path) else script
+    port, env = free_port(), environment(devices, **changes)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PREFIX + text, str(index), str(count), port, *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def ended(jobs: list[subprocess.Popen], timeout: float = 120.0) -> list[Ended]:
+    """Waits for all of them; those that hang are killed, which is an error."""
+    try:
+        said = [job.communicate(timeout=timeout) for job in jobs]
+    finally:
+        for job in jobs:
+            with suppress(ProcessLookupError):
+                job.kill()
+    return [Ended(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
+
+
+def run(
+    script: Path | str, *arguments: str, count: int = 2, devices: int = 1, timeout: float = 120.0, **changes: str
+) -> list[Ended]:
+    """Runs a job to its end; a process that fails is an error, told with what it wrote."""
+    found = ended(start(script, *arguments, count=count, devices=devices, **changes), timeout)
+    for index, one in enumerate(found):
+        assert one.code == 0, f"process {index} ended with {one.code}:\n{one.out[-2000:]}\n{one.err[-4000:]}"
+    return found
+
+
+def lines(one: Ended) -> list[str]:
+    """What a process said, without what the network library says."""
+    return [line for line in one.out.splitlines() if not line.startswith("[Gloo]")]

@@ -1,0 +1,63 @@
+import subprocess
+import sys
+from typing import Any
+
+import pairs
+import pytest
+
+from jax_trainer.processes import Job, JoiningError, join, started_together
+
+
+@pytest.mark.parametrize(
+    ("described", "told"),
+    [
+        ({"processes": 2}, "coordinator, process are missing"),
+        ({"coordinator": "here:1", "processes": 2}, "process is missing"),
+        ({"coordinator": "here:1", "processes": 2, "process": 2}, "Process 2 cannot be one of 2"),
+        ({"coordinator": "here", "processes": 2, "process": 0}, "must be host:port"),
+    ],
+)
+def test_half_a_description_of_a_job_says_what_is_missing(described, told):
+    with pytest.raises(JoiningError, match=told):
+        Job(**described)
+
+
+@pytest.mark.parametrize(
+    ("environment", "who"),
+    [
+        ({}, ""),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ""),
+        ({"SLURM_NTASKS": "8"}, ""),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, "SLURM"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI"),
+    ],
+)
+def test_who_started_several_processes_is_seen_in_the_environment(environment, who):
+    assert started_together(environment) == who
+
+
+def test_where_nobody_else_is_found_the_error_says_how_to_name_them():
+    with pytest.raises(
+        JoiningError, match=r"(?s)could not be joined.*--coordinator host:port --processes N --process I"
+    ):
+        join()
+
+
+SLURM = """
+import os, sys
+index, port = sys.argv[1:]
+os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
+os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
+from jax_trainer.processes import join, peers
+join(heartbeat=20)
+print(peers().everyones("names", f"process {peers().index}"))
+"""
+
+
+def test_the_processes_of_a_slurm_job_find_each_other():
+    port, environment = pairs.free_port(), pairs.environment(1, JAX_PLATFORMS="cpu")
+    commands = [[sys.executable, "-c", SLURM, str(index), port] for index in (0, 1)]
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for one in pairs.ended([subprocess.Popen(command, **options) for command in commands]):
+        assert one.code == 0, one.err
+        assert "['process 0', 'process 1']" in one.out
