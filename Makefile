@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets data configs generative clean
+.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets bench-scaling data configs generative clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -58,6 +58,9 @@ data: $(VENV)/installed
 
 generative: $(VENV)/installed-test
 	$(BIN)/python scripts/judge_samples.py $(foreach name,flow edm distillation consistency,configs/digits_$(name).yaml)
+
+bench-scaling: $(VENV)/installed
+	$(BIN)/python benchmarks/scaling.py  # on eight CPU devices; takes some minutes
 
 bench-presets: $(VENV)/installed
 	$(BIN)/python benchmarks/presets.py  # needs a large GPU, and `make data`

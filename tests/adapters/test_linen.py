@@ -7,9 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters import flax_state_program, linen_program
-from jax_trainer.core import TrainState, compile_program, stream
+from jax_trainer.core import Layout, LayoutError, Partitioning, TrainState, compile_program, make_mesh, stream
 from jax_trainer.testing import (
     TinyLinen,
     assert_close,
@@ -311,3 +312,66 @@ def test_a_model_that_sows_nothing_has_nothing_to_report():
         TinyLinen(), linen_loss, optax.sgd(0.1), to_input=lambda batch: batch["x"], intermediates=("mean",)
     )
     assert not told(short_run(program, 1)[1].steps[1])
+
+
+class Partitioned(nn.Module):
+    """Two layers, of which the first says how it is split."""
+
+    names: tuple[str | None, ...] = (None, "tensor")
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wrap = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        x = nn.Dense(16, kernel_init=wrap(nn.initializers.lecun_normal(), self.names), name="hidden")(x)
+        return nn.Dense(4, name="out")(x)
+
+
+def partitioned_loss(params: Any, state: Any, batch: Any, rng: jax.Array, train: bool) -> Any:
+    logits, _ = state.apply(params, batch["x"], train=train)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (None, {})
+
+
+def partitioned(model: Partitioned, rules: Any = None) -> TrainState:
+    layout = Layout(mesh=make_mesh(tensor=4), param_spec=Partitioning(rules=rules or {}))
+    program = linen_program(model, partitioned_loss, optax.adam(0.1), to_input=lambda batch: batch["x"])
+    return compile_program(program, layout=layout).init(jax.random.key(0), EXAMPLE)
+
+
+def test_a_model_says_how_its_parameters_are_split_and_their_names_stay_plain():
+    state = partitioned(Partitioned())
+    assert set(state.params["hidden"]) == {"kernel", "bias"}
+    for tree in (state.params, state.opt_state[0].mu):
+        assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
+        assert tree["out"]["kernel"].sharding.spec == PartitionSpec()
+
+
+def test_rules_come_before_what_a_model_says():
+    state = partitioned(Partitioned(), {"hidden.kernel": ["data"]})
+    assert state.params["hidden"]["kernel"].sharding.spec == PartitionSpec("data")
+
+
+def test_names_of_the_models_own_count_with_rules_for_them_only():
+    model = Partitioned(("features", "units"), logical=True)
+    assert partitioned(model).params["hidden"]["kernel"].sharding.spec == PartitionSpec()
+    with nn.logical_axis_rules([("units", "tensor"), ("features", None)]):
+        assert partitioned(model).params["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
+
+
+def test_axes_that_the_mesh_lacks_are_refused_with_the_leaf():
+    with pytest.raises(LayoutError, match=r"says itself splits `hidden.kernel` \[8, 16\] over 'model'"):
+        partitioned(Partitioned(("model", None)))
+
+
+def test_a_state_of_partitioned_parameters_is_split_as_they_say():
+    model = Partitioned()
+    params = model.init(jax.random.key(0), EXAMPLE["x"])["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
+    program = flax_state_program(state, partitioned_loss, to_input=lambda batch: batch["x"])
+    compiled = compile_program(program, layout=Layout(mesh=make_mesh(tensor=4)))
+    placed = compiled.init(jax.random.key(0), EXAMPLE)
+    for tree in (placed.params, placed.opt_state[0].nu):
+        assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
+    batch = compiled.place(EXAMPLE, stacked=False)
+    compiled.train_step(placed, compiled.train_tape(placed, batch, 1)[1], batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "they are the caller's"

@@ -7,9 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters import linen_program, nnx_program, write_back
-from jax_trainer.core import Layout, compile_program, stream, with_ema
+from jax_trainer.core import Layout, LayoutError, Partitioning, compile_program, make_mesh, stream, with_ema
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, evaluate, run
 from jax_trainer.testing import (
@@ -348,3 +349,37 @@ def test_a_loss_may_take_away_what_the_model_has_sown():
 def test_a_model_that_sows_nothing_has_nothing_to_report():
     _, seen = short_run(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1), intermediates=("mean",)), 1)
     assert not told(seen.steps[1])
+
+
+class PartitionedNNX(nnx.Module):
+    """Two layers, of which the first says how it is split, and the second that it is not."""
+
+    def __init__(self, rngs: nnx.Rngs, axis: str = "tensor") -> None:
+        init = nnx.initializers.lecun_normal()
+        self.hidden = nnx.Linear(8, 16, kernel_init=nnx.with_partitioning(init, (None, axis)), rngs=rngs)
+        self.out = nnx.Linear(16, 4, kernel_init=nnx.with_partitioning(init, (None, None)), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["built", "given"])
+def test_a_model_says_how_its_parameters_are_split(given):
+    with nnx.use_eager_sharding(False):
+        model = PartitionedNNX(nnx.Rngs(0)) if given else PartitionedNNX
+    layout = Layout(mesh=make_mesh(fsdp=2, tensor=4), param_spec=Partitioning(smallest=1))
+    compiled = compile_program(nnx_program(model, nnx_loss, optax.adam(0.1)), layout=layout, donate=False)
+    start = compiled.init(jax.random.key(0), EXAMPLE)
+    batch = compiled.place(EXAMPLE, stacked=False)
+    after, _, _ = compiled.train_step(start, compiled.train_tape(start, batch, 1)[1], batch)
+    for state in (start, after):
+        for tree in (state.params, state.opt_state[0].mu):
+            assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
+            assert tree["out"]["kernel"].sharding.is_fully_replicated
+            assert tree["hidden"]["bias"].sharding.spec == PartitionSpec("fsdp")
+
+
+def test_axes_that_the_mesh_lacks_are_refused_with_the_leaf():
+    program = nnx_program(lambda rngs: PartitionedNNX(rngs, "model"), nnx_loss, optax.sgd(0.1))
+    with pytest.raises(LayoutError, match=r"says itself splits `hidden.kernel` \[8, 16\] over 'model'"):
+        compile_program(program, layout=Layout(mesh=make_mesh())).init(jax.random.key(0), EXAMPLE)

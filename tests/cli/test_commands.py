@@ -159,6 +159,25 @@ def test_checking_gives_scripts_the_same(tmp_path: Path):
     assert (data["steps"], data["status"]) == (8, "completed")
 
 
+def test_checking_shows_which_devices_would_hold_what(tmp_path: Path):
+    changes = ("trainer.mesh.fsdp=4", "trainer.sharding.smallest=1")
+    said = ask("check", tiny_file(tmp_path), *changes, folder=tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert "8 devices: data 2, fsdp 4, tensor 1. Batches are split over data and fsdp." in said.out
+    assert "if all were split evenly" in said.out
+    data = ask("check", tiny_file(tmp_path), *changes, "--json", folder=tmp_path).data["layout"]
+    rows = {row["leaf"]: row for row in data["parameters"]}
+    assert (rows["out.kernel"]["spec"], rows["out.kernel"]["bytes_per_device"]) == ("fsdp", 16 * 10 * 4 // 4)
+    assert data["shares"]["all"]["per_device"] < data["shares"]["all"]["bytes"] / 3
+    assert ask("check", tiny_file(tmp_path), "--json", folder=tmp_path).data["layout"] is None
+
+
+def test_devices_that_are_not_there_are_told_with_their_line(tmp_path: Path):
+    said = ask("check", tiny_file(tmp_path), "trainer.mesh.fsdp=3", folder=tmp_path)
+    assert (said.code, said.out) == (2, "")
+    assert "trainer.mesh: The mesh {data: -1, fsdp: 3, tensor: 1} needs a multiple of 3 devices" in said.err
+
+
 def test_checking_trains_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TrainerModule, "train_model", lambda *_, **__: pytest.fail("it trains"))
     monkeypatch.setattr(Plan, "__init__", lambda *_, **__: pytest.fail("it plans to train"))

@@ -9,7 +9,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.adapters import function_program, stateful_program
-from jax_trainer.core import Layout, Program, TrainState, compile_program, with_ema
+from jax_trainer.core import (
+    Layout,
+    LayoutError,
+    Partitioning,
+    Program,
+    TrainState,
+    compile_program,
+    make_mesh,
+    with_ema,
+)
+from jax_trainer.core.steps import LARGE, global_norm
 from jax_trainer.testing import assert_close, numbered_data, tiny_program
 
 P = PartitionSpec
@@ -180,3 +190,83 @@ def test_a_bare_array_of_parameters_is_laid_out_too(key):
     for leaf in (state.params, state.opt_state[0].mu):
         assert {shard.data.shape for shard in leaf.addressable_shards} == {(1,)}
     assert state.rng.sharding.is_fully_replicated
+
+
+def wide_program(**options: Any) -> Program:
+    """Two layers of 256 × 1024, whose average is kept as well."""
+
+    def loss(params, batch, *, rng, train):
+        return ((jnp.tanh(batch @ params["in"]) @ params["out"]) ** 2).mean()
+
+    def init(key, batch):
+        return {"in": jax.random.normal(key, (256, 1024)), "out": jax.random.normal(key, (1024, 256))}
+
+    return with_ema(function_program(init, loss, optax.adam(0.1), **options), 0.9)
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_while_a_state_is_made_no_device_holds_much_more_than_its_part(key):
+    batch = np.ones((8, 256), np.float32)
+    program, fsdp = wide_program(), Layout(mesh=make_mesh(data=1, fsdp=8))
+    shapes = jax.eval_shape(program.init, key, batch)
+    made = jax.jit(program.init, out_shardings=fsdp.state_shardings(shapes)).lower(key, batch).compile()
+    needed: Any = made.memory_analysis()
+    whole = bytes_of(shapes)
+    assert needed.output_size_in_bytes < 1.01 * whole / 8
+    assert needed.temp_size_in_bytes < whole / 8
+    state = compile_program(program, layout=fsdp).init(key, batch)
+    held = [shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    assert sum(held) < 1.01 * whole
+
+
+def test_around_given_weights_a_state_is_made_where_it_will_live_and_they_stay(key):
+    mine = {name: jnp.ones((256, 256)) for name in ("in", "out")}
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the state was made whole")
+
+    def loss(params, batch, *, rng, train):
+        return ((batch @ params["in"] @ params["out"]) ** 2).mean()
+
+    program = function_program(lambda key, batch: mine, loss, optax.adam(0.1), init_is_traced=False)
+    program = with_ema(program, 0.9)._replace(init=fail)
+    batch = np.ones((8, 256), np.float32)
+    for fsdp in (1, 8):
+        compiled = compile_program(program, layout=Layout(mesh=make_mesh(fsdp=fsdp)))
+        state = compiled.init(key, batch)
+        for tree in (state.params, state.opt_state[0].mu, state.extra["ema"]):
+            assert {shard.data.shape for shard in tree["in"].addressable_shards} == {(256 // fsdp, 256)}
+        placed = compiled.place(batch, stacked=False)
+        compiled.train_step(state, compiled.train_tape(state, placed, 1)[1], placed)
+        assert float(mine["in"][0, 0]) == 1, "which the step would have deleted if they had become part of the state"
+
+
+def test_the_norm_of_a_split_parameter_gathers_nothing():
+    placed = jax.device_put(jnp.ones((64, 512)), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp")))
+    assert placed.size >= LARGE
+    norm = jax.jit(lambda x: global_norm({"x": x}))
+    assert "all-gather" not in str(norm.lower(placed).compile().as_text())
+    assert float(norm(placed)) == pytest.approx((64 * 512) ** 0.5)
+
+
+def test_factors_of_other_shapes_than_their_parameter_are_on_every_device(key):
+    program = function_program(
+        lambda key, batch: {"w": jnp.ones((256, 512))},
+        lambda params, batch, *, rng, train: (batch @ params["w"]).mean(),
+        optax.adafactor(0.1, min_dim_size_to_factor=128),
+    )
+    shapes = jax.eval_shape(program.init, key, np.ones((8, 256), np.float32))
+    shardings = Layout(mesh=make_mesh(fsdp=8)).state_shardings(shapes)
+    specs = {sharding.spec for sharding in jax.tree.leaves(shardings.opt_state)}
+    assert (shardings.params["w"].spec, specs) == (P(None, "fsdp"), {P()})
+
+
+def test_parameters_that_a_rule_cannot_split_are_refused_before_anything_is_compiled(key):
+    wrong = Layout(mesh=make_mesh(fsdp=8), param_spec=Partitioning(rules={"in": ["model"]}))
+    compiled = compile_program(wide_program(), layout=wrong)
+    for ask in (compiled.init, compiled.shapes):
+        with pytest.raises(LayoutError, match=r"The rule 'in' splits `in` \[256, 1024\] over 'model'"):
+            ask(key, np.ones((8, 256), np.float32))

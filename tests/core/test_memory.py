@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import HeldState, Layout, OutOfMemoryError, compile_program, readable_bytes
+from jax_trainer.core import HeldState, Layout, OutOfMemoryError, compile_program, make_mesh, readable_bytes
 from jax_trainer.core.memory import explained
 from jax_trainer.core.recompile import Guarded
 
@@ -106,7 +106,7 @@ def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, pr
 
 def test_what_is_shared_by_devices_is_counted_once_per_device(prepared):
     _, state = prepared
-    layout = Layout(mesh=jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    layout = Layout(mesh=make_mesh(devices=jax.devices()[:4]))
     batch = layout.place({"x": np.ones((16, 100), np.float32)}, stacked=False)
     state = jax.device_put(state, layout.replicated)
     told = str(explained(REFUSED, "train_step", state, batch))

@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,9 +21,13 @@ def test_any_number_of_processes_sees_the_global_order(examples, per_process, pr
     parts = [
         Order(examples=examples, batch_size=size, shuffle=shuffle, process=(i, processes)) for i in range(processes)
     ]
-    for index in range(len(alone)):
+    for index in range(alone.whole_batches):
         joined = np.concatenate([part.rows(epoch, index) for part in parts])
         np.testing.assert_array_equal(joined, alone.rows(epoch, index))
+        assert alone.size_of(index) == size
+    for part in parts if examples % size else ():  # what is left over goes to every process whole
+        np.testing.assert_array_equal(part.rows(epoch, len(alone) - 1), alone.rows(epoch, len(alone) - 1))
+        assert part.size_of(len(alone) - 1) == examples % size
 
 
 @given(examples=st.integers(1, 300), size=st.integers(1, 40), epoch=st.integers(1, 9))
@@ -30,6 +35,15 @@ def test_an_epoch_visits_every_example_once(examples, size, epoch):
     order = Order(examples=examples, batch_size=size, shuffle=True, process=(0, 1))
     seen = np.concatenate([order.rows(epoch, index) for index in range(len(order))])
     np.testing.assert_array_equal(np.sort(seen), np.arange(examples))
+
+
+def test_all_processes_get_the_last_batch_whole_where_it_is_not_full(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    shared, own = (Order(examples=20, batch_size=8, process=process) for process in [(1, 2), (0, 1)])
+    assert [shared.is_whole(index) for index in range(3)] == [False, False, True]
+    assert all(own.is_whole(index) for index in range(3))  # each has all of all batches
+    with pytest.raises(ValueError, match="`process` says that 4 processes share the batches, and there are 2"):
+        Order(examples=20, batch_size=8, process=(1, 4)).is_whole(0)
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own():

@@ -77,7 +77,8 @@ def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     x = of(model.tokens)[text] + of(model.positions)
-    query, key, value = np.split(through(norm(x, block.attention_norm), block.attention.into_heads), 3, 1)
+    into_heads = through(norm(x, block.attention_norm), block.attention.into_heads).reshape(TIME, 2, 3, 4)
+    query, key, value = into_heads.transpose(2, 0, 1, 3).reshape(3, TIME, 8)
     heads = []
     for head in (slice(0, 4), slice(4, 8)):
         scores = turned(query[:, head]) @ turned(key[:, head]).T / 2  # √4

@@ -27,8 +27,7 @@ with Watch(us, heartbeat=3) as watch:
             if us.index == 1 and step == 60:
                 raise OSError("the disk is gone")
             time.sleep(0.05)
-            # the first process spends its time waiting for devices, the second one by itself
-            watch.went_on(step, (step * 0.05 if us.index == 0 else 0.0))
+            watch.went_on(step, (step * 0.05 if us.index == 1 else 0.0))  # all that time devices wait for the second
         go_on(watch, 20)
     except (OSError, PeerFailedError) as error:
         print("first:", repr(watch.failed(error)), flush=True)
@@ -64,7 +63,7 @@ def test_a_process_that_is_slow_or_fails_or_is_killed_is_named_and_the_others_en
     assert second.endswith("it was killed, or its machine is gone. Its last step was 7.")
     (seconds,) = [float(line.split()[1]) for line in pairs.lines(lead) if line.startswith("seconds")]
     assert seconds <= 3 + 2.5  # the heartbeat, and two beats until it is seen
-    assert "This process ends, too." in pairs.lines(lead)[-1]
+    assert "This process ends, too" in pairs.lines(lead)[-1]
 
 
 def test_a_process_alone_watches_nobody():
@@ -103,12 +102,12 @@ def test_only_a_process_that_takes_several_times_as_long_as_the_others_is_called
     with caplog.at_level(logging.WARNING):
         for seconds in range(6):
             steps = int(seconds / slowest)
-            pace.look({index: Sign(step=steps, own=steps * time) for index, time in enumerate(own)}, float(seconds))
+            pace.look({index: Sign(step=steps, idle=steps * time) for index, time in enumerate(own)}, float(seconds))
     assert [record.message[:9] for record in caplog.records] == ([named] if named else [])
 
 
 def test_a_pause_in_which_all_evaluate_makes_nobody_slow(caplog):
     pace = _Pace()
-    pace.look({0: Sign(step=0, own=0.0), 1: Sign(step=0, own=0.0)}, 0.0)
-    pace.look({0: Sign(step=100, own=60.0), 1: Sign(step=100, own=60.5)}, 61.0)
+    pace.look({0: Sign(step=0, idle=0.0), 1: Sign(step=0, idle=0.0)}, 0.0)
+    pace.look({0: Sign(step=100, idle=60.0), 1: Sign(step=100, idle=60.5)}, 61.0)
     assert not caplog.records

@@ -8,6 +8,9 @@ Into `out` it writes, besides the run's own folder `out/runs/<version>`:
 - `progress`: the last step that was dispatched;
 - `result.json`: at the end: a digest of the whole state, what `train_model` returned, how it ended.
 
+One of several processes that run the job together (`JOB_PROCESS="index count port"`) writes these into `out/process-1`
+and so on; the first one into `out`.
+
 What a case does to it stands in the environment, so that the command stays the same: see `trouble.py` and `mutants.py`.
 """
 
@@ -26,13 +29,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from mutants import infect
-from trouble import Broken, Placed, PlacedConfig, Troubled, TroubleMaker, slow_down, trouble_of, troubles
+from trouble import (
+    Broken,
+    Placed,
+    PlacedConfig,
+    Troubled,
+    TroubleMaker,
+    hang_in_step,
+    slow_down,
+    trouble_of,
+    troubles,
+)
 
 from jax_trainer.callbacks import (
     Callback,
     CallbackConfig,
     EarlyStoppingConfig,
     GradientSpikeMonitorConfig,
+    HangMonitorConfig,
     JAXProfilerConfig,
     LearningRateMonitorConfig,
     ModelCheckpointConfig,
@@ -49,6 +63,8 @@ from jax_trainer.optimizer import (
     WarmupCosineDecayScheduleConfig,
     learning_rate,
 )
+from jax_trainer.processes import Job as Described
+from jax_trainer.processes import join, peers
 from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 
@@ -154,6 +170,9 @@ class Job(TrainerModule):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         if trouble_of("spike"):
             losses = losses * jnp.where(jnp.abs(batch["x"]).max() > 50, 100.0, 1.0)  # of inputs a norm would hide it
+        if trouble_of("hang"):
+            seen = jax.lax.stop_gradient(losses.mean())
+            losses = losses + jax.pure_callback(hang_in_step, jax.ShapeDtypeStruct((), jnp.float32), seen)
         hits = (logits.argmax(-1) == batch["y"]).mean(dtype=np.float32)
         metrics = {
             "acc": hits,
@@ -245,13 +264,27 @@ def optimizer_of(options: Options) -> Any:
 def trainer_for(options: Options, *, callbacks: Any = (), kind: type[Job] = Job, model: Any = None) -> Job:
     """The trainer of the job."""
     given = model or (TinyLinen(0.1) if options.flavour == "linen" else TinyNNX)
-    watching = [*([Ledger(Path(options.out))] if options.ledger else []), TroubleMaker(Path(options.out))]
-    mesh = None if options.devices == 1 else init_ddp_mesh()
+    out = own_folder(options)
+    watching = [*([Ledger(out)] if options.ledger else []), TroubleMaker(out)]
+    mesh = None if jax.device_count() == 1 else init_ddp_mesh()
     example = {name: array[:BATCH] for name, array in numbered_data(64).items()}
     return kind(
         _config(options), model=given, exmp_input=example, mesh=mesh, callbacks=[*watching, *callbacks],
         **optimizer_of(options),
     )  # fmt: skip
+
+
+def own_folder(options: Options) -> Path:
+    """Where this process writes."""
+    return Path(options.out) / (f"process-{peers().index}" if peers().index else "")
+
+
+def join_others() -> None:
+    """Joins the other processes of the job, if there are some."""
+    if place := os.environ.get("JOB_PROCESS"):
+        index, count, port = place.split()
+        job = Described(coordinator=f"127.0.0.1:{port}", processes=int(count), process=int(index))
+        join(job, heartbeat=float(os.environ.get("JOB_HEARTBEAT", "5")))
 
 
 def _config(options: Options) -> TrainerConfig:
@@ -289,6 +322,8 @@ def _callbacks(options: Options, extras: list[str]) -> dict[str, Any]:
     chosen: dict[str, Any] = {"saver": saver} if options.save_every else {}
     if options.val_every or options.val_epochs:
         chosen["early"] = EarlyStoppingConfig(patience=options.patience)
+    if "hang" in extras:
+        chosen["hang"] = HangMonitorConfig(seconds=10.0, exits=True)
     if "profiler" in extras:
         chosen["profiler"] = JAXProfilerConfig(first_step=3, profile_n_steps=2)
     if "bare" not in extras:
@@ -392,7 +427,8 @@ def _quantiles(trainer: Job) -> dict[str, float]:
 def main(words: list[str]) -> int:
     """Runs the job that the command line describes."""
     options = options_from(words)
-    out = Path(options.out)
+    join_others()
+    out = own_folder(options)
     out.mkdir(parents=True, exist_ok=True)
     infect()
     slow_down()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import jax
 import optax
 from flax import linen as nn
+from flax.linen.spmd import logical_to_mesh_axes
+from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
 from jax_trainer.core import (
@@ -18,6 +20,7 @@ from jax_trainer.core import (
     PyTree,
     StepOptions,
     TrainState,
+    leaf_path,
     make_program,
     stream,
     streams,
@@ -100,15 +103,20 @@ def linen_program(
     def first_call(key: jax.Array, batch: Batch) -> Mapping[str, PyTree]:
         return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **(init_kwargs or {}))
 
+    said: dict[str, PartitionSpec] = {}
+
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        made = dict(first_call(key, batch) if init_variables is None else _checked(init_variables(key, batch)))
+        boxed = dict(first_call(key, batch) if init_variables is None else _checked(init_variables(key, batch)))
+        said.update(_said_of(boxed.get("params", {})))
+        made = nn.meta.unbox(boxed)
         params = made.pop("params", {})
         made.pop(SOWN, None)  # while initialising: of no use later
         return params, made
 
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
-    return make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
+    program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
+    return program._replace(said=lambda: said)
 
 
 def flax_state_program(
@@ -124,6 +132,7 @@ def flax_state_program(
         to_input: what of a batch the model is called with when it predicts; a tuple is several arguments.
         options: see `make_program`.
     """
+    said, state = _said_of(state.params), nn.meta.unbox(state)
     if options.get("clip_norm") is not None:
         raise ValueError(
             "This state has an optimizer state already, which has no place for `clip_norm`. "
@@ -140,7 +149,23 @@ def flax_state_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
 
-    return program._replace(init=init, init_is_traced=False, begin=None)
+    return program._replace(init=init, init_is_traced=False, begin=None, given=None, said=lambda: said)
+
+
+def _said_of(params: PyTree) -> dict[str, PartitionSpec]:
+    """How parameters that were made `nn.with_partitioning` are to be split, by their dotted names."""
+    is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+    specs = {leaf_path(path): _spec_of(leaf) for path, leaf in leaves if is_box(leaf)}
+    return {path: spec for path, spec in specs.items() if spec is not None}
+
+
+def _spec_of(box: Any) -> PartitionSpec | None:
+    if not isinstance(box, nn.LogicallyPartitioned):
+        return nn.get_partition_spec(box)
+    # names of the user's own mean something only together with rules
+    rules = box.rules or nn.get_logical_axis_rules()
+    return logical_to_mesh_axes(box.names, rules) if rules else None
 
 
 def _checked(variables: Any) -> Mapping[str, PyTree]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, asked_for, sown_metrics, whole_batch
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
@@ -39,6 +40,9 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.steps import EvalStep
+from jax_trainer.core.tracing import like_params
+
+_METADATA = {"out_sharding", "sharding_names", "sharding"}  # what Flax calls, or called, how a variable is split
 
 
 class NnxLoss(Protocol):
@@ -67,7 +71,8 @@ class Split:
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self.trainable = trainable
         model.train()
-        self.train_graph, _, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
+        self.train_graph, params, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
+        self.said = _said_of(params)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
         model.train()
@@ -91,6 +96,13 @@ class Split:
 
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
+
+
+def _said_of(params: nnx.State) -> dict[str, PartitionSpec]:
+    """How parameters that were made `nnx.with_partitioning` are to be split, by their dotted names."""
+    flat = nnx.to_flat_state(params)
+    said = [(path, variable) for path, variable in flat if _METADATA & variable.get_metadata().keys()]
+    return {".".join(map(str, path)): nnx.get_partition_spec(variable).get_value() for path, variable in said}
 
 
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
@@ -124,7 +136,7 @@ def nnx_program(
             return split.arrays(model)
 
         options["init_is_traced"] = False
-        return _program(given, lambda: split, loss, tx, to_input, options)
+        return _program(given, lambda: split, loss, tx, to_input, options)._replace(said=lambda: split.said)
 
     made: list[Split] = []
 
@@ -142,7 +154,7 @@ def nnx_program(
             )
         return made[0]
 
-    return _program(built, split_made, loss, tx, to_input, options)
+    return _program(built, split_made, loss, tx, to_input, options)._replace(said=lambda: split_made().said)
 
 
 def _program(
@@ -161,7 +173,8 @@ def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> 
     function = build.__init__ if isinstance(build, type) else build
     offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
     wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
-    return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
+    with nnx.use_eager_sharding(False):  # partitioned parameters would want a mesh: where they live is said elsewhere
+        return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
 
 
 def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
@@ -239,6 +252,7 @@ def nnx_step_program(
         make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
         _user_eval(split, val_step),
         init_is_traced=False,
+        said=lambda: split.said,
     )
 
 
@@ -263,9 +277,8 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
             raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
         _, changed = split.arrays(model)
         metrics = as_metrics(reported, batch_weight(batch))
-        return Gradients(
-            _fitting(returned[1], state.params, split.trainable), _kept(state.model_state, changed), metrics
-        )
+        grads = like_params(_fitting(returned[1], state.params, split.trainable))
+        return Gradients(grads, _kept(state.model_state, changed), metrics)
 
     return grad_fn
 

@@ -13,6 +13,7 @@ from jax_trainer.callbacks.monitored import Mode, best_mode, monitored
 from jax_trainer.callbacks.run import Run
 from jax_trainer.checkpoint.failures import SaveError
 from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
+from jax_trainer.processes import peers
 from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")
@@ -156,7 +157,12 @@ class ModelCheckpoint(Callback):
         self._tolerating(self._checkpoints.wait)
 
     def finalize(self, status: str) -> None:
-        """Waits until everything is saved. Whatever the policy is, a run whose last state is lost has failed."""
+        """Waits until everything is saved. Whatever the policy is, a run whose last state is lost has failed.
+
+        Of several processes one that failed does not wait: the others may never come to finish a save.
+        """
+        if status == "failed" and peers().are_several:
+            return
         try:
             (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()
         except SaveError as error:

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.checkpoint.durable import sync_tree
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.core import failpoint, load_late
 
 _INDEX = "_METADATA"  # where orbax lists the names
+_OF_EACH = "array_metadatas"  # where every process says what it wrote; the others wait for the first to make it
 _MAX_INDEX_BYTES = 1 << 26
 _IN_A_DICT = 2  # how the index says that a name is a key, not a position
 _KINDS = ("jax.Array", "np.ndarray")
@@ -43,15 +45,36 @@ def get_ready() -> None:
 
 def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Writes arrays into the new folder `folder` (an absolute path), and waits until they are there."""
-    full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
     folder.mkdir(mode=0o700)
-    place = load_late("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
-    writing = asyncio.run(_handler().async_save(place, args=_orbax().args.PyTreeSave(full))) or ()
+    write_parts(folder, arrays)
+    merge_parts(folder)
+
+
+def make_place(folder: Path) -> None:
+    """Makes `folder` for arrays that several processes write: `write_parts` in each, then `merge_parts` in one."""
+    folder.mkdir(mode=0o700)
+    (folder / _OF_EACH).mkdir(mode=0o700)
+
+
+def write_parts(folder: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes those parts of arrays that this process has, and waits until they are there."""
+    full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
+    request = _orbax().args.PyTreeSave(full)
+    writing = asyncio.run(_handler().async_save(_epath(folder), args=request)) or ()
     try:
         failpoint("mid_array")
     finally:
         _wait_for_all(writing)  # also after a failure: what is still being written must not outlive its folder
-    _handler().finalize(place)
+
+
+def sync_parts(folder: Path) -> None:
+    """Waits until what this process wrote into `folder` is on the disk."""
+    sync_tree(folder / f"ocdbt.process_{jax.process_index()}")
+
+
+def merge_parts(folder: Path) -> None:
+    """Makes one store of what was written into `folder`."""
+    _handler().finalize(_epath(folder))
 
 
 def stored_specs(folder: Path) -> dict[str, Spec]:
@@ -78,6 +101,10 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise _unreadable(folder, error) from error
     return {name: placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}
+
+
+def _epath(folder: Path) -> Any:
+    return load_late("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
 
 
 def _wait_for_all(writing: Iterable[Any]) -> None:
@@ -121,7 +148,14 @@ def placed(value: Any, leaf: Any) -> Any:
         return value
     sharding = _sharding(leaf)
     # a copy, so that its memory is jax's own and can be given away in a step
-    return jnp.array(value) if sharding is None else jax.device_put(value, sharding)
+    return jnp.array(value) if sharding is None else put(value, sharding)
+
+
+def put(value: Any, sharding: Any) -> jax.Array:
+    """`value`, which this process has whole, as `sharding` says; other processes that have a part must have it, too."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # asks nobody
 
 
 def _check_index(folder: Path) -> None:

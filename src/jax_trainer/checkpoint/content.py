@@ -1,18 +1,28 @@
 """What is in the folder of a checkpoint: `checkpoint.json`, the arrays by dotted name in `state/`, `MANIFEST.json`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jax_trainer.checkpoint.arrays import read_arrays, stored_specs, write_arrays
+from jax_trainer.checkpoint.arrays import (
+    make_place,
+    merge_parts,
+    put,
+    read_arrays,
+    stored_specs,
+    sync_parts,
+    write_arrays,
+    write_parts,
+)
 from jax_trainer.checkpoint.catalogue import name_of
 from jax_trainer.checkpoint.commit import commit
 from jax_trainer.checkpoint.durable import sync_tree, write_atomically
 from jax_trainer.checkpoint.leaves import Spec, impl_of, words_of
 from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.packing import PACK, packed, read_packed, read_places, specs_of, write_places
+from jax_trainer.checkpoint.packing import PACK, Places, packed, read_packed, read_places, specs_of, write_places
 from jax_trainer.checkpoint.partial import partial_folder
 from jax_trainer.checkpoint.record import RECORD, CheckpointError, Record
 from jax_trainer.checkpoint.untrusted import check_only_plain_files
@@ -37,14 +47,49 @@ def write_checkpoint(
         failpoint("after_tmp_dir")
         together, places = packed(arrays)
         write_arrays(partial / _ARRAYS, together)
-        write_places(partial, places)
-        write_atomically(partial / RECORD, record().text())
-        failpoint("before_manifest")
-        write_manifest(partial)
-        sync_tree(partial)
-        failpoint(last_point)
-        commit(partial, path := folder / name_of(step))
+        _complete(partial, path := folder / name_of(step), places, record, last_point)
     return path
+
+
+@contextmanager
+def begun_together(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder`, under a temporary name, for a checkpoint that several processes write."""
+    with partial_folder(folder) as partial:
+        failpoint("after_tmp_dir")
+        make_place(partial / _ARRAYS)
+        yield partial
+
+
+def write_share(partial: Path, arrays: Mapping[str, Any], *, is_lead: bool) -> Places:
+    """Writes what this process has to write of a checkpoint, and waits until it is on the disk."""
+    shared = {name: array for name, array in arrays.items() if _is_of_several(array)}
+    own = jax.device_get({name: array for name, array in arrays.items() if name not in shared})
+    together, places = packed({**shared, **own})
+    if together:  # there may be nothing that is split over the processes
+        write_parts(partial / _ARRAYS, together)
+    if not is_lead:  # nobody else can say of its files that they are on the disk
+        sync_parts(partial / _ARRAYS)
+    return places
+
+
+def complete(partial: Path, path: Path, places: Places, record: Callable[[], Record], *, last_point: str) -> None:
+    """Makes a checkpoint in `path` of what all processes have written into `partial`."""
+    merge_parts(partial / _ARRAYS)
+    _complete(partial, path, places, record, last_point)
+
+
+def _complete(partial: Path, path: Path, places: Places, record: Callable[[], Record], last_point: str) -> None:
+    write_places(partial, places)
+    write_atomically(partial / RECORD, record().text())
+    failpoint("before_manifest")
+    write_manifest(partial)
+    sync_tree(partial)
+    failpoint(last_point)
+    commit(partial, path)
+
+
+def _is_of_several(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def stored_in(path: Path, record: Record) -> dict[str, Spec]:
@@ -77,6 +122,9 @@ def read_held(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_key(words: Any, like: Any) -> Any:
-    key = jax.random.wrap_key_data(words, impl=impl_of(like))  # as the program says, not as the file does
     sharding = None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
-    return key if sharding is None else jax.device_put(key, sharding)
+    is_of_several = sharding is not None and not sharding.is_fully_addressable
+    if is_of_several and not _is_of_several(words):
+        words = put(words, sharding)  # what is said of a key holds for its words
+    key = jax.random.wrap_key_data(words, impl=impl_of(like))  # as the program says, not as the file does
+    return key if sharding is None or is_of_several else jax.device_put(key, sharding)

@@ -20,24 +20,31 @@ _IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how tensorstor
 _log = logging.getLogger("jax_trainer")
 
 
+class FailedTogether(OSError):
+    """What went wrong in some of several processes, as it is told to all; its cause is what did in this one."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 def with_retries(write: Callable[[], Result], what: str) -> Result:
     """Calls `write`, and up to twice again where the storage failed in a way that may pass; this is told once."""
     for pause in _PAUSES:
         try:
             return write()
         except Exception as error:
-            if _errno_of(error) not in _TRANSIENT:
+            if not is_transient(errno_of(error)):
                 raise
             if pause == _PAUSES[0]:
-                _log.warning("%s failed, and is tried again: %s", what, _in_one_line(error))
+                _log.warning("%s failed, and is tried again: %s", what, in_one_line(error))
             time.sleep(pause)
     return write()
 
 
 def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> SaveError:
     """`error` as it is told: with the step, the path and, where the disk is full, how much is needed and free."""
-    full = _shortage(path, needed) if _errno_of(error) in _FULL else ""
-    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {full}{_in_one_line(error)}")
+    full = _shortage(path, needed) if errno_of(error) in _FULL else ""
+    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {full}{in_one_line(error)}")
     told.__cause__ = error
     return told
 
@@ -68,7 +75,13 @@ def _shortage(path: Path, needed: int) -> str:
     )
 
 
-def _errno_of(error: BaseException) -> int | None:
+def is_transient(code: int | None) -> bool:
+    """Whether an error of the system is one that may pass."""
+    return code in _TRANSIENT
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Which error of the system `error` is, if it is one; also where another library only says so in words."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = _IN_TEXT.search(str(error))
@@ -77,6 +90,9 @@ def _errno_of(error: BaseException) -> int | None:
     return errno.ENOSPC if "No space left on device" in str(error) else None
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """The type and the text of `error`, for a message."""
     text = " ".join(str(error).split())[:600]
+    if isinstance(error, FailedTogether):  # it has the types of what went wrong in it
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

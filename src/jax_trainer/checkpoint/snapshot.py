@@ -33,7 +33,7 @@ class Snapshots:
             for name, leaf in leaves.items():
                 _copy(leaf, self._buffers[name])
             return dict(self._buffers)
-        if _have_room(leaves):
+        if have_room(leaves):
             return {name: _copied(leaf) for name, leaf in leaves.items()}
         return {name: np.array(leaf) for name, leaf in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
 
@@ -51,10 +51,12 @@ def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:
 
 
 def _is_on_host(leaves: Mapping[str, Any]) -> bool:
-    return all(
-        leaf.is_fully_addressable and {device.platform for device in leaf.devices()} == {"cpu"}
-        for leaf in _arrays(leaves)
-    )
+    return all(leaf.is_fully_addressable for leaf in _arrays(leaves)) and is_on_cpu(leaves)
+
+
+def is_on_cpu(leaves: Mapping[str, Any]) -> bool:
+    """Whether the devices of all arrays are processors, whose memory is that of the host."""
+    return all({device.platform for device in leaf.devices()} == {"cpu"} for leaf in _arrays(leaves))
 
 
 def _copy(leaf: Any, buffer: np.ndarray) -> None:
@@ -73,7 +75,7 @@ def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
-def _have_room(leaves: Mapping[str, Any]) -> bool:
+def have_room(leaves: Mapping[str, Any]) -> bool:
     """Whether every device that holds a part of the state has room for a copy of it."""
     held: Counter[Any] = Counter()
     for leaf in _arrays(leaves):

@@ -5,9 +5,12 @@ of all these in `MANIFEST.json`. It is written under a temporary name by a threa
 disk: what has the name is complete.
 """
 
+import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -29,22 +32,36 @@ from jax_trainer.checkpoint.reading import read_into
 from jax_trainer.checkpoint.record import CheckpointError, Record, Saved, SaveError, versions_in_use
 from jax_trainer.checkpoint.retention import Better, Retention
 from jax_trainer.checkpoint.room import make_ready
+from jax_trainer.checkpoint.shares import taken_share
 from jax_trainer.checkpoint.slim import refusal
 from jax_trainer.checkpoint.snapshot import Snapshots
+from jax_trainer.checkpoint.together import (
+    Exchange,
+    keep_house_together,
+    probe_together,
+    read_together,
+    with_all_positions,
+    write_together,
+)
 from jax_trainer.core import TrainState, failpoint, step_of
 from jax_trainer.datasets import Position
+from jax_trainer.processes.peers import PATIENCE
 
 __all__ = ["CheckpointError", "CheckpointStore", "Listed", "SaveError", "Saved", "Which"]
 
 Which = Saved | Path | int | Literal["latest", "best"] | None
 Remembered = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _FIELDS = tuple(TrainState.__dataclass_fields__)
+_MOST_BYTES = 16  # of a number
 _NOTICEABLE = 2.0  # seconds, all together, that saves have waited for the one before
 _log = logging.getLogger("jax_trainer")
 
 
 class CheckpointStore:
     """The checkpoints of one run, in `folder`.
+
+    Several processes that train together all call the same methods, in the same order, from their main threads: see
+    `together.py`.
 
     Args:
         folder: where they are; made when the first one is saved.
@@ -57,6 +74,8 @@ class CheckpointStore:
         better: `better(new, old)` decides instead, from the metrics that were saved with two checkpoints.
         slim_best: a checkpoint that stays only as one of the best, and is no more among the latest, is rewritten
             without the optimizer's state: it can be used, and not be gone on from.
+        patience: the seconds that one of several processes waits for the others, besides the time that large arrays
+            take.
     """
 
     def __init__(
@@ -70,8 +89,8 @@ class CheckpointStore:
         mode: Literal["min", "max"] = "min",
         better: Better | None = None,
         slim_best: bool = False,
+        patience: float = PATIENCE,
     ) -> None:
-        _refuse_several_processes()
         self.folder = Path(folder).absolute()
         self._retention = Retention(
             keep_latest=keep_latest,
@@ -83,14 +102,23 @@ class CheckpointStore:
         )
         self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)
         self._snapshots, self._thread = Snapshots(), SavingThread("jax-trainer-save", f"a checkpoint in {self.folder}")
+        self._asking, self._saving = (Exchange(self.folder, what, patience) for what in ("asking", "saving"))
         self._waited, self._has_told_of_waiting = 0.0, False
 
     def prepare(self, state: TrainState) -> None:
         """Finds out, before the first step, whether states like this can be saved here, and gets ready for it."""
         words = {name: words_of(leaf) for name, leaf in named_leaves(state).items()}
-        make_ready(self.folder, _bytes_of(words))
-        self._keeping.listing()  # what another version of this library wrote must be known before more is added
-        self._snapshots.allocate(words)
+
+        def make_sure() -> None:
+            make_ready(self.folder, _bytes_of(words))
+            self._keeping.listing()  # what another version of this library wrote must be known before more is added
+
+        if self._asking.are_several:
+            probe_together(self._asking, self.folder, make_sure)
+            self._taken(words)  # copies are compiled when they are first made
+        else:
+            make_sure()
+            self._snapshots.allocate(words)
         get_ready()
         versions_in_use()
 
@@ -115,24 +143,26 @@ class CheckpointStore:
                 are written, which may wait for something.
             wait: return when the checkpoint is on the disk; otherwise a thread writes it meanwhile.
         """
-        self._check_monitored(metrics)
-        named = named_leaves(state)
-        words = {name: words_of(leaf) for name, leaf in named.items()}
-        empty = {name: Spec.of(leaf) for name, leaf in words.items() if not math.prod(leaf.shape)}
-        keys = {name: impl for name, leaf in named.items() if (impl := impl_of(leaf))}
-        record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
-        if not callable(run):
-            record = record.with_run(run)
+        with self._telling_of_absence():
+            self._check_monitored(metrics)
+            named = named_leaves(state)
+            words = {name: words_of(leaf) for name, leaf in named.items()}
+            empty = {name: Spec.of(leaf) for name, leaf in words.items() if not math.prod(leaf.shape)}
+            keys = {name: impl for name, leaf in named.items() if (impl := impl_of(leaf))}
+            record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
+            if not callable(run):
+                record = record.with_run(run)
         self._wait_for_the_one_before()
-        taken, specs = self._snapshots.take(words), {name: Spec.of(leaf) for name, leaf in named.items()}
-        self._thread.start(lambda: self._write(taken, specs, record, run))
+        with self._telling_of_absence():
+            taken, specs = self._taken(words), {name: Spec.of(leaf) for name, leaf in named.items()}
+        self._thread.start(lambda: self._write(taken, specs, record, run, _bytes_of(words)))
         if wait:
             self.wait()
         return self.folder / name_of(record.step)
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written now."""
+        """Whether a checkpoint is being written now; of several processes, by this one."""
         return self._thread.is_busy
 
     def wait(self) -> None:
@@ -140,8 +170,12 @@ class CheckpointStore:
         self._thread.wait()
 
     def check(self) -> None:
-        """Raises a `SaveError` if a save failed that nobody waited for; does not wait."""
-        self._thread.check()
+        """Raises a `SaveError` if a save failed that nobody waited for; does not wait.
+
+        Of several processes none does: they would learn it at different moments. The next `save` or `wait` tells.
+        """
+        if not self._saving.are_several:
+            self._thread.check()
 
     def goes_on_from(self, saved: Saved) -> None:
         """The run goes on from `saved`, which stays until `completed`.
@@ -149,16 +183,20 @@ class CheckpointStore:
         Checkpoints of later steps no longer count, and are deleted once a new one is there.
         """
         self._thread.settle()
-        self._keeping.goes_on_from(saved)
+        self._asking.ask(lambda: self._keeping.goes_on_from(saved) or "")
 
     def completed(self) -> None:
         """The run is done: waits, and no longer keeps what it went on from."""
         self.wait()
-        self._keeping.completed()
+        self._asking.ask(lambda: self._keeping.completed() or "")
 
     def all(self) -> list[Saved]:
         """The checkpoints that there are, by ascending step."""
-        return list(self._keeping.listing().found.values())
+        if not self._asking.are_several:
+            return self._counted()
+        self._thread.settle()  # nothing is deleted before the others have looked
+        paths = self._asking.ask(lambda: json.dumps([str(saved.path) for saved in self._counted()]))
+        return [read_saved(Path(path))[0] for path in json.loads(paths)]
 
     def steps(self) -> list[int]:
         """The steps that there is a checkpoint of, in ascending order."""
@@ -175,11 +213,16 @@ class CheckpointStore:
     def listed(self) -> list[Listed]:
         """All that has the name of a checkpoint, by ascending step, damaged or not."""
         self._thread.settle()
-        return listed_in(self.folder)
+        if not self._asking.are_several:
+            return listed_in(self.folder)
+        told = self._asking.ask(lambda: json.dumps([asdict(one) for one in listed_in(self.folder)], default=str))
+        return [
+            Listed(**{**one, "path": Path(one["path"]), "without": tuple(one["without"])}) for one in json.loads(told)
+        ]
 
     def verify(self, path: Path) -> str:
         """What is wrong with the checkpoint in `path`, after reading all its files; "" if nothing is."""
-        return problem_of(Path(path).absolute())
+        return self._asking.ask(lambda: problem_of(Path(path).absolute()))
 
     def restore(
         self,
@@ -208,10 +251,16 @@ class CheckpointStore:
         fitting = Fitting(cast=cast, partial=partial, rename=dict(rename or {}))
         self._thread.settle()
         fields = () if partial else only
-        saved, record = read_saved(self._choose(which, fields).path)
-        if lacks(saved, fields):
-            raise refusal(saved, self.all())
-        return read_into(like, saved.path, record, only, fitting), saved
+
+        def read(path: Path) -> tuple[TrainState, Saved]:
+            saved, record = read_saved(path)
+            state = read_into(like, saved.path, record, only, fitting)
+            return state, replace(saved, position=self._asking.own_position(saved.position))
+
+        if not self._asking.are_several:
+            return read(self._path_of(which, fields))
+        size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
+        return read_together(self._asking, lambda: self._path_of(which, fields), read, size)
 
     def _check_monitored(self, metrics: Mapping[str, float]) -> None:
         monitor = self._retention.monitor
@@ -220,6 +269,22 @@ class CheckpointStore:
                 f"No metric {monitor!r} to monitor. There are: {', '.join(sorted(metrics))}. Set `monitor` "
                 "to one of these, and save after the evaluation that reports it."
             )
+
+    @contextmanager
+    def _telling_of_absence(self) -> Iterator[None]:
+        """Lets other processes, which wait for this one's part of a save, know that it has none."""
+        try:
+            yield
+        except Exception as error:
+            if self._saving.are_several:
+                self._thread.settle(insist=True)
+                self._saving.tell_absence(error)
+            raise
+
+    def _taken(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        if self._saving.are_several:
+            return taken_share(words, is_lead=self._saving.is_lead)
+        return self._snapshots.take(words)
 
     def _wait_for_the_one_before(self) -> None:
         self._waited += self._thread.settle(insist=True)
@@ -232,23 +297,51 @@ class CheckpointStore:
             )
         self._thread.check()
 
-    def _write(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec], record: Record, run: Remembered) -> None:
+    def _write(
+        self, arrays: Mapping[str, Any], specs: Mapping[str, Spec], record: Record, run: Remembered, size: int
+    ) -> None:
         """What the thread does."""
         path, what = self.folder / name_of(record.step), f"Saving the checkpoint of step {record.step}"
-        told = cache(lambda: record.with_run(run()) if callable(run) else record)
 
-        def write() -> None:
+        @cache
+        def told() -> Record:
+            return whole.with_run(run()) if callable(run) else whole
+
+        def make_folder() -> None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._keeping.listing()  # as in `prepare`
             sweep(self.folder)
+
+        def write() -> None:
+            if self._saving.are_several:
+                write_together(self._saving, path, arrays, told, make_folder, size)
+                return
+            make_folder()
             write_checkpoint(self.folder, arrays, told, record.step, last_point="before_rename")
 
-        try:
-            with_retries(write, what)
+        def keep_house() -> str:
             failpoint("after_rename")
             with_retries(lambda: self._keeping.committed(record.step, path, specs), what)
+            return ""
+
+        try:
+            whole = with_all_positions(self._saving, record)
+            with_retries(write, what)
+            if self._saving.are_several:
+                keep_house_together(self._saving, path, keep_house)
+            else:
+                keep_house()
         except BaseException as error:
-            raise as_save_error(error, record.step, path, _bytes_of(arrays)) from error
+            raise as_save_error(error, record.step, path, size) from error
+
+    def _counted(self) -> list[Saved]:
+        return list(self._keeping.listing().found.values())
+
+    def _path_of(self, which: Which, fields: Sequence[str]) -> Path:
+        saved = self._choose(which, fields)
+        if lacks(saved, fields):
+            raise refusal(saved, self._counted())
+        return saved.path
 
     def _choose(self, which: Which, fields: Sequence[str]) -> Saved:
         match which:
@@ -291,15 +384,10 @@ class CheckpointStore:
         return "that is the best, as no metric is monitored," if monitor is None else f"with a {monitor!r}"
 
     def _nothing(self, asked: str) -> str:
-        steps = self.steps()
+        steps = [saved.step for saved in self._counted()]
         offered = f"There are the steps {', '.join(map(str, steps))}." if steps else "Nothing has been saved there."
         return f"There is no checkpoint {asked} in {self.folder}. {offered}"
 
 
 def _bytes_of(arrays: Mapping[str, Any]) -> int:
     return sum(Spec.of(array).nbytes for array in arrays.values())
-
-
-def _refuse_several_processes() -> None:
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
-        raise NotImplementedError("Checkpoints of several processes are not supported yet. Use one process.")

@@ -30,6 +30,7 @@ from jax_trainer.optimizer import GroupConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
 
 def version() -> str:
@@ -83,7 +84,7 @@ def describe(asked: argparse.Namespace) -> Outcome:
 
 def _sections() -> Iterator[Described]:
     """What has keys and is no registered class."""
-    for section in (Experiment, GroupConfig):
+    for section in (Experiment, MeshConfig, ShardingConfig, ShardingRuleConfig, GroupConfig):
         yield Described(
             section.__name__.removesuffix("Config"),
             "Section",

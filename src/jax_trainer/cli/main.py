@@ -18,13 +18,16 @@ from rich.console import Console
 
 import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
+import jax_trainer.cli.launch as launching
+import jax_trainer.cli.together as together
 import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
-from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
+from jax_trainer.processes import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.settings import SettingsError
 
@@ -43,10 +46,12 @@ Train, test and resume experiments that are described by one YAML file.
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               what was saved, and whether it is whole
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    look for better values
+  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes together
   jax-trainer describe AdamW                                       what can be configured
 """
 _EXIT_CODES = """\
-exit codes: 0 done, 1 failed, 2 the configuration or the command is wrong, 130 Ctrl-C, 143 SIGTERM
+exit codes: 0 done, 1 failed, 2 the configuration or the command is wrong, 75 the run hangs (HangMonitor),
+130 Ctrl-C, 143 SIGTERM
 """
 
 
@@ -83,14 +88,17 @@ def parser() -> argparse.ArgumentParser:
     ckpt = command("ckpt", checkpoints.ckpt, "list the checkpoints of a run, and verify them")
     describe = command("describe", commands.describe, "show what can be configured")
     command("schema", commands.schema, "print a JSON schema of configurations, for editors")
+    launch = command("launch", launching.launch, "train in several processes on this machine")
     tune = command("tune", tuning.tune, "look for the values with which an experiment does best")
-    for one in (train, check, tune):
+    for one in (train, check, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="a YAML file")
     for one in (test, resume, ckpt):
         one.add_argument("folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     given = "other values, such as trainer.train_epochs=3, and files with classes of your own"
-    for one in (train, check, test, resume, tune):
-        more = "; resume=auto: go on with a run of this configuration, if there is one" if one is train else ""
+    for one in (train, check, test, resume, tune, launch):
+        more = (
+            "; resume=auto: go on with a run of this configuration, if there is one" if one in (train, launch) else ""
+        )
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given + more)
     for one, default in ((test, "best"), (resume, "latest")):
         whose = f"which checkpoint: best, latest, or the number of a step (default: {default})"
@@ -98,6 +106,9 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("--fork", action="store_true", help="go on in a new folder, and leave RUN as it is")
     ckpt.add_argument("--verify", action="store_true", help="read all of it, and compare with its digests")
     tuning.add_options(tune)
+    launching.add_options(launch)
+    for one in (train, resume, test):
+        together.add_options(one)
     describe.add_argument("name", nargs="?", default="", metavar="NAME", help="a class, or a kind such as Callback")
     return whole
 
@@ -122,16 +133,26 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line asks; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    if arguments is not None:
+        return _done(arguments)
+    code = _done(sys.argv[1:])
+    if code in (CTRL_C, TERMINATED):
+        leave()  # all of several processes were stopped
+        return _ended_at_once(code)
+    # one that failed must not wait for the others, as JAX would; they learn of it
+    return _ended_at_once(code) if code and together.are_several() else code
+
+
+def _done(given: Sequence[str]) -> int:
     asked = argparse.Namespace(json="--json" in given, secrets=set())
     try:
         asked = _parsed(given)
+        together.join_others(asked)
         with _one_line_each(asked):
             outcome = asked.run(asked)
     except (Interrupted, KeyboardInterrupt) as end:
         code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
-        _tell(asked, code, str(end) or "Interrupted.", status="interrupted", run=run)
-        return _ended_at_once(code) if arguments is None else code
+        return _tell(asked, code, str(end) or "Interrupted.", status="interrupted", run=run)
     except ConfigError as error:
         count = len(error.problems) + error.more
         heading = f"{count} problems:\n" if count > 1 else ""

@@ -50,6 +50,8 @@ def dry_run(console: Console, report: DryRun) -> None:
     }
     for name, text in lines.items():
         _line(console, f"{name:>12}: {text}")
+    if report.layout is not None:
+        _line(console, f"\n{report.layout.text()}")
 
 
 def described(console: Console, classes: Sequence[Described]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointStore, Listed
+from jax_trainer.checkpoint.listing import Listed, listed_in
 from jax_trainer.cli import commands, tables
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.cli.runs import Meant, meant, without_resume
@@ -85,7 +85,8 @@ def _way_on(asked: argparse.Namespace, folder: RunFolder | None) -> str:
 
 def _saved(folder: RunFolder) -> list[Listed]:
     """The checkpoints of a run that look whole; what is damaged fails here no second time."""
-    return [one for one in CheckpointStore(folder.checkpoints).listed() if not one.problem]
+    # without asking the other processes, which may be gone
+    return [one for one in listed_in(folder.checkpoints) if not one.problem]
 
 
 def _command(asked: argparse.Namespace, name: str, folder: RunFolder) -> str:

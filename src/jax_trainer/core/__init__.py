@@ -7,10 +7,12 @@ from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.compile import CompiledProgram, compile_program, compiled_function, copied
 from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
+from jax_trainer.core.given_layout import GivenMesh, layout_of
 from jax_trainer.core.late import load_late
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_statistics
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
+from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.meter import Column, Columns, Meter, reported_in
 from jax_trainer.core.metrics import (
     Batch,
@@ -25,6 +27,7 @@ from jax_trainer.core.metrics import (
     resized,
 )
 from jax_trainer.core.own_line import with_own_line
+from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
@@ -57,11 +60,13 @@ __all__ = [
     "Examination",
     "FaultInjected",
     "FlaxState",
+    "GivenMesh",
     "GradFn",
     "Gradients",
     "HeldState",
     "InitVariables",
     "Layout",
+    "LayoutError",
     "LogFreq",
     "LogMetricMode",
     "LogMode",
@@ -72,6 +77,7 @@ __all__ = [
     "NonFiniteError",
     "OnRecompile",
     "OutOfMemoryError",
+    "Partitioning",
     "Precision",
     "PredictFn",
     "Program",
@@ -96,10 +102,12 @@ __all__ = [
     "examine",
     "failpoint",
     "grad_of",
+    "layout_of",
     "leaf_path",
     "leaf_statistics",
     "load_late",
     "make_eval_step",
+    "make_mesh",
     "make_predict_step",
     "make_program",
     "make_train_step",

@@ -10,6 +10,7 @@ from jax_trainer.core.metrics import Batch, Metrics, PyTree, merge_micro, resize
 from jax_trainer.core.precision import cast_like
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import GradFn, Gradients
+from jax_trainer.core.tracing import like_params, split_rows
 
 
 def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
@@ -40,9 +41,10 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             return (total, weight + count, found.model_state), found.metrics
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-        carry = (zeros, jnp.zeros((), jnp.float32), state.model_state)
+        carry = (like_params(zeros), jnp.zeros((), jnp.float32), state.model_state)
         even = whole * micro
         parts = jax.tree.map(lambda x: x[:even].reshape(whole, micro, *x.shape[1:]), batch)
+        parts = split_rows(parts, axis=1)  # cut from a batch that is shared by rows, each would be on a few devices
         carry, stacked = lax.scan(add, carry, (jnp.arange(whole), parts))
         rest = None
         if even < length:

@@ -12,12 +12,15 @@ from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
 from jax_trainer.core.own_line import with_own_line
+from jax_trainer.core.placing import leads_example
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.sending import sent
 from jax_trainer.core.state import HeldState, TrainState, copy_state
 from jax_trainer.core.steps import StepReport
 from jax_trainer.core.tape import TapeFormat, rows_written
+from jax_trainer.core.tracing import tracing_for
 
 Loose = dict[str, jax.Array]  # metrics that are too large for the tape
 Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
@@ -53,7 +56,8 @@ class CompiledProgram:
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
-        self.layout, self.debug, self.checks = layout, debug, program.checks
+        self.layout = None if layout is None else layout.listening_to(program.said)
+        self.debug, self.checks = debug, program.checks
         self.keeps_batches = program.keeps_batches
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
@@ -63,8 +67,8 @@ class CompiledProgram:
         self.steps_one_by_one = False
         self.feeding: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
         # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
-        self._train_inner: Any = program.train_step if debug else jax.jit(program.train_step, inline=True)
-        self._eval_inner = program.eval_step if debug else jax.jit(program.eval_step, inline=True)
+        self._train_inner: Any = program.train_step if debug else self._for_layout(program.train_step)
+        self._eval_inner = program.eval_step if debug else self._for_layout(program.eval_step)
         donated = (0,) if donate else ()
         self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
         self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
@@ -77,10 +81,17 @@ class CompiledProgram:
         self._ask = self._compile("predict_step", self._predict, ())
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
-        """A fresh state, its shapes taken from an example batch; with a layout, made where it will live."""
-        init = self._program.init
+        """A fresh state, its shapes taken from an example batch; with a layout, made where it will live.
+
+        Where several processes share its devices, all must ask, and the example of the first one counts.
+        """
+        if self._is_shared:
+            example = leads_example(example)
+        init, given = self._program.init, self._program.given
+        if self.layout is not None and given is not None and not self.debug:
+            return self.begin(key, *given(key, example))  # what is made around these weights is made where it will live
         if self.debug or not self._program.init_is_traced:
-            return self._placed(copy_state(init(key, example)))
+            return self._placed(init(key, example))
         example = jax.tree.map(jnp.asarray, example)
         return _made("init", init, self._shardings(init, key, example), key, example)
 
@@ -94,11 +105,11 @@ class CompiledProgram:
                 "one: `program._replace(begin=…)`."
             )
         if self.debug:
-            return self._placed(copy_state(begin(key, params, model_state)))
+            return self._placed(begin(key, params, model_state))
         shardings = self._shardings(begin, key, params, model_state)
         if shardings is not None:  # they may come from other devices than those of the layout
             there = (shardings.rng, shardings.params, shardings.model_state)
-            key, params, model_state = jax.device_put((key, params, model_state), there)
+            key, params, model_state = sent((key, params, model_state), there)
         return _made("begin", begin, shardings, key, params, model_state)  # which returns nothing it was given
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
@@ -108,6 +119,8 @@ class CompiledProgram:
         """
         try:
             state = jax.eval_shape(self._program.init, key, example)
+            if self.layout is not None:
+                self.layout.state_shardings(state)  # what cannot be laid out shows here
             trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
             return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
         except Exception as error:
@@ -129,23 +142,26 @@ class CompiledProgram:
         return self._ask(held, np.uint32(number), batch)[1]
 
     def report(self, state: TrainState, batch: Batch) -> StepReport:
-        """What a step on this batch would tell, gradients and all; `state` stays as it is."""
+        """What a step on this batch, all of it, would tell, gradients and all; `state` stays as it is."""
         if self.debug:
             return _without_jit(self._told)(state, batch)
-        return jax.jit(self._told)(state, self.place(batch, stacked=False))
+        return jax.jit(self._told)(state, self.place(batch, stacked=False, whole=True))
 
-    def place(self, batch: Batch, *, stacked: bool, ahead: bool = False) -> Batch:
+    def place(self, batch: Batch, *, stacked: bool, whole: bool = False, ahead: bool = False) -> Batch:
         """`batch` where the step wants it: as it is, or spread over the layout's devices.
 
-        Without a layout the step itself would fetch it; `ahead` of the step that is done here, except on the CPU,
-        where a numpy array can be used as it is.
+        Where several processes share them, `batch` is this process's part, or, if `whole`, all of it. Without a layout
+        the step itself would fetch it; `ahead` of the step that is done here, except on the CPU, where a numpy array
+        can be used as it is.
         """
         if self.layout is not None:
-            return self.layout.place(batch, stacked=stacked)
+            return self.layout.place(batch, stacked=stacked, whole=whole)
         return jax.device_put(batch) if ahead and jax.default_backend() != "cpu" else batch
 
     def store(self, arrays: PyTree) -> PyTree:
-        """`arrays` on every device, for steps that pick their batches out of them."""
+        """`arrays`, which every process has, on every device, for steps that pick their batches out of them."""
+        if self.layout is not None and self.layout.feeding is not None:
+            return self.layout.feeding.everywhere(arrays)
         return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
     def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
@@ -195,12 +211,15 @@ class CompiledProgram:
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
 
     def _blank(self, fmt: TapeFormat, length: int) -> jax.Array:
+        if self._is_shared:
+            return self.store(np.zeros((length, fmt.width), np.uint32))
         return fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
     def _step(self, state: TrainState, tape: jax.Array, batch: Batch, store: PyTree = None) -> Stepped:
-        state, report = self._train_inner(state, batch if store is None else _picked(batch, store))
+        batch = self._spread(batch) if store is None else _picked(batch, store)
+        state, report = self._train_inner(state, batch)
         metrics = _reported(report)
-        tape, loose = (self._train_format or TapeFormat.of(metrics)).append(tape, metrics)
+        tape, loose = self._everywhere((self._train_format or TapeFormat.of(metrics)).append(tape, metrics))
         return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
 
     def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
@@ -223,13 +242,13 @@ class CompiledProgram:
         return lax.fori_loop(0, steps, body, (state, tape, kept))
 
     def _judge(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
-        metrics = _judged(self._eval_inner(self._keyed(state, rows_written(tape)), batch))
-        return (self._eval_format or TapeFormat.of(metrics)).append(tape, metrics)
+        metrics = _judged(self._eval_inner(self._keyed(state, rows_written(tape)), self._spread(batch)))
+        return self._everywhere((self._eval_format or TapeFormat.of(metrics)).append(tape, metrics))
 
     def _predict(self, state: TrainState, number: jax.Array, batch: Batch) -> tuple[tuple[()], PyTree]:
         assert self._program.predict_step is not None
         # the empty tuple stands where other compiled functions return a state: outputs may look like anything
-        return (), self._program.predict_step(self._keyed(state, number), batch)
+        return (), self._everywhere(self._program.predict_step(self._keyed(state, number), self._spread(batch)))
 
     def _told(self, state: TrainState, batch: Batch) -> StepReport:
         report = self._train_inner(state, batch)[1]
@@ -246,7 +265,36 @@ class CompiledProgram:
         return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
 
     def _placed(self, state: TrainState) -> TrainState:
-        return state if self.layout is None else jax.device_put(state, self.layout.state_shardings(state))
+        """The values of `state`, which stays as it is, where they will live."""
+        if self.layout is None:
+            return copy_state(state)
+        # first to its place: a copy beforehand would be whole; afterwards, because some of it may have been there
+        return copied(sent(state, self.layout.state_shardings(state)))
+
+    def _for_layout(self, step: Callable[..., Any]) -> Any:
+        def traced(state: TrainState, batch: Batch) -> Any:
+            # a function of its own: JAX traces a function once for all who compile it, whatever their layouts
+            with tracing_for(self.layout):
+                return step(state, batch)
+
+        return jax.jit(traced, inline=True)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.layout is not None and self.layout.feeding is not None
+
+    def _spread(self, batch: Batch) -> Batch:
+        # where several processes need the same rows, each fed some of them only, and they are brought together here
+        feeding = None if self.layout is None else self.layout.feeding
+        if self.layout is None or feeding is None or not feeding.reshards:
+            return batch
+        return self.layout.constrain_rows(batch, 0)
+
+    def _everywhere(self, results: Any) -> Any:
+        # every process is to read all of it
+        if self.layout is None or self.layout.feeding is None or self.debug:
+            return results
+        return lax.with_sharding_constraint(results, self.layout.replicated)
 
     def _pinned(self, state: TrainState) -> TrainState:
         # left to itself the compiler may hand back a sharded parameter replicated

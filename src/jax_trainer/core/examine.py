@@ -1,6 +1,7 @@
 """Looking back at a step that went wrong: what in it was not finite."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +48,12 @@ def examine(program: CompiledProgram, state: TrainState, batch: Batch, step: int
 
 
 def _not_finite(tree: PyTree) -> tuple[str, ...]:
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
-    return tuple(leaf_path(path) or "the array" for path, leaf in leaves if not _is_finite(np.asarray(leaf)))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(leaf_path(path) or "the array" for path, leaf in leaves if not _is_finite(leaf))
 
 
-def _is_finite(array: np.ndarray) -> bool:
+def _is_finite(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # other processes, which ask as well, have some
+        return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
+    array = np.asarray(jax.device_get(leaf))
     return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(array).all())

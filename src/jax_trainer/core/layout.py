@@ -1,17 +1,23 @@
 """Where arrays live: which mesh axes hold the batch, and how each parameter is split."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_trainer.core.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.partitioning import Partitioning, Specs, checked_spec
 from jax_trainer.core.paths import leaf_path
+from jax_trainer.core.placing import Feeding, spans_processes
 from jax_trainer.core.state import TrainState
 
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
+Said = Callable[[], Mapping[str, PartitionSpec]]
 
 
 def replicate(path: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -21,40 +27,93 @@ def replicate(path: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Batches are split along `batch_axes` of `mesh`, parameters as `param_spec(path, shape)` says.
+    """Which devices hold what: batches are split along `batch_axes` of `mesh`, parameters as `param_spec` says.
 
-    Whatever mirrors a parameter (optimizer moments, averaged weights) is laid out like it.
+    Whatever mirrors a parameter (gradients, optimizer moments, averaged weights) is laid out like it; what has another
+    shape (the factors of Adafactor, counters, statistics of BatchNorm) is on every device.
+
+    Args:
+        mesh: the devices.
+        batch_axes: left out, those called "data" and "fsdp", or the only one.
+        param_spec: a `Partitioning`, or `(path, shape) -> PartitionSpec`, which is then all that counts.
+        said: how the model itself splits its parameters; a compiled program asks its own.
     """
 
     mesh: Mesh
-    batch_axes: tuple[str, ...] = ("data",)
-    param_spec: ParamSpec = replicate
+    batch_axes: tuple[str, ...] = None  # pyright: ignore[reportAssignmentType]  # found below
+    param_spec: ParamSpec | Partitioning = field(default_factory=Partitioning)
+    said: Said = dict
 
     def __post_init__(self) -> None:
+        checked_mesh(self.mesh)
+        if self.batch_axes is None:
+            object.__setattr__(self, "batch_axes", usual_batch_axes(self.mesh))
         missing = [axis for axis in self.batch_axes if axis not in self.mesh.shape]
         if missing:
-            raise ValueError(f"The mesh has the axes {list(self.mesh.shape)}, not {missing}. Fix `batch_axes`.")
+            raise LayoutError(f"The mesh has the axes {list(self.mesh.shape)}, not {missing}. Fix `batch_axes`.")
+
+    def listening_to(self, said: Said) -> "Layout":
+        """The same for a model that says such things about its parameters, once it is known."""
+        return replace(self, said=said)
+
+    def param_specs(self, params: PyTree) -> Specs:
+        """How every parameter (an array or a shape) is split, by its dotted name."""
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {leaf_path(path): tuple(leaf.shape) for path, leaf in leaves}
+        spec = self.param_spec
+        if isinstance(spec, Partitioning):
+            return spec.specs(shapes, self.mesh, self.said())
+        asked = {path: spec(path, shape) for path, shape in shapes.items()}
+        return {path: checked_spec(asked[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding of every leaf of `state` (arrays or shapes)."""
-        specs = {
-            leaf_path(path): (leaf.shape, self.param_spec(leaf_path(path), leaf.shape))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-        }
+        leaves = jax.tree_util.tree_leaves_with_path(state.params)
+        shapes, specs = {leaf_path(path): leaf.shape for path, leaf in leaves}, self.param_specs(state.params)
 
         def sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            field, *parts = leaf_path(path).split(".")
-            mirrors = field in ("params", "opt_state", "extra")
+            part, *parts = leaf_path(path).split(".")
+            mirrors = part in ("params", "opt_state", "extra")
             for start in range(len(parts) + 1) if mirrors else ():
-                shape, spec = specs.get(".".join(parts[start:]), (None, None))
-                if shape == leaf.shape and spec is not None:
-                    return NamedSharding(self.mesh, spec)
+                name = ".".join(parts[start:])
+                if shapes.get(name) == leaf.shape:
+                    return NamedSharding(self.mesh, specs[name])
             return NamedSharding(self.mesh, PartitionSpec())
 
         return jax.tree_util.tree_map_with_path(sharding, state)
 
-    def place(self, batch: Batch, *, stacked: bool = False) -> Batch:
-        """`batch` on the devices. What does not divide evenly is replicated: slower, but exact."""
+    def constrain_params(self, tree: PyTree) -> PyTree:
+        """`tree`, which looks like the parameters, laid out as they are; for traced steps."""
+        specs = self.param_specs(tree)
+
+        def constrained(path: tuple, leaf: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, specs[leaf_path(path)]))
+
+        return jax.tree_util.tree_map_with_path(constrained, tree)
+
+    def constrain_rows(self, batch: Batch, axis: int) -> Batch:
+        """`batch` split along `axis`, where that divides evenly; for traced steps."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.batch_axes))
+
+        def constrained(leaf: Any) -> Any:
+            shape = jax.numpy.shape(leaf)
+            divides = len(shape) > axis and shape[axis] % self.batch_ways == 0
+            return jax.lax.with_sharding_constraint(leaf, sharding) if divides else leaf
+
+        return jax.tree.map(constrained, batch)
+
+    @cached_property
+    def feeding(self) -> Feeding | None:
+        """How several processes feed these devices together; None where one has them all."""
+        return Feeding(self.mesh, self.batch_axes) if spans_processes(self.mesh) else None
+
+    def place(self, batch: Batch, *, stacked: bool = False, whole: bool = False) -> Batch:
+        """`batch` on the devices. What does not divide evenly is replicated: slower, but exact.
+
+        Where several processes share the devices, `batch` is this process's part, or, if `whole`, all of it.
+        """
+        if self.feeding is not None:
+            return (self.feeding.whole if whole else self.feeding.part)(batch, stacked=stacked)
         axis, ways = 1 if stacked else 0, self.batch_ways
 
         def put(leaf: PyTree) -> jax.Array:

@@ -1,10 +1,11 @@
 """`Program`: everything of a run that gets traced, and how a loss function becomes one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.leaf_statistics import check_modes
@@ -42,6 +43,8 @@ class Program(NamedTuple):
     begin: Begin | None = None  # a fresh state around given weights: (key, params, model_state)
     predict_step: PredictStep | None = None  # what the model makes of a batch
     keeps_batches: bool = False  # whether a check may ask for the batch of a step
+    given: InitVariables | None = None  # the existing weights that `init` begins with, as `begin` takes them
+    said: Callable[[], Mapping[str, PartitionSpec]] = dict  # how the model splits its parameters; known after `init`
 
 
 class StepOptions(TypedDict, total=False):
@@ -89,8 +92,11 @@ def make_program(
     def begin(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         return new_state(cast_floats(params, precision.param), model_state, tx, key)
 
+    def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return init_variables(stream(key, "init"), batch)
+
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        return begin(key, *init_variables(stream(key, "init"), batch))
+        return begin(key, *variables(key, batch))
 
     cast_loss = in_precision(loss_fn, precision)
     grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
@@ -101,5 +107,6 @@ def make_program(
         make_eval_step(cast_loss),
         init_is_traced=options.get("init_is_traced", True),
         begin=begin,
+        given=None if options.get("init_is_traced", True) else variables,
         predict_step=None if predict_fn is None else make_predict_step(predict_fn, precision),
     )

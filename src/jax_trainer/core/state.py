@@ -10,6 +10,7 @@ import optax
 
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.tracing import like_params
 
 Arrays = TypeVar("Arrays")  # a state, or a part of one
 
@@ -57,7 +58,7 @@ class FlaxState(TrainState):
 
     def apply_gradients(self, *, grads: PyTree, **collections: PyTree) -> Self:
         """The state after one optimizer update; `collections` replace those of the model state."""
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        updates, opt_state = self.tx.update(like_params(grads), self.opt_state, self.params)
         return self.replace(
             step=self.step + 1,
             params=optax.apply_updates(self.params, updates),

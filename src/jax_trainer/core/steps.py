@@ -12,6 +12,7 @@ from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_w
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
+from jax_trainer.core.tracing import like_params
 
 LARGE = 2**14  # elements from which on a dot product pays
 
@@ -103,7 +104,7 @@ def grad_of(loss_fn: SteppedLossFn) -> GradFn:
             return loss, aux
 
         (loss, (model_state, reported)), grads = jax.value_and_grad(scalar_loss, has_aux=True)(state.params)
-        return Gradients(grads, model_state, _with_loss(loss, reported, batch))
+        return Gradients(like_params(grads), model_state, _with_loss(loss, reported, batch))
 
     return grad_fn
 
@@ -137,8 +138,12 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     def square(leaf: jax.Array) -> jax.Array:
         leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        # a dot product uses every core; the compiler squares into memory and adds up in one, 8 % of a step on a CPU
-        return jnp.vdot(leaf, leaf).real if leaf.size >= LARGE else (jnp.abs(leaf) ** 2).sum()
+        if leaf.size < LARGE:
+            return (jnp.abs(leaf) ** 2).sum()
+        # a dot product uses every core; the compiler squares into memory and adds up in one, 8 % of a step on a CPU.
+        # Over all dimensions at once: flattening would gather a leaf that is split along a later one
+        every = tuple(range(leaf.ndim))
+        return jax.lax.dot_general(leaf.conj(), leaf, ((every, every), ((), ()))).real
 
     return jnp.sqrt(sum(map(square, jax.tree.leaves(tree)), start=jnp.zeros(())))
 

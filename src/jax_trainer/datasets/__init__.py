@@ -16,6 +16,7 @@ from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyW
 from jax_trainer.datasets.order import Order, nearby_multiples
 from jax_trainer.datasets.prefetch import LATE, Background, Direct, Supply
 from jax_trainer.datasets.resident import RowLoader, resident_loader
+from jax_trainer.datasets.shared_state import joined_states, own_state
 from jax_trainer.datasets.transforms import (
     DeviceTransforms,
     ImageTransform,
@@ -54,9 +55,11 @@ __all__ = [
     "UnusedKeyWarning",
     "examples",
     "in_words",
+    "joined_states",
     "load_digits",
     "nearby_multiples",
     "normalize",
+    "own_state",
     "random_crop",
     "random_erase",
     "random_flip",

@@ -1,5 +1,6 @@
 """In-memory arrays as batches, with a position."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,9 @@ class ArrayLoader(Ordered):
     """Batches of arrays that share their first axis.
 
     The order of an epoch is a pure function of the seed and the epoch's number, so a run can go on from any batch
-    of any epoch without replaying what came before. With several processes each gets its part of every batch, and
-    all of them together see the same order as one would.
+    of any epoch without replaying what came before. With several processes each gets its part of every full batch, and
+    all of a last one that is not full; all of them together see the same order as one would. The `size` of batches
+    that have one is that over all processes.
 
     Args:
         arrays: an array, or a tuple, dict or dataclass of arrays.
@@ -87,9 +89,10 @@ class ArrayLoader(Ordered):
         """The batches of epoch `number` (from 1), without the first `start`."""
         return self._transformed(number, start) if self.host else self.untransformed(number, start)
 
-    def untransformed(self, number: int, start: int = 0) -> "ArrayEpoch":
-        """The same before transforms on the host."""
-        return ArrayEpoch(self._leaves, self._structures, self.schedule, self.order(number), start)
+    def untransformed(self, number: int, start: int = 0, *, whole: bool = False) -> "ArrayEpoch":
+        """The same before transforms on the host; `whole`: not only this process's part of each."""
+        schedule = dataclasses.replace(self.schedule, process=(0, 1)) if whole else self.schedule
+        return ArrayEpoch(self._leaves, self._structures, schedule, self.order(number), start)
 
     def _transformed(self, number: int, start: int) -> Iterator[Batch]:
         for index, batch in enumerate(self.untransformed(number, start), start):

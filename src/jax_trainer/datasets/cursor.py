@@ -18,10 +18,15 @@ class Taken(NamedTuple):
     stacked: bool
     number: int  # of the last of them in its epoch, from 0
     state: Any  # of the source, after these
+    whole: bool = False  # where there are several processes: whether each has all of it, and not a part
 
 
 class Cursor:
-    """A position in one epoch of a feed. `state_of` tells the source's own position after a batch was drawn."""
+    """A position in one epoch of a feed.
+
+    `state_of` tells the source's own position after a batch was drawn, and `is_whole`, by its number, whether every
+    process has all of a batch.
+    """
 
     def __init__(
         self,
@@ -30,8 +35,10 @@ class Cursor:
         epoch: int,
         start: int,
         state_of: Callable[[], Any] | None = None,
+        is_whole: Callable[[int], bool] | None = None,
     ) -> None:
         self._batches, self._name, self._epoch, self._state_of = batches, name, epoch, state_of
+        self._is_whole = is_whole
         self._held: list[tuple[Batch, Any]] = []
         self._state: Any = None  # of the source, after the last batch that was drawn
         self._reference: Any = None
@@ -73,8 +80,9 @@ class Cursor:
         if not self._checked:
             check_batch(batch, self.where(self.position))
             self._checked = True
+        whole = self._is_whole is not None and self._is_whole(self.position)
         self.position += steps
-        return Taken(batch, steps, stacked, self.position - 1, self._state)
+        return Taken(batch, steps, stacked, self.position - 1, self._state, whole)
 
     def _stack(self, limit: int, chunk: int) -> Taken | None:
         batches: list[Batch] = []
@@ -84,7 +92,7 @@ class Cursor:
             if batch is None:
                 break
             self._check_like_first(batch, self.position + len(batches))
-            if batches and _shapes(batch) != _shapes(batches[0]):
+            if batches and (_shapes(batch) != _shapes(batches[0]) or self._turns_whole(len(batches))):
                 self._held = [(batch, self._state)]  # a ragged last batch goes alone
                 self._state = before
                 break
@@ -95,6 +103,10 @@ class Cursor:
             return self._taken(batches[0], 1, stacked=False)
         stacked = jax.tree.map(lambda *leaves: _padded_stack(leaves, chunk), *batches)
         return self._taken(stacked, len(batches), stacked=True)
+
+    def _turns_whole(self, ahead: int) -> bool:
+        # a last batch that every process has whole may look like the part of a full one
+        return self._is_whole is not None and self._is_whole(self.position + ahead) != self._is_whole(self.position)
 
     def _check_like_first(self, batch: Batch, index: int) -> None:
         """Stacking would hide what the compiled step would refuse: other keys, dtypes or ranks."""

@@ -12,6 +12,8 @@ from jax_trainer.datasets.cursor import Cursor, Taken
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
 from jax_trainer.datasets.kinds import source_of
 from jax_trainer.datasets.prefetch import Background, Direct, Supply
+from jax_trainer.datasets.shared_state import check_own
+from jax_trainer.processes import peers
 
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4
@@ -66,6 +68,7 @@ class Feed:
     ) -> None:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._source = source_of(data, name, steps_per_epoch)
+        self.is_whole: Callable[[int], bool] | None = getattr(data, "is_whole", None)
         self._was_opened = self._gave_out = False
         if self.is_empty and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
@@ -105,9 +108,24 @@ class Feed:
         """Whether its batches are there already, or are cut out of arrays."""
         return isinstance(self._data, list | tuple) or getattr(self._data, "in_memory", False)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the data itself sees to what each of several processes gets, as ours do.
+
+        It then has `is_whole(index)`: whether that batch of an epoch is given to each of them whole. Of other data,
+        each process has its own.
+        """
+        return self.is_whole is not None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples per full batch over all processes, where data that is shared tells."""
+        return getattr(self._data, "batch_size", None) if self.is_shared else None
+
     def restore(self, state: Any) -> None:
         """Goes to a position that `state` gave."""
         if state is not None:
+            check_own(state, self.name, peers().count)
             self._source.restore(state)
 
     def open(self, epoch: int, start: int = 0) -> Cursor:
@@ -115,7 +133,8 @@ class Feed:
         self._gave_out, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._source.open(epoch, start) if self._source.is_ours else self._converted(epoch, start)
         state_of = self._source.state if self._source.keeps_state else None
-        return Cursor(batches, self.name, epoch, start, state_of)
+        is_whole = self.is_whole if self.is_shared and jax.process_count() > 1 else None
+        return Cursor(batches, self.name, epoch, start, state_of, is_whole)
 
     def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
         copy = not makes_fresh_arrays(self._data)
@@ -193,6 +212,7 @@ class FirstBatches:
 
     def __init__(self, feed: Feed, count: int) -> None:
         self._feed, self._count = feed, count
+        self.is_whole = feed.is_whole
         self._batches: list[Batch] = []
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:

@@ -28,12 +28,15 @@ class HostTransforms:
         return self.record is not None or self.batch is not None
 
     def make_batch(self, records: Sequence[Any], order: Order, epoch: int, index: int) -> PyTree:
-        """Batch `index` of an epoch out of its records, stacked, before the transform of batches."""
+        """Batch `index` of an epoch out of the records that this process has of it, before the transform of batches.
+
+        Its `size` is that over all processes.
+        """
         if self.record is not None:
             positions = order.cut(np.arange(order.examples), index)
             pairs = zip(records, positions, strict=True)
             records = [self.record(record, generator(order.seed, epoch, int(at))) for record, at in pairs]
-        return resized(jax.tree.map(lambda *leaves: np.stack(leaves), *records), len(records))
+        return resized(jax.tree.map(lambda *leaves: np.stack(leaves), *records), order.size_of(index))
 
     def finish(self, batch: PyTree, order: Order, epoch: int, index: int) -> PyTree:
         """The batch after the transform of batches."""

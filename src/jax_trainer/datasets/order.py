@@ -19,7 +19,8 @@ class Order:
         shuffle: a new order in every epoch; False keeps the order, as evaluation wants it.
         drop_last: leave out the last batch of an epoch when it is not full.
         seed: which orders.
-        process: (index, count) of the processes that share every batch; None asks JAX when the first batch is cut.
+        process: (index, count) of the processes that share every full batch; None asks JAX when the first batch is
+            cut. A last batch that is not full goes to each of them whole, so that any number of examples will do.
 
     >>> order = Order(examples=10, batch_size=4)
     >>> [order.rows(1, index).tolist() for index in range(len(order))]
@@ -63,20 +64,33 @@ class Order:
             return np.arange(self.examples)
         return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.examples)
 
+    def size_of(self, index: int) -> int:
+        """How many examples batch `index` (from 0) has, over all processes."""
+        return min(self.batch_size, self.examples - index * self.batch_size)
+
+    def is_whole(self, index: int) -> bool:
+        """Whether this process gets all of batch `index` instead of a part."""
+        _, count = self.process or self._this_process()
+        if count not in (1, jax.process_count()):
+            raise ValueError(
+                f"`process` says that {count} processes share the batches, and there are {jax.process_count()}. "
+                "Leave it out, or use (0, 1) to give each of them all examples."
+            )
+        return count == 1 or index >= self.whole_batches
+
     def rows(self, epoch: int, index: int) -> np.ndarray:
-        """This process's part of batch `index` (from 0) of an epoch."""
+        """This process's part of batch `index` (from 0) of an epoch, or all of it where it is not full."""
         return self.cut(self.of(epoch), index)
 
     def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
-        """This process's part of `batches` batches from `index` on, cut out of the order of an epoch."""
+        """The rows of `batches` batches from `index` on, cut out of the order of an epoch."""
         size, (mine, count) = self.batch_size, self.process or self._this_process()
         rows = order[index * size : (index + batches) * size]
         if count == 1:
             return rows
         whole = len(rows) // size * size
         parts = rows[:whole].reshape(-1, count, size // count)[:, mine].reshape(-1)
-        rest = np.array_split(rows[whole:], count)[mine]
-        return np.concatenate([parts, rest])
+        return np.concatenate([parts, rows[whole:]])
 
     def _this_process(self) -> tuple[int, int]:
         process = (jax.process_index(), jax.process_count())
@@ -113,6 +127,15 @@ class Ordered(ABC):
     def examples(self) -> int:
         """How many examples an epoch visits at most."""
         return self.schedule.examples
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per full batch, over all processes."""
+        return self.schedule.batch_size
+
+    def is_whole(self, index: int) -> bool:
+        """Whether every process gets all of batch `index` of an epoch instead of a part."""
+        return self.schedule.is_whole(index)
 
     def order(self, epoch: int) -> np.ndarray:
         """Which examples epoch `epoch` visits, in order, over all processes."""

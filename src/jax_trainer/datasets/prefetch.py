@@ -19,7 +19,10 @@ JOIN_SECONDS = 2.0
 class Supply(Protocol):
     """Where the loop gets its batches."""
 
-    waited: float  # seconds in which the device had nothing to do for want of a batch
+    @property
+    def waited(self) -> float:
+        """Seconds in which the device had nothing to do for want of a batch."""
+        ...
 
     def next(self, patience: float) -> Any:
         """The next `Taken`; None at the end; `LATE` if there is none after `patience` seconds."""

@@ -16,7 +16,10 @@ MOST_OF_MEMORY = 0.25  # of what is free on the device: the rest is for the mode
 
 
 class RowLoader:
-    """An `ArrayLoader` that gives the rows of its batches instead of the batches, in the same order."""
+    """An `ArrayLoader` that gives the rows of its batches instead of the batches, in the same order.
+
+    With several processes each of them, having all examples, gives all rows.
+    """
 
     in_memory = True
 
@@ -28,7 +31,11 @@ class RowLoader:
 
     def epoch(self, number: int, start: int = 0) -> "RowEpoch":
         """The rows of the batches of epoch `number` (from 1), without the first `start`."""
-        return RowEpoch(self._loader.untransformed(number, start))
+        return RowEpoch(self._loader.untransformed(number, start, whole=True))
+
+    def is_whole(self, index: int) -> bool:
+        """Every process gets all of every batch."""
+        return True
 
 
 class RowEpoch:
@@ -82,8 +89,6 @@ def _obstacle(data: Any) -> str:
         return (
             "it has transforms on the host. Use transforms on the device (`with_transforms`), or set `resident=False`."
         )
-    if jax.process_count() > 1:
-        return f"there are {jax.process_count()} processes, and each feeds its own part. Set `resident=False`."
     return ""
 
 

@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, resized
+from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import known_as_tree
 from jax_trainer.datasets.host import HostTransforms
-from jax_trainer.datasets.order import Order, generator
+from jax_trainer.datasets.order import Order
 
 try:
     import grain
@@ -96,10 +96,7 @@ class Batches:
             self._rows = epoch, self.order.of(epoch)
         order = self._rows[1]
         rows = self.order.cut(order, index).tolist()
-        if rows:
-            batch = self.host.make_batch(self._read(rows), self.order, epoch, index)
-        else:  # a ragged rest too small for all processes: the record of another says what nothing looks like
-            batch = self._nothing(int(order[0]), epoch)
+        batch = self.host.make_batch(self._read(rows), self.order, epoch, index)
         batch = self.host.finish(batch, self.order, epoch, index)
         batch = jax.tree.map(np.asarray, batch)
         if not jax.tree.leaves(batch) or any(leaf.dtype.hasobject for leaf in jax.tree.leaves(batch)):
@@ -112,12 +109,6 @@ class Batches:
         records = list(records) if self.decode is None else [self.decode(record) for record in records]
         known_as_tree(records[0])  # a dataclass of the script comes to a worker without what made it a tree
         return records
-
-    def _nothing(self, row: int, epoch: int) -> Batch:
-        (record,) = self._read([row])
-        if self.host.record is not None:
-            record = self.host.record(record, generator(self.order.seed, epoch, 0))
-        return resized(jax.tree.map(lambda leaf: np.stack([leaf])[:0], record), 0)
 
 
 def _store(batch: Batch, path: Path) -> Stored:

@@ -1,6 +1,7 @@
 """Feeds events to observers and makes sure that every one of them learns how the run ended."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -11,11 +12,12 @@ import jax
 
 from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of
 from jax_trainer.datasets import Data, Position
-from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status
+from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, StopTraining
+from jax_trainer.processes import Watch, peers
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -73,10 +75,12 @@ def driving(
     Ctrl-C and SIGTERM end the run after the current event, with `FitEnd("interrupted")`, and then raise
     `KeyboardInterrupt` or `SystemExit(143)`. A second one of them does not wait. The handlers that were installed
     before are back afterwards. `StopTraining` ends it with `FitEnd("stopped")`.
+
+    Several processes watch each other meanwhile, and fail together.
     """
-    with _signals() as stop:
+    with _signals() as stop, Watch(peers()) as watch:
         epoch = at.position.epoch if isinstance(at, Standing) else at.epoch
-        driver = Driver(observers, FitStart(step_of(state), epoch, HeldState.of(state)), stop)
+        driver = Driver(observers, FitStart(step_of(state), epoch, HeldState.of(state)), stop, watch)
         status: Status = "failed"
         try:
             driver.begin()
@@ -85,6 +89,11 @@ def driving(
             status = status if stop.signal is None else "interrupted"
         except Interruption as interruption:
             status, stop.signal = "interrupted", interruption.number
+        except Exception as error:
+            blamed = watch.failed(error)
+            if blamed is error:
+                raise
+            raise blamed from error
         finally:
             last = driver.event
             _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status))
@@ -97,9 +106,9 @@ def driving(
 class Driver:
     """Tells observers of events, as many at a time as the caller wants. `event` is the last one."""
 
-    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop) -> None:
+    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watch) -> None:
         self.event, self.stopped = first, None
-        self._observers, self._stop = observers, stop
+        self._observers, self._stop, self._watch = observers, stop, watch
 
     stopped: StopTraining | None  # why an observer, or what gives the events, wants the run to end
     event: Event
@@ -124,6 +133,7 @@ class Driver:
                     _tell(self._observers, self.event)
                     if self._stop.signal is not None:
                         raise Interruption(self._stop.signal)
+                    self._keep_watch()
                 except BaseException as reason:
                     self.wind_up(events, reason)
                     raise
@@ -132,6 +142,11 @@ class Driver:
         except StopTraining as stopped:
             self.stopped = stopped
         return None
+
+    def _keep_watch(self) -> None:
+        self._watch.check()
+        if isinstance(self.event, StepEnd):
+            self._watch.went_on(self.event.step, self.event.idle)
 
     def wind_up(self, events: Iterator[Event], reason: BaseException) -> None:
         """Lets what gives the events know why they end, and tells of what it still has to say."""
@@ -187,12 +202,16 @@ def _signals() -> Iterator[_Stop]:
         yield stop  # only the main thread may install handlers
         return
     # SIGTERM to one of several processes is a notice to all of them, which JAX passes on; see `Preemption`
-    heard = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
+    are_several = jax.process_count() > 1
+    heard = (signal.SIGINT,) if are_several else (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         before = previous[signal.Signals(number)]
-        stop.signal = number
         signal.signal(number, before)  # the next one does what it did before
+        if are_several:
+            os.kill(os.getpid(), signal.SIGTERM)  # alone, this process could not stop at a step of its own
+            return
+        stop.signal = number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 

@@ -55,6 +55,7 @@ class StepEnd(Event):
     epoch_step: int  # steps taken in this epoch so far: with `epoch`, the position in the data
     grads: PyTree  # of every step, if the program keeps them
     feed_state: Any  # the data's own word for its position, where it keeps one
+    idle: float = 0.0  # seconds, so far, for which devices waited for this one of several processes
 
     @property
     def position(self) -> Position:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch, CompiledProgram, HeldState, NonFiniteError, PyTree, StepRows, resized
+from jax_trainer.core.placing import all_rows
 from jax_trainer.datasets import Data, Feed, Taken
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import Recorder
@@ -47,10 +48,11 @@ class KeepingRecorder(Recorder):
             self._kept.popleft()
 
     def _batch_of(self, step: int) -> Batch | None:
-        """A copy on the host of what step number `step` was taken on."""
+        """A copy on the host of what step number `step` was taken on, all of it, in every process."""
         for first, taken in self._kept:
-            if first <= step < first + taken.steps and _is_here(taken.batch):
-                batch = jax.tree.map(lambda x: np.array(x[step - first] if taken.stacked else x), taken.batch)  # noqa: B023
+            if first <= step < first + taken.steps:
+                # all processes read the same reports, and so ask for it at the same place
+                batch = all_rows(jax.tree.map(lambda x: x[step - first] if taken.stacked else x, taken.batch))  # noqa: B023
                 return batch if self._loader is None else _rows_of(self._loader.arrays, batch)
         return None
 
@@ -64,8 +66,3 @@ class KeepingRecorder(Recorder):
 
 def _rows_of(arrays: PyTree, rows: np.ndarray) -> Batch:
     return resized(jax.tree.map(lambda leaf: np.asarray(leaf)[rows], arrays), len(rows))
-
-
-def _is_here(batch: Batch) -> bool:
-    """Whether this process can read all of it."""
-    return all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(batch))

@@ -35,12 +35,15 @@ from jax_trainer.engine.events import (
     StepMetrics,
     Waiting,
 )
+from jax_trainer.engine.idling import Idling
 from jax_trainer.engine.keeping import KeepingRecorder
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
 from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
 from jax_trainer.engine.supply import early_end, eval_takes, shorter, slow_data, train_feed
+from jax_trainer.engine.timing import run_time
+from jax_trainer.processes import peers
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
 PATIENCE = 1.0  # seconds of waiting for a batch after which somebody may act
@@ -76,8 +79,10 @@ class _Training:
         self._recorder.go_on_with(at.meter)
         self._held = HeldState.of(state)
         self._clock = _Clock(at.epoch_seconds, at.epoch_waited)
-        self._evaluated = self._saved = time.monotonic()
-        self._began = self._evaluated - at.seconds
+        self._time, self._us = run_time(plan, peers()), peers()
+        self._evaluated = self._saved = 0.0
+        self._began = -at.seconds
+        self._idling = Idling(measures=self._us.are_several)
         self._deadline = self._began + (plan.max_seconds or math.inf)
         self._eval_pause = 60 * plan.eval_every.minutes or math.inf
         self._preemption = Preemption()
@@ -87,7 +92,8 @@ class _Training:
     def events(self) -> Iterator[Event]:
         """All of it."""
         try:
-            yield from self._from_start_to_end()
+            with self._idling:
+                yield from self._from_start_to_end()
         except GeneratorExit:
             raise
         except NonFiniteError:
@@ -97,7 +103,12 @@ class _Training:
             raise
 
     def _wind_up(self, reason: BaseException) -> Iterator[Event]:
-        """Comes to a last save point, if there is still a state to save."""
+        """Comes to a last save point, if there is still a state to save.
+
+        Of several processes, one that fails does so alone: there is no step at which all of them could save.
+        """
+        if self._us.are_several and not isinstance(reason, StopTraining | Interruption):
+            return
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self._held.leaves):
             return
         try:
@@ -144,13 +155,13 @@ class _Training:
         with closing(self._recorder.supply(self._step, self._epoch, self._epoch_step)) as batches:
             self._clock.watch(batches)
             yield from self._train_on(batches)
-        in_time = time.monotonic() < self._deadline
+        in_time = self._time.now() < self._deadline
         if not self._epoch_step:
             if in_time:
                 raise self._feed.used_up(self._epoch)
             self._epoch, self._has_ended = self._epoch - 1, True  # the time was up before its first step
             return
-        if not self._plan.finished(self._step, self._epoch, time.monotonic() - self._began):
+        if not self._plan.finished(self._step, self._epoch, self._time.now() - self._began):
             self._feed.prepare(self._epoch + 1)  # while the device is busy with the last steps
         yield from self._tell(wait=True)
         if had_ended and self._step == first:  # an epoch that was cut off, and told of, exactly at its end
@@ -176,20 +187,24 @@ class _Training:
             yield from self._say(early_end(self._feed.name, self._epoch, steps, whole))
 
     def _train_on(self, batches: Supply) -> Iterator[Event]:
-        while time.monotonic() < self._deadline and (taken := batches.next(PATIENCE)) is not None:
+        while self._time.now() < self._deadline and (taken := batches.next(PATIENCE)) is not None:
             if taken is LATE:
                 yield Waiting(self._step, self._epoch, self._held, self._feed.name)
                 continue
+            self._idling.sending()
             self._held, grads = self._recorder.dispatch(self._held, taken, self._step)
+            self._idling.sent(self._recorder.last_sent)
+            self._time.dispatched()
             self._step += taken.steps
             self._epoch_step = taken.number + 1  # some before it may have been left out
             self._feed_state = taken.state
             failpoint("step")
-            yield StepEnd(self._step, self._epoch, self._held, taken.steps, self._epoch_step, grads, self._feed_state)
+            told = (taken.steps, self._epoch_step, grads, self._feed_state, self._idling.seconds)
+            yield StepEnd(self._step, self._epoch, self._held, *told)
             if not self._has_introduced:
                 yield from self._say(self._feed.replay_notice, self._recorder.notice)
                 self._has_introduced = True
-            now = time.monotonic()
+            now = self._time.now()
             due = self._plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
             saves = bool(self._plan.saves) and self._plan.saves_at(self._step, now - self._saved)
             if due or saves or self._recorder.has_news:
@@ -201,13 +216,13 @@ class _Training:
 
     def _is_finished(self) -> bool:
         whole_epochs = self._epoch - (self._epoch_step > 0)
-        return self._plan.finished(self._step, whole_epochs, time.monotonic() - self._began)
+        return self._plan.finished(self._step, whole_epochs, self._time.now() - self._began)
 
     def _judge(self, *, saves: bool = False) -> Iterator[Event]:
         """Evaluates the present state, unless that was done; `saves`: it is time to save, too."""
 
         def close() -> None:
-            self._judged_step, self._evaluated = self._step, time.monotonic()
+            self._judged_step, self._evaluated = self._step, self._time.now()
 
         if self._judged_step != self._step:
             yield self._save_point()
@@ -226,7 +241,7 @@ class _Training:
 
     def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> SavePoint:
         if due:
-            self._saved = time.monotonic()
+            self._saved = self._time.now()
         return SavePoint(self._step, self._epoch, self._held, self._standing, due, reason)
 
     def _standing(self) -> Standing:
@@ -235,7 +250,7 @@ class _Training:
             position=Position(self._epoch - just_begun, self._epoch_step, self._feed_state),
             has_ended=self._has_ended or just_begun,
             judged_step=self._judged_step,
-            seconds=time.monotonic() - self._began,
+            seconds=self._time.now() - self._began,
             epoch_seconds=self._clock.seconds,
             epoch_waited=self._clock.waited,
             meter=self._recorder.meter_state(),

@@ -1,7 +1,7 @@
 """Dispatching training steps and collecting what they report."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.supply import check_divides, ready_for, steps_per_call, takes
+from jax_trainer.engine.supply import Ready, check_divides, steps_per_call, takes, train_supply
 
 READ_AFTER = 8  # steps between the end of a window of metrics and reading it: by then it is written
 
@@ -47,19 +47,20 @@ class Recorder:
     def supply(self, step: int, epoch: int, epoch_step: int) -> Supply:
         """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
         self._epoch = epoch
-        depth = 0 if self._program.debug else self._rows.prefetch(self._chunk)
-        ready = ready_for(self._program, ahead=depth > 0)
-        batches = takes(
-            lambda: self._rows.open(epoch, epoch_step),
-            self._plan,
-            step,
-            epoch_step,
-            self._feed.length,
-            self._chunk,
-            ready,
-            self._plan.left_out_of(epoch),
-        )
-        return self._rows.supply(batches, self._in_flight.is_empty, depth)
+
+        def making(ready: Ready) -> Generator[Taken, None, None]:
+            return takes(
+                lambda: self._rows.open(epoch, epoch_step),
+                self._plan,
+                step,
+                epoch_step,
+                self._feed.length,
+                self._chunk,
+                ready,
+                self._plan.left_out_of(epoch),
+            )
+
+        return train_supply(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, making)
 
     def dispatch(self, held: HeldState, taken: Taken, step: int) -> tuple[HeldState, Any]:
         """Sends the steps after `step` to the device; returns the state after them and their gradients."""
@@ -77,6 +78,11 @@ class Recorder:
         reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
         return held, grads
+
+    @property
+    def last_sent(self) -> jax.Array:
+        """Is there when the last step that was dispatched is done."""
+        return self._tape
 
     @property
     def notice(self) -> str:

@@ -2,16 +2,31 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import jax
 
-from jax_trainer.core import Batch, CompiledProgram, Layout
-from jax_trainer.datasets import Cursor, Data, DataError, Feed, FirstBatches, Supply, Taken, nearby_multiples
+from jax_trainer.core import Batch, CompiledProgram, Layout, LayoutError
+from jax_trainer.datasets import (
+    Cursor,
+    Data,
+    DataError,
+    Feed,
+    FirstBatches,
+    Supply,
+    Taken,
+    in_words,
+    nearby_multiples,
+)
+from jax_trainer.engine.gathering import Gathered
+from jax_trainer.engine.parts import Agreed, EqualParts, Where
 from jax_trainer.engine.plan import Plan
+from jax_trainer.processes import peers
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is worth a line from here on
 Ready = Callable[[Taken], Taken]
+Making = Callable[[Ready], Generator[Taken, None, None]]
 
 
 def train_feed(data: Data, plan: Plan) -> Feed:
@@ -52,10 +67,22 @@ def takes(
             yield ready(taken)
 
 
+def train_supply(
+    program: CompiledProgram, feed: Feed, epoch: int, chunk: int, device_is_idle: Callable[[], bool], making: Making
+) -> Supply:
+    """The batches of a training epoch, made ahead where that helps; `making` makes them, given what readies them."""
+    depth, where = 0 if program.debug else feed.prefetch(chunk), partial(in_words, epoch=epoch, name=feed.name)
+    if not feeds_parts(program) or feed.is_shared:
+        return feed.supply(making(ready_for(program, where, ahead=depth > 0)), device_is_idle, depth)
+    parts: Any = EqualParts(program, where, peers().index)
+    return Agreed(feed.supply(making(parts.ready), device_is_idle, depth), feed.name, peers())
+
+
 def eval_takes(program: CompiledProgram, feed: Feed, limit: int | None, device_is_idle: Callable[[], bool]) -> Supply:
     """The batches of an evaluation, at most `limit` of them, made ahead where that helps."""
-    depth = 0 if program.debug else feed.prefetch()
-    ready = ready_for(program, ahead=depth > 0)
+    depth, where = 0 if program.debug else feed.prefetch(), partial(in_words, epoch=1, name=feed.name)
+    is_gathered = feeds_parts(program) and not _is_evenly_shared(program, feed)
+    ready: Ready = _as_it_is if is_gathered else ready_for(program, where, ahead=depth > 0)
 
     def batches() -> Generator[Taken, None, None]:
         done = 0
@@ -64,20 +91,47 @@ def eval_takes(program: CompiledProgram, feed: Feed, limit: int | None, device_i
                 done += 1
                 yield ready(taken)
 
-    return feed.supply(batches(), device_is_idle, depth)
+    supply = feed.supply(batches(), device_is_idle, depth)
+    return Gathered(supply, feed.name, peers(), program, where) if is_gathered else supply
 
 
-def ready_for(program: CompiledProgram, *, ahead: bool) -> Ready:
+def ready_for(program: CompiledProgram, where: Where, *, ahead: bool) -> Ready:
     """What puts batches where the program wants them."""
 
     def ready(taken: Taken) -> Taken:
-        return taken._replace(batch=program.place(taken.batch, stacked=taken.stacked, ahead=ahead))
+        try:
+            placed = program.place(taken.batch, stacked=taken.stacked, whole=taken.whole, ahead=ahead)
+        except LayoutError as error:
+            raise DataError(f"The {where(taken.number)} cannot be fed: {error}") from error
+        return taken._replace(batch=placed)
 
-    return ready if ahead or program.layout is not None else lambda taken: taken
+    return ready if ahead or program.layout is not None else _as_it_is
+
+
+def feeds_parts(program: CompiledProgram) -> bool:
+    """Whether other processes feed the devices, too."""
+    if program.layout is None and peers().are_several:
+        raise DataError(
+            f"There are {peers().count} processes, and the program was compiled for the devices of one. Pass "
+            "`layout=Layout(mesh=make_mesh())`, which takes those of all."
+        )
+    return program.layout is not None and program.layout.feeding is not None
+
+
+def _is_evenly_shared(program: CompiledProgram, feed: Feed) -> bool:
+    """Whether every process can put its part of every full batch on its devices."""
+    feeding = None if program.layout is None else program.layout.feeding
+    if not feed.is_shared or feeding is None or feeding.axes is None:
+        return False
+    return feed.batch_size is None or feed.batch_size % feeding.ways == 0
+
+
+def _as_it_is(taken: Taken) -> Taken:
+    return taken
 
 
 def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
-    """Refuses training batches that the devices cannot share evenly: each would do all the work."""
+    """Refuses training batches (of all processes) that the devices cannot share evenly: each would do all the work."""
     ways = 1 if layout is None else layout.batch_ways
     size = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
     if size % ways:

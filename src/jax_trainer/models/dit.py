@@ -90,8 +90,9 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
         """[batch, patches, width] → the same."""
         batch, patches, width = x.shape
-        split = self.into_heads(x).reshape(batch, patches, 3, self.heads, width // self.heads)
-        query, key, value = (split[:, :, part] for part in range(3))
+        # heads first: devices that share the width then have whole heads, and gather nothing
+        split = self.into_heads(x).reshape(batch, patches, self.heads, 3, width // self.heads)
+        query, key, value = (split[:, :, :, part] for part in range(3))
         return self.out(attend(query, key, value).reshape(x.shape))
 
 

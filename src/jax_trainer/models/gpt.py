@@ -96,8 +96,9 @@ class Attention(nnx.Module):
 
     def _split(self, x: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         batch, time, width = x.shape
-        split = self.into_heads(x).reshape(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = (split[:, :, part] for part in range(3))
+        # heads first: devices that share the width then have whole heads, and gather nothing
+        split = self.into_heads(x).reshape(batch, time, self.heads, 3, width // self.heads)
+        query, key, value = (split[:, :, :, part] for part in range(3))
         if self.is_rotary:
             query, key = rotated(query, places), rotated(key, places)
         return query, key, value

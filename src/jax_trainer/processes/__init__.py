@@ -4,7 +4,7 @@ Numbers are added up by JAX's own collectives. Words (where the run's folder is,
 go through the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
 """
 
-from jax_trainer.processes.joining import HEARTBEAT, Job, JoiningError, join, started_together
+from jax_trainer.processes.joining import HEARTBEAT, Job, JoiningError, join, leave, started_together
 from jax_trainer.processes.peers import Peers, PeersError, peers
 from jax_trainer.processes.watch import PeerFailedError, Watch
 
@@ -17,6 +17,7 @@ __all__ = [
     "PeersError",
     "Watch",
     "join",
+    "leave",
     "peers",
     "started_together",
 ]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import jax
 
 LOG = logging.getLogger("jax_trainer")
 HEARTBEAT = 30.0  # seconds of silence after which a process counts as gone
-BEHIND = 3.0  # seconds that JAX waits longer than we do: it ends a process without a word
+BEHIND = 5.0  # seconds that JAX waits longer than we do: it ends a process without a word
 # (how many processes there are, which one this is) as those who start them say it
 _STARTERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
 _heartbeats: list[float] = []  # that were agreed on; a process joins once
@@ -90,6 +91,18 @@ def join(job: Job | None = None, *, heartbeat: float = HEARTBEAT, timeout: float
         ) from error
     _heartbeats.append(heartbeat)
     LOG.info("Process %d of %d, %d devices here.", jax.process_index(), jax.process_count(), jax.local_device_count())
+
+
+def leave(patience: float = 15.0) -> None:
+    """Takes leave of the other processes, which do the same: one that just ended would be taken for dead.
+
+    Args:
+        patience: seconds to wait for them.
+    """
+    if jax.distributed.is_initialized():
+        leaving = threading.Thread(target=jax.distributed.shutdown, name="jax-trainer-leaves", daemon=True)
+        leaving.start()
+        leaving.join(patience)
 
 
 def agreed_heartbeat() -> float:

@@ -24,7 +24,7 @@ from jax_trainer.processes.joining import agreed_heartbeat
 from jax_trainer.processes.peers import Peers
 
 BEAT = 1.0  # seconds between two signs of life
-GRACE = 2.0  # seconds for the main thread to end by itself, once another process is gone
+GRACE = 1.5  # seconds for the main thread to end by itself, once another process is gone
 TIDY = 10.0  # the same once another process has failed and said so: this one may be about to fail, too
 SLOW, SLOW_SHARE = 3.0, 0.5  # so many times the time of the others, and so much of a step's, is worth a line
 SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # over which it is measured
@@ -45,21 +45,21 @@ class Sign:
         where: host and process id, for people.
         beat: counts the signs.
         step: the last step that was dispatched.
-        own: seconds that the process itself took so far: data, callbacks, Python; not those that it waited for devices.
+        idle: seconds, so far, for which its devices had nothing to do: it was busy with data, callbacks or Python.
     """
 
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
     beat: int = 0
     step: int = 0
-    own: float = 0.0
+    idle: float = 0.0
 
 
 class Watch:
     """Watches the other processes of a job while a run lasts: `with Watch(peers()) as watch: …`."""
 
-    def __init__(self, us: Peers, *, heartbeat: float | None = None, end: Callable[[str], None] | None = None) -> None:
+    def __init__(self, us: Peers, *, heartbeat: float | None = None, end: Callable[[], None] | None = None) -> None:
         self._us, self._heartbeat = us, agreed_heartbeat() if heartbeat is None else heartbeat
-        self._run, self._began = next(_runs), time.monotonic()
+        self._run = next(_runs)
         self._end = end or _end_process
         self._mine, self._others = Sign(), dict[int, Sign]()
         self._heard: dict[int, float] = {}  # when each of the others last gave a sign
@@ -79,9 +79,9 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join(2 * BEAT)
 
-    def went_on(self, step: int, waited: float) -> None:
-        """This process is at `step`, and has waited so many seconds for devices so far."""
-        self._mine.step, self._mine.own = step, time.monotonic() - self._began - waited
+    def went_on(self, step: int, idle: float) -> None:
+        """This process is at `step`, and has kept devices waiting for so many seconds so far."""
+        self._mine.step, self._mine.idle = step, idle
 
     def check(self) -> None:
         """Raises a `PeerFailedError` if another process is gone or has failed."""
@@ -124,7 +124,7 @@ class Watch:
             except jax.errors.JaxRuntimeError as error:
                 self._found(f"Process 0, which leads, cannot be reached: {str(error).partition(chr(10))[0]}", GRACE)
             if self._trouble and time.monotonic() - self._since > self._patience:
-                self._end(self._trouble)
+                self._end()
                 return
         if self._us.are_several and not self._trouble:
             self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(_OVER))
@@ -160,6 +160,7 @@ class Watch:
     def _found(self, text: str, patience: float) -> None:
         if not self._trouble:
             self._trouble, self._since, self._patience = text, time.monotonic(), patience
+            LOG.error("%s", text)  # at once: JAX may end this process any moment
 
     def _named(self, index: int) -> str:
         sign = self._others.get(index)
@@ -180,21 +181,21 @@ class _Pace:
         if self._before.keys() == signs.keys() and (steps < SLOW_STEPS or now - self._at < SLOW_SECONDS):
             return
         if self._before.keys() == signs.keys():
-            own = {index: (sign.own - self._before[index][1]) / steps for index, sign in signs.items()}
-            self._compare(own, (now - self._at) / steps, signs)
-        self._before = {index: (sign.step, sign.own) for index, sign in signs.items()}
+            idle = {index: (sign.idle - self._before[index][1]) / steps for index, sign in signs.items()}
+            self._compare(idle, (now - self._at) / steps, signs)
+        self._before = {index: (sign.step, sign.idle) for index, sign in signs.items()}
         self._at = now
 
-    def _compare(self, own: dict[int, float], whole: float, signs: dict[int, Sign]) -> None:
-        slowest = max(own, key=own.__getitem__)
-        others = statistics.median(time for index, time in own.items() if index != slowest)
-        if slowest in self._told or own[slowest] < SLOW * others or own[slowest] < SLOW_SHARE * whole:
+    def _compare(self, idle: dict[int, float], whole: float, signs: dict[int, Sign]) -> None:
+        slowest = max(idle, key=idle.__getitem__)
+        others = statistics.median(time for index, time in idle.items() if index != slowest)
+        if slowest in self._told or idle[slowest] < SLOW * others or idle[slowest] < SLOW_SHARE * whole:
             return
         self._told.add(slowest)
         LOG.warning(
-            f"Process {slowest} of {len(own)} ({signs[slowest].where}) is slow, and all others wait for it: it takes "
-            f"{1000 * own[slowest]:.0f} ms per step by itself, the others {1000 * others:.1f} ms. Look at its data and "
-            "its machine."
+            f"Process {slowest} of {len(idle)} ({signs[slowest].where}) is slow, and all others wait for it: its "
+            f"devices have nothing to do for {1000 * idle[slowest]:.0f} ms per step, those of the others for "
+            f"{1000 * others:.1f} ms. Look at its data, its callbacks and its machine."
         )
 
 
@@ -205,8 +206,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
     )
 
 
-def _end_process(text: str) -> None:
-    LOG.error("%s This process ends, too.", text)
+def _end_process() -> None:
+    LOG.error("This process ends, too, because another one is gone or has failed.")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

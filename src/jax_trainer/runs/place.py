@@ -1,7 +1,10 @@
 """The folder of a run, and what a run goes on from."""
 
+import json
 import logging
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +15,7 @@ from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Standing
 from jax_trainer.logger.rows import cut
+from jax_trainer.processes import peers
 
 LOG = logging.getLogger("jax_trainer")
 TAKEN_ALONG = (METRICS, SPIKES)  # files that a run adds to
@@ -25,10 +29,33 @@ class Place(NamedTuple):
     goes_on: RunFolder | None = None
     step: int | None = None  # of the checkpoint that was asked for; None: the latest
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps other jobs from writing to the folder: of several processes, the lead does."""
+        return self.folder.locked() if peers().is_lead else nullcontext()
+
+    def write_text(self, name: str, text: str) -> None:
+        """Puts `text` into a file of the folder: of several processes, the lead does."""
+        if peers().is_lead:
+            self.folder.write_text(name, text)
+
     @property
     def is_fork(self) -> bool:
         """Whether the run that is gone on with stays as it is."""
         return self.goes_on is not None and self.goes_on.path != self.folder.path
+
+
+def agreed(find: Callable[[], Place]) -> Place:
+    """What `find` gives, which may make a folder: of several processes the lead asks, and tells the others."""
+    if not peers().are_several:
+        return find()
+
+    def told() -> str:
+        place = find()
+        goes_on = None if place.goes_on is None else str(place.goes_on.path)
+        return json.dumps([str(place.folder.path), goes_on, place.step])
+
+    folder, goes_on, step = json.loads(peers().from_lead("the folder of the run", told))
+    return Place(RunFolder(Path(folder)), None if goes_on is None else RunFolder(Path(goes_on)), step)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
@@ -58,7 +85,8 @@ def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: b
     if place.goes_on is None:
         return None
     source = CheckpointStore(place.goes_on.checkpoints) if place.is_fork else store
-    if place.is_fork:
+    writes = peers().is_lead
+    if place.is_fork and writes:
         _take_along(place.goes_on.path, place.folder.path)
     if place.step is None and not source.listed():
         if not saves:
@@ -67,12 +95,14 @@ def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: b
                 "train without `resume`."
             )
         LOG.warning(f"{place.goes_on.path} has no checkpoint: the run had saved nothing, and begins again.")
-        cut(place.folder.metrics_file, 0)
+        if writes:
+            cut(place.folder.metrics_file, 0)
         return None
     state, saved = source.restore("latest" if place.step is None else place.step, like=like)
     if not place.is_fork:
         store.goes_on_from(saved)
-    cut(place.folder.metrics_file, saved.run.get("record"))
+    if writes:
+        cut(place.folder.metrics_file, saved.run.get("record"))
     LOG.info(f"Going on from step {saved.step} of {place.goes_on.path}.")
     _tell_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
     return state, saved

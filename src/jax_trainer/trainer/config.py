@@ -13,6 +13,7 @@ from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
+from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -61,6 +62,8 @@ class TrainerConfig(Settings):
         ema: keep an average of the weights that forgets by this factor per step, and judge that one.
         overfit_batches: train on the first so many batches only, again and again.
         fast_dev_run: take only so many steps and validation batches, to see whether it runs.
+        mesh: how the devices share the work; null: one device, or with several processes, all of them as `data`.
+        sharding: how parameters are split over the devices of a mesh.
     """
 
     train_epochs: Size = 1
@@ -97,6 +100,8 @@ class TrainerConfig(Settings):
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
+    mesh: MeshConfig | None = None
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
     def problems(self) -> Iterator[Problem]:
         """What does not go together."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jax_trainer.core import Batch, CompiledProgram, PyTree, leaf_path
+from jax_trainer.core.layout_table import LayoutTable, layout_table
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DryRun:
     judged: tuple[str, ...]  # in evaluation
     steps: int | None
     devices: str
+    layout: LayoutTable | None = None  # None: one device has everything
 
     @property
     def parameter_count(self) -> int:
@@ -39,7 +41,8 @@ class DryRun:
 
     def data(self) -> dict[str, Any]:
         """The same for scripts."""
-        return {**asdict(self), "parameter_count": self.parameter_count}
+        layout = None if self.layout is None else self.layout.data()
+        return {**asdict(self), "parameter_count": self.parameter_count, "layout": layout}
 
 
 def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
@@ -51,7 +54,9 @@ def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | Non
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
     devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    return DryRun(_leaves(state.params), sizes, batch, tuple(trained.by_name), tuple(judged.by_name), steps, devices)
+    layout = None if program.layout is None else layout_table(program.layout, state)
+    names = (tuple(trained.by_name), tuple(judged.by_name))
+    return DryRun(_leaves(state.params), sizes, batch, *names, steps, devices, layout)
 
 
 def _leaves(tree: PyTree) -> tuple[Leaf, ...]:

@@ -23,6 +23,7 @@ from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.runs import Given
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.layout import layout_for
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -37,7 +38,7 @@ class StoredRun(Settings):
         optimizer: by which steps.
         dataset: on what.
         seed: used by the trainer and the dataset where they have none of their own.
-        num_gpus: how many GPUs share each batch; without any GPU, the CPU is used.
+        num_gpus: how many GPUs share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
     """
 
     trainer: BaseTrainer.cfgtype
@@ -108,7 +109,7 @@ def build(
         callbacks: who watches besides those that `run` names.
     """
     _check_given(run, model=model, optimizer=optimizer)
-    mesh, make = _mesh(run.num_gpus), kind or trainer_class(run)  # before the data is loaded
+    mesh, make = _mesh(run), kind or trainer_class(run)  # before the data is loaded
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
     if exmp_input is None:
@@ -136,9 +137,16 @@ def _dataset(config: Any) -> DatasetModule:
         raise error.under("dataset") from None
 
 
-def _mesh(num_gpus: int) -> Mesh | None:
-    """The devices that share each batch; None: JAX's default device alone."""
-    devices = jax.devices()
+def _mesh(run: StoredRun) -> Mesh | None:
+    """The devices that share each batch; None: those that the trainer finds for itself."""
+    num_gpus, devices = run.num_gpus, jax.devices()
+    if run.trainer.mesh is not None or jax.process_count() > 1:
+        layout = layout_for(run.trainer, None)
+        found = 1 if layout is None else layout.mesh.size
+        if num_gpus > 1 and num_gpus != found:
+            text = f"`num_gpus` is {num_gpus}, and `trainer.mesh` has {found} devices. Leave out `num_gpus`."
+            raise _problem("num_gpus", text)
+        return None
     if devices[0].platform == "cpu":
         if num_gpus > 1:
             text = f"`num_gpus` is {num_gpus}, and JAX sees no GPU here. Use 1, which trains on the CPU."

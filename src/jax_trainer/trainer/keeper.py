@@ -15,6 +15,7 @@ from jax_trainer.core import Batch, TrainState
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, SavePoint, Standing, StepEnd
 from jax_trainer.logger.jsonl import save_metrics
+from jax_trainer.processes import peers
 from jax_trainer.runs import run_and_step
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.learner import Learner
@@ -142,7 +143,8 @@ class Keeper(Learner):
 
     def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
         """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
-        save_metrics(self._own_folder("write to").path, filename, metrics)
+        if peers().is_lead:
+            save_metrics(self._own_folder("write to").path, filename, metrics)
 
     @classmethod
     def load_from_checkpoint(

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jax_trainer.adapters import linen_program, nnx_program
@@ -18,8 +17,8 @@ from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
+    GivenMesh,
     HeldState,
-    Layout,
     Program,
     TrainState,
     compile_program,
@@ -29,12 +28,14 @@ from jax_trainer.core import (
     with_finite_guard,
     with_statistics,
 )
+from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.datasets import DatasetModule, with_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.settings import Settings, SettingsError
 from jax_trainer.trainer.custom_steps import with_own_steps
 from jax_trainer.trainer.given import Model, Module, optimizer_of
+from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.task import Task
 
 
@@ -47,14 +48,14 @@ class Learner(Task):
         model: Any,
         optimizer: Any,
         exmp_input: Batch,
-        mesh: Mesh | None,
+        mesh: GivenMesh | None,
         dataset: DatasetModule | None,
     ) -> None:
         self.config, self.dataset, self.exmp_input = config, dataset, exmp_input
         self._model, self._optimizer = Model(model), optimizer_of(optimizer)
         self.model_config, self.optimizer_config = (_config(given) for given in (model, optimizer))
         self.model_mode: ModelMode = self._agreed_mode()
-        self._layout = None if mesh is None else Layout(mesh=mesh)
+        self._layout = layout_for(config, mesh)
         self._module: Any = None  # of a linen model
         self._split: Split | None = None  # of an nnx model
         self._base: Program | None = None  # without what the configuration adds
@@ -122,7 +123,8 @@ class Learner(Task):
             return self.model.bind({"params": params, **model_state})
         if self._split is None:
             build = lambda: self.run_model_init(self._transformed_example(), stream(self._key, "init"))
-            self._split = Split(nnx.eval_shape(build), nnx.Param)
+            with nnx.use_eager_sharding(False):  # partitioned parameters would want a mesh
+                self._split = Split(nnx.eval_shape(build), nnx.Param)
         return self._split.join(params, model_state, stream(state.key, "bound"), train=False)
 
     def _linen_module(self, inputs: Any) -> Any:
@@ -271,6 +273,11 @@ class Learner(Task):
     def tabulate_params(self) -> str:
         """A table of the parameters: path, shape, type, numbers."""
         return parameter_table(self.state.params)
+
+    def layout_table(self) -> LayoutTable | None:
+        """How the state is laid out over the devices; None: one has all of it."""
+        layout = self.program.layout
+        return None if layout is None else layout_table(layout, self.state)
 
     def print_tabulate(self, exmp_input: Batch | None = None) -> None:
         """Shows `tabulate`."""

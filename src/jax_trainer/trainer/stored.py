@@ -13,6 +13,7 @@ from jax_trainer.config import dump_config, redact
 from jax_trainer.config.dumping import as_data
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.logger.values import flat
+from jax_trainer.runs import Place
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import StoredRun
 
@@ -32,11 +33,11 @@ def configs_of(trainer: Any) -> dict[str, Any]:
     return {**own, **trainer.other_configs}
 
 
-def write_configs(trainer: Any, folder: RunFolder) -> None:
+def write_configs(trainer: Any, place: Place) -> None:
     """Writes `config.yaml`, to build the run from again, and `hparams.json`, all values flat, for other programs."""
     configs = configs_of(trainer)
-    folder.write_text(folder.config_file.name, dump_config(configs))
-    folder.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
+    place.write_text(place.folder.config_file.name, dump_config(configs))
+    place.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
 
 
 def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jax_trainer.core import Batch, CompiledProgram, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
-from jax_trainer.runs import Given, Place, restored, standing_of
+from jax_trainer.runs import Given, Place, agreed, restored, standing_of
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
@@ -184,9 +184,9 @@ class TrainerModule(Keeper):
         evals = named_sets("val", val_loader) if self.config.validates else {}
         program = self.prepare(train_loader, num_epochs)
         self._check(program, evals)
-        place = place_of(self, resume, fork=fork)
+        place = agreed(lambda: place_of(self, resume, fork=fork))
         self._start(program, resume=place.goes_on is not None)
-        with place.folder.locked():
+        with place.locked():
             self.folder = place.folder
             plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
             return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
@@ -196,7 +196,7 @@ class TrainerModule(Keeper):
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all
         found = restored(place, store, self.state, saves=saves)  # before the logger opens what is cut here
-        write_configs(self, place.folder)
+        write_configs(self, place)
         if found is not None:
             self.state, self._at = found[0], standing_of(found[1])
         self.logger = self.init_logger(place.folder)

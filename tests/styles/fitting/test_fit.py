@@ -20,7 +20,16 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # typ
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import Callback, CallbackConfig, EarlyStoppingConfig, LambdaCallback, ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import FlaxState, NonFiniteError, TrainState, copy_state
+from jax_trainer.core import (
+    FlaxState,
+    Layout,
+    LayoutError,
+    NonFiniteError,
+    Partitioning,
+    TrainState,
+    copy_state,
+    make_mesh,
+)
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
 from jax_trainer.styles.fitting.fit import fit
@@ -439,3 +448,23 @@ def test_another_configuration_is_another_run(tmp_path):
     first, other, again = (trained(tmp_path, num_epochs=1, eval_freq=freq, resume="auto") for freq in (1, 2, 1))
     assert again.folder == first.folder
     assert other.folder != first.folder
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 4}, pytest.param(make_mesh(), marks=pytest.mark.slow)], ids=["sizes", "mesh"]
+)
+def test_many_devices_train_and_judge_as_one_does(mesh, done, tmp_path):
+    given = mesh if isinstance(mesh, dict) else Layout(mesh=mesh, param_spec=Partitioning(smallest=1))
+    many = trained(tmp_path, mesh=given)
+    assert len(many.state.params["out"]["kernel"].sharding.device_set) == 8
+    losses = [[row["train/loss"] for row in rows(result) if "train/loss" in row] for result in (many, done)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    accuracies = [[row["val/accuracy"] for row in rows(result) if "val/accuracy" in row] for result in (many, done)]
+    assert len(accuracies[0]) == EPOCHS
+    np.testing.assert_allclose(accuracies[0], accuracies[1], atol=0.11)  # two of 19, of logits that are nearly equal
+
+
+def test_devices_that_are_not_there_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(LayoutError, match="needs a multiple of 3 devices, and there are 8"):
+        trained(tmp_path, mesh={"fsdp": 3})
+    assert not list(tmp_path.iterdir())

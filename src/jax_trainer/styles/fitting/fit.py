@@ -8,11 +8,20 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.core import CompiledProgram, PyTree, compile_program, with_finite_check, with_finite_guard
+from jax_trainer.core import (
+    CompiledProgram,
+    GivenMesh,
+    Layout,
+    PyTree,
+    compile_program,
+    layout_of,
+    with_finite_check,
+    with_finite_guard,
+)
 from jax_trainer.datasets import Data, DataError, Feed
 from jax_trainer.engine import Every, Plan
 from jax_trainer.engine.supply import train_feed
-from jax_trainer.runs import named_callbacks
+from jax_trainer.runs import agreed, named_callbacks
 from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
 from jax_trainer.styles.fitting.learning_rate import with_learning_rate
@@ -51,6 +60,7 @@ def fit(
     steps_per_call: Steps = 1,
     resident: bool | Literal["auto"] = False,
     detect_nans: bool = False,
+    mesh: GivenMesh | None = None,
 ) -> FitResult:
     """Trains `model` on `train_ds`, judges it on `test_ds`, and keeps a record of it in a folder of its own.
 
@@ -91,9 +101,10 @@ def fit(
         resident: keep arrays on the device, where they fit.
         detect_nans: a step whose loss or gradient is not finite changes nothing, and its batch is kept; costs a little
             time. A loss that is not finite ends the run in any case, as soon as it is known.
+        mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
     """
     _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
-    told_hparams, named = plain_hparams(hparams), named_callbacks(callbacks)
+    told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
     plan = Plan(
         max_epochs=num_epochs,
         steps_per_epoch=steps_per_epoch,
@@ -108,7 +119,7 @@ def fit(
     evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
     total = _total_steps(train.data, plan)
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
-    program = _compiled(trained, is_cut=train.is_cut, guarded=detect_nans)
+    program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, validates=bool(evals))
     saving = with_saver(named, found, mode, is_wish=metric is not None)
     saver = saver_among(saving)
@@ -129,7 +140,7 @@ def fit(
     begin = partial(program.init, trained.key, train.example)
     work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
     recording = Recording(told, saving, tensorboard, progress)
-    return recorded_run(work, recording, place_of(log_dir, log_name, told, resume))
+    return recorded_run(work, recording, agreed(lambda: place_of(log_dir, log_name, told, resume)))
 
 
 def _check_numbers(**numbers: int) -> None:
@@ -156,12 +167,12 @@ def _total_steps(data: Any, plan: Plan) -> int | None:
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
 
 
-def _compiled(trained: Trained, *, is_cut: bool, guarded: bool) -> CompiledProgram:
+def _compiled(trained: Trained, layout: Layout | None, *, is_cut: bool, guarded: bool) -> CompiledProgram:
     program = with_learning_rate(trained.program)
     if not program.keeps_batches:  # a program that was given may have a guard of its own
         program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
     # the last batch of arrays may be smaller, which nobody need be told of
-    return compile_program(program, on_recompile="ignore" if is_cut else "warn")
+    return compile_program(program, layout=layout, on_recompile="ignore" if is_cut else "warn")
 
 
 def _metric(program: CompiledProgram, trained: Trained, example: PyTree, metric: str | None, *, validates: bool) -> str:

@@ -79,7 +79,7 @@ def place_of(log_dir: str | Path, log_name: str, told: Mapping[str, Any], resume
 
 def recorded_run(work: Work, recording: Recording, place: Place) -> FitResult:
     """Trains, and writes all of it into the folder of `place`."""
-    with place.folder.locked():
+    with place.locked():
         return _Session(work, recording, place).go()
 
 
@@ -99,7 +99,7 @@ class _Session:
         store = CheckpointStore(self._folder.checkpoints, **saver.store_options(validates=is_judged))
         state = self._work.begin()
         found = restored(self._place, store, state, saves=saver.saves_at_all)
-        self._folder.write_text(self._folder.config_file.name, config_text(self._recording.told))
+        self._place.write_text(self._folder.config_file.name, config_text(self._recording.told))
         logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
             Logger, self._folder.path
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
 from jax_trainer.callbacks import ProgressBar
@@ -15,6 +15,7 @@ from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
+    GivenMesh,
     Layout,
     LogMode,
     Metrics,
@@ -51,7 +52,7 @@ def train_fn(
     *,
     fns: tuple[NnxStep, NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
-    mesh: Mesh | None = None,
+    mesh: GivenMesh | None = None,
     data_partition_spec: PartitionSpec | None = None,
     n_steps: int,
     eval_every_n_steps: int,
@@ -72,7 +73,7 @@ def train_fn(
         fns: `train_step(model, rng_key, batch) -> (loss, grads)`, where `(loss, metrics)` may stand for the loss, and
             `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
         shardings: where the model and the data are placed; None: on one device.
-        mesh: instead of `shardings`: parameters are placed by their own partitioning.
+        mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are placed by their own partitioning.
         data_partition_spec: which axes of `mesh` split a batch.
         n_steps: how many steps there are in all.
         eval_every_n_steps: steps between two evaluations.
@@ -94,7 +95,7 @@ def train_fn(
         eval_batches=n_eval_batches,
         steps_per_call=steps_per_call,
     )
-    layout_of = layout_from(shardings, mesh, data_partition_spec)
+    layout = layout_from(shardings, mesh, data_partition_spec)
     setup = _Setup(_two_functions(fns), plan, called, taking_part, log_to_wandb, progress, detect_nans)
 
     def train(
@@ -106,7 +107,7 @@ def train_fn(
         job = _Job.of(rng_key, model, optimizer, train_itr, val_itr)
         if job.first < n_steps:
             with modes_kept(job.model):
-                _trained(setup, job, layout_of(job.model, job.optimizer.wrt))
+                _trained(setup, job, layout)
             return
         LOG.warning(
             f"The optimizer is at step {job.first} already, and `n_steps={n_steps}` is the total: nothing is trained. "

@@ -1,0 +1,237 @@
+"""Reads out of compiled HLO which collectives it has: how many, how large, for what.
+
+A collective is counted once, also where it is split into a start and a done, and as often as the loop around it turns.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}  # of one number; others have their bits in their name
+# what the GPU compiler looks through between an all-reduce and the slice that makes it a reduce-scatter; sums, because
+# it adds first what would be reduced twice
+LOOKED_THROUGH = "bitcast", "copy", "transpose", "reshape", "add"
+
+
+class Instruction(NamedTuple):
+    """A line of HLO."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str  # the parentheses
+    attributes: str
+
+
+class Collective(NamedTuple):
+    """One collective as a device sees it."""
+
+    kind: str
+    payload: int  # bytes of the whole that a group of devices reduces, gathers or exchanges
+    group: int  # so many devices
+    sliced: tuple[
+        tuple[int, int], ...
+    ] = ()  # arrays of an all-reduce of which a device then keeps one slice: bytes, slices
+    times: int = 1  # how often in a step
+    is_certain: bool = True  # False in a loop of unknown length, where `times` is that of one turn
+    source: str = ""  # what in the program asked for it
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a step, in a ring."""
+        return self.times * ring_bytes(self.kind, self.payload, self.group)
+
+    @property
+    def sent_if_scattered(self) -> float:
+        """The same where an all-reduce that is only sliced afterwards is written as a reduce-scatter.
+
+        Where several devices keep the same slice, they reduce it among themselves after that.
+        """
+        return self.sent - self.times * sum(_saved(size, ways, self.group) for size, ways in self.sliced)
+
+    @property
+    def phase(self) -> str:
+        """Whether the forward pass, the backward pass or what comes after them asked for it."""
+        if "transpose(" in self.source:
+            return "backward"
+        return "forward" if "jvp(" in self.source else "update"
+
+
+Module = dict[str, list[Instruction]]
+
+
+def collectives_of(hlo: str) -> list[Collective]:
+    """All collectives of a compiled module, in the order in which they are written."""
+    module, entry = _parsed(hlo)
+    devices = math.prod(map(int, re.findall(r"(?:replica_count|num_partitions)=(\d+)", hlo.partition("\n")[0])))
+    return [_read(module, *found, devices) for found in _found(module, entry, 1, True)]
+
+
+def array_bytes(shape: str) -> list[int]:
+    """Of every array in an HLO shape.
+
+    >>> array_bytes("(f32[8,2]{1,0}, (pred[], bf16[3]))")
+    [64, 1, 6]
+    """
+    arrays = re.findall(r"(\w+)\[([\d,<=]*)\]", re.sub(r"/\*.*?\*/", "", shape))
+    return [_number_bytes(kind) * math.prod(int(n.strip("<=")) for n in dims.split(",") if n) for kind, dims in arrays]
+
+
+def ring_bytes(kind: str, payload: float, group: int) -> float:
+    """What a device of the group sends in a ring.
+
+    >>> [ring_bytes(kind, 100, 4) for kind in ("all-reduce", "all-gather", "collective-permute")]
+    [150.0, 75.0, 100]
+    """
+    if kind == "collective-permute":
+        return payload
+    rounds = 2 if kind == "all-reduce" else 1  # which is a reduce-scatter and an all-gather
+    return rounds * payload * (group - 1) / group
+
+
+def group_size(attributes: str, devices: int) -> int:
+    """How many devices take part together, in any of the ways in which HLO says so.
+
+    >>> [group_size(f"replica_groups={text}, x=1", 8) for text in ("{{0,1},{2,3}}", "[2,4]<=[8]", "{}")]
+    [2, 4, 8]
+    >>> group_size("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, x=1", 8)
+    4
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(listed[1].split(","))
+    if tiled := re.search(r"replica_groups=\[[\d,]*?(\d+)\]<=", attributes):
+        return int(tiled[1])
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # a part of an axis says how large it is
+        return math.prod(int(part) if part else sizes[name] for name, part in used)
+    return devices
+
+
+def _saved(size: int, ways: int, group: int) -> float:
+    if group % ways:  # whoever cuts it so is not this group
+        return 0.0
+    scattered = ring_bytes("reduce-scatter", size, ways) + ring_bytes("all-reduce", size / ways, group // ways)
+    return ring_bytes("all-reduce", size, group) - scattered
+
+
+def _number_bytes(kind: str) -> int:
+    if kind in BYTES:
+        return BYTES[kind]
+    bits = re.match(r"[a-z]+(\d+)", kind)
+    return max(1, int(bits[1]) // 8) if bits else 0  # tokens take nothing
+
+
+def _parsed(hlo: str) -> tuple[Module, str]:
+    """The instructions of every computation, and which one is run."""
+    module: Module = {}
+    entry = name = ""
+    for line in hlo.splitlines():
+        if begun := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = begun[2]
+            module[name] = []
+            entry = name if begun[1] else entry
+        elif given := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
+            module[name].append(_instruction(given[1], given[2]))
+    return module, entry
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    shape, text = _closed(text) if text.startswith("(") else text.split(" ", 1)
+    opcode, text = text.strip().split("(", 1)
+    inside, attributes = _closed(f"({text}")
+    return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", inside)), inside, attributes)
+
+
+def _closed(text: str) -> tuple[str, str]:
+    """What begins with a parenthesis, up to the one that closes it, and the rest."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return text[: place + 1], text[place + 1 :]
+    return text, ""
+
+
+def _found(
+    module: Module, computation: str, times: int, is_certain: bool
+) -> Iterator[tuple[str, Instruction, int, bool]]:
+    """The collectives that one run of a computation reaches; both branches of a condition count."""
+    for one in module[computation]:
+        if one.opcode.removesuffix("-start") in KINDS:
+            yield computation, one, times, is_certain
+        elif one.opcode == "while":
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
+            more = times * int(turns[1]) if turns else times
+            yield from _found(module, _named("body", one), more, is_certain and turns is not None)
+        elif one.opcode in ("fusion", "call", "async-start"):
+            yield from _found(module, _named("calls|to_apply", one), times, is_certain)
+        elif one.opcode == "conditional":
+            listed = re.search(r"branch_computations=\{(.*?)\}", one.attributes)
+            pair = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", one.attributes)
+            for branch in re.findall(r"[\w.\-]+", listed[1]) if listed else pair:
+                yield from _found(module, branch, times, is_certain)
+
+
+def _named(role: str, one: Instruction) -> str:
+    called = re.search(rf"(?:{role})=%?([\w.\-]+)", one.attributes)
+    assert called is not None, f"{one.name} names nothing as {role}"
+    return called[1]
+
+
+def _read(module: Module, computation: str, one: Instruction, times: int, is_certain: bool, devices: int) -> Collective:
+    kind, group = one.opcode.removesuffix("-start"), group_size(one.attributes, devices)
+    source = re.search(r'op_name="([^"]*)"', one.attributes)
+    sizes = array_bytes(_result(one))
+    slices = [_slices_of(module, computation, one, part) for part in range(len(sizes))] if kind == "all-reduce" else []
+    sliced = tuple((size, ways) for size, ways in zip(sizes, slices, strict=False) if ways > 1)
+    payload = sum(sizes) * (group if kind == "reduce-scatter" else 1)
+    return Collective(kind, payload, group, sliced, times, is_certain, source[1] if source else "")
+
+
+def _result(one: Instruction) -> str:
+    """The shape of what comes out; some starts return what they were given before it."""
+    if one.opcode not in ("all-gather-start", "collective-permute-start"):
+        return one.shape
+    parts, text = [], one.shape[1:-1]
+    while text := text.lstrip(", "):
+        part, text = _closed(text) if text.startswith("(") else _until_comma(text)
+        parts.append(part)
+    return parts[1]
+
+
+def _until_comma(text: str) -> tuple[str, str]:
+    found = re.match(r"\w+\[[^\]]*\](?:\{[^}]*\})?", text)
+    assert found is not None, f"not a shape: {text}"
+    return found[0], text[found.end() :]
+
+
+def _slices_of(module: Module, computation: str, reduced: Instruction, part: int) -> int:
+    """Into how many slices a part of an all-reduce is cut, of which a device keeps one; 1 where it keeps the whole."""
+    if not reduced.shape.startswith("("):
+        return _cut(module, computation, reduced.name, lambda: 1)
+    users = [user for user in module[computation] if reduced.name in user.operands]
+    mine = [user for user in users if re.search(rf"index={part}\b", user.attributes)]
+    return min((_cut(module, computation, user.name, lambda: 1) for user in mine), default=1)
+
+
+def _cut(module: Module, computation: str, name: str, outside: Callable[[], int]) -> int:
+    """Into how many slices all that uses `name` cuts it; `outside` tells of what uses the computation's result."""
+    users = [user for user in module[computation] if name in user.operands]
+    return min((_cut_by(module, computation, name, user, outside) for user in users), default=0) or outside()
+
+
+def _cut_by(module: Module, computation: str, name: str, user: Instruction, outside: Callable[[], int]) -> int:
+    if user.opcode == "dynamic-slice" and user.operands[0] == name:
+        whole = next(one for one in module[computation] if one.name == name)
+        return array_bytes(whole.shape)[0] // array_bytes(user.shape)[0]
+    if user.opcode in LOOKED_THROUGH:
+        return _cut(module, computation, user.name, outside)
+    if user.opcode == "fusion":
+        inner, given = _named("calls", user), f"({user.operands.index(name)})"
+        parameter = next(one for one in module[inner] if one.opcode == "parameter" and one.inside == given)
+        return _cut(module, inner, parameter.name, lambda: _cut(module, computation, user.name, outside))
+    return 1

@@ -1,0 +1,151 @@
+"""Which device holds how much of a state, to look at before a run."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jax_trainer.core.layout import Layout
+from jax_trainer.core.memory import readable_bytes
+from jax_trainer.core.metrics import PyTree
+from jax_trainer.core.paths import leaf_path
+from jax_trainer.core.state import TrainState
+
+_PARTS = ("params", "opt_state", "model_state", "extra")
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")  # one that stands for itself, or ends a name: blocks.3, Dense_3
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """One parameter, or several that differ by a number in their names only: how it is split."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    bytes_per_device: int  # of each of them
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a part of the state each device holds, and what that would be if all of it were split evenly."""
+
+    bytes: int
+    per_device: int
+    ideal: int
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """How the parameters are split, and how much of each part of the state every device holds."""
+
+    mesh: dict[str, int]
+    batch_axes: tuple[str, ...]
+    parameters: tuple[LaidOut, ...]
+    shares: dict[str, Share]
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.mesh.values())
+
+    def data(self) -> dict[str, Any]:
+        """The same for scripts."""
+        return {**asdict(self), "devices": self.devices}
+
+    def text(self) -> str:
+        """The same for people; repeated blocks have one line."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        lines = [f"{self.devices} devices: {sizes}. Batches are split over {' and '.join(self.batch_axes) or 'none'}."]
+        lines += ["", *aligned([_HEAD, *map(_row, collapsed(self.parameters))]), ""]
+        return "\n".join([*lines, *aligned([_SHARE_HEAD, *(_share(*item) for item in self.shares.items())]), ""])
+
+
+def layout_table(layout: Layout, state: TrainState) -> LayoutTable:
+    """How `layout` lays out a state (arrays or shapes)."""
+    shardings = layout.state_shardings(state)
+    parts = {name: _sizes(getattr(state, name), getattr(shardings, name), layout) for name in _PARTS}
+    shares = {name: share for name, share in parts.items() if share.bytes}
+    shares["all"] = Share(*(sum(getattr(one, key) for one in parts.values()) for key in Share.__annotations__))
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    pairs = zip(leaves, jax.tree.leaves(shardings.params), strict=True)
+    rows = tuple(
+        LaidOut(leaf_path(path), tuple(leaf.shape), str(leaf.dtype), _spec(sharding), _held(leaf, sharding))
+        for (path, leaf), sharding in pairs
+    )
+    return LayoutTable(dict(layout.mesh.shape), layout.batch_axes, rows, shares)
+
+
+def collapsed(rows: Iterable[LaidOut]) -> list[LaidOut]:
+    """`rows`, with one for all that are alike but for a number in their names.
+
+    >>> rows = [LaidOut(f"blocks.{n}.kernel", (2, 4), "float32", "whole", 32) for n in range(3)]
+    >>> [(row.leaf, row.count) for row in collapsed(rows)]
+    [('blocks.0…2.kernel', 3)]
+    """
+    groups: dict[Any, list[LaidOut]] = {}
+    for row in rows:
+        groups.setdefault((_NUMBER.sub("*", row.leaf), row.shape, row.dtype, row.spec), []).append(row)
+    return [
+        alike[0] if len(alike) == 1 else replace(alike[0], leaf=_common(alike), count=len(alike))
+        for alike in groups.values()
+    ]
+
+
+def _common(alike: list[LaidOut]) -> str:
+    """The names of all of them: `blocks.0…11.kernel`."""
+    numbers = list(zip(*(map(int, _NUMBER.findall(row.leaf)) for row in alike), strict=True))
+    told = iter([_range(sorted(set(each))) for each in numbers])
+    return _NUMBER.sub(lambda match: next(told), alike[0].leaf)
+
+
+def _range(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    is_whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}…{numbers[-1]}" if is_whole else "*"
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines whose columns stand below each other; those of bytes on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_HEAD = ("parameter", "shape", "type", "split over", "bytes per device")
+_SHARE_HEAD = ("part of the state", "bytes", "per device", "if all were split evenly")
+
+
+def _row(row: LaidOut) -> tuple[str, ...]:
+    times = f" × {row.count}" if row.count > 1 else ""
+    shape = " × ".join(map(str, row.shape)) or "–"
+    return row.leaf, shape, row.dtype, row.spec, f"{readable_bytes(row.bytes_per_device)}{times}"
+
+
+def _share(name: str, share: Share) -> tuple[str, ...]:
+    return (name, *map(readable_bytes, (share.bytes, share.per_device, share.ideal)))
+
+
+def _sizes(tree: PyTree, shardings: PyTree, layout: Layout) -> Share:
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True))
+    whole = sum(_bytes(leaf.shape, leaf) for leaf, _ in pairs)
+    return Share(whole, sum(_held(*pair) for pair in pairs), -(-whole // layout.mesh.size))
+
+
+def _held(leaf: Any, sharding: NamedSharding) -> int:
+    return _bytes(sharding.shard_shape(tuple(leaf.shape)), leaf)
+
+
+def _bytes(shape: tuple[int, ...], leaf: Any) -> int:
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _spec(sharding: NamedSharding) -> str:
+    """`–, tensor` for one whose second dimension is split over "tensor"."""
+    entries = ["–" if e is None else e if isinstance(e, str) else " & ".join(e) for e in sharding.spec]
+    return ", ".join(entries) or "whole"

@@ -1,0 +1,204 @@
+"""launch: several real processes on this machine, from the command line, the way people use it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import paced
+import pytest
+from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, last_state, process_environment, tiny_file
+
+from jax_trainer.cli import launch
+from jax_trainer.testing import assert_same_bits
+
+ONE_DEVICE = {"XLA_FLAGS": "", "NPROC": "4"}
+LONG = TINY.replace("train_epochs: 2", "train_epochs: 30").replace("mode: max}", "mode: max, every_n_steps: 5}")
+PACED = Path(paced.__file__).read_text()
+
+
+def launched(folder: Path, *words: str) -> Said:
+    return ask_process("launch", "--processes", "2", *words, folder=folder, **ONE_DEVICE)
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    """An experiment that takes a few seconds, with a callback of its own."""
+    (tmp_path / "paced.py").write_text(PACED)
+    tiny_file(tmp_path, LONG.replace("    ModelCheckpoint:", "    Paced: {}\n    ModelCheckpoint:"))
+    return tmp_path
+
+
+def begun(folder: Path) -> subprocess.Popen[str]:
+    command = [*PROGRAM, "launch", "--processes", "2", "--heartbeat", "5", "tiny.yaml", "paced.py", "resume=auto"]
+    environment = process_environment(**ONE_DEVICE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+
+def until_saved(folder: Path, process: subprocess.Popen[str]) -> Path:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := list(folder.glob("runs/MLP/*/checkpoints/step_00000005"))):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return found[0].parents[1]
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    words = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(word) for word in words]
+
+
+@pytest.mark.slow
+def test_two_processes_train_to_the_same_end_as_one_and_write_one_folder(tmp_path):
+    tiny_file(tmp_path)
+    together = launched(tmp_path, "tiny.yaml", "--json")
+    assert together.code == 0, together.err
+    assert together.data["processes"] == 2
+    alone = ask("train", "tiny.yaml", "--json", folder=tmp_path)
+    assert together.data["metrics"].keys() == alone.data["metrics"].keys()
+    for place, metrics in alone.data["metrics"].items():
+        assert together.data["metrics"][place] == pytest.approx(metrics, rel=1e-5)
+    assert len(list(tmp_path.glob("runs/MLP/*"))) == 2  # a folder for each of the two commands
+    run = Path(together.data["run"])
+    assert (run / "layout.txt").is_file()
+    tested = ask("test", run, "--json", folder=tmp_path)  # by one process
+    assert tested.data["metrics"]["test"] == pytest.approx(together.data["metrics"]["test"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_named_and_the_same_command_goes_on_bit_for_bit(long):
+    undisturbed = launched(long, "tiny.yaml", "paced.py", "--json")
+    assert undisturbed.code == 0, undisturbed.err
+    whole = Path(undisturbed.data["run"]).rename(long / "whole")
+    process = begun(long)
+    run = until_saved(long, process)
+    os.kill(children(process)[1], signal.SIGKILL)
+    began = time.monotonic()
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert time.monotonic() - began < 5 + 5 + 3  # the heartbeat and five seconds, and Python's own end
+    assert process.returncode == 1
+    assert re.search(r"Process 1 of 2 \(.*, pid \d+\) has given no sign of life", said), said
+    assert "Process 1 was ended by SIGKILL" in said
+    again = launched(long, "tiny.yaml", "paced.py", "resume=auto", "--json")
+    assert (again.code, again.data["run"]) == (0, str(run)), again.err
+    (state, step), (expected, last) = last_state(run), last_state(whole)
+    assert step == last
+    assert_same_bits(state, expected)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_go_on(long):
+    process = begun(long)
+    run = until_saved(long, process)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143, (out, said)
+    steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] >= max(row["step"] for row in rows)
+    assert launched(long, "tiny.yaml", "paced.py", "resume=auto", "--restarts", "1").code == 0
+
+
+def test_a_wrong_configuration_is_told_by_the_first_process_and_is_wrong_input(tmp_path):
+    tiny_file(tmp_path, TINY.replace("hidden: [16]", "hiden: [16]"))
+    said = launched(tmp_path, "tiny.yaml")
+    assert said.code == 2
+    assert "Did you mean `hidden`?" in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--processes", "0", "tiny.yaml"], "at least 1"),
+        (["tiny.yaml"], "--processes"),
+        (["--processes", "two", "tiny.yaml"], "expected a whole number, found 'two'"),
+        (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_at_once(words, told, tmp_path):
+    said = ask("launch", *words, folder=tmp_path)
+    assert said.code == 2
+    assert told in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--processes", "2"], "coordinator, process are missing"),
+        (["--distributed", "off", "--coordinator", "here:1", "--processes", "2", "--process", "0"], "joins nobody"),
+        (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be host:port"),
+    ],
+)
+def test_half_a_description_of_the_others_is_refused_at_once(words, told, tmp_path):
+    said = ask("train", "tiny.yaml", *words, folder=tmp_path)
+    assert said.code == 2
+    assert told in said.err
+
+
+def test_gpus_are_shared_evenly_and_too_few_are_told(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+    class Asked:
+        processes, devices = 2, None
+
+    asked: object = Asked()
+    assert launch._environment(asked, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"  # type: ignore[arg-type]
+    Asked.processes, Asked.devices = 4, 2  # type: ignore[assignment]
+    with pytest.raises(launch.WrongInput, match="need 8, and this machine has 4"):
+        launch._environment(asked, 0)  # type: ignore[arg-type]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "processes.md"
+SCRIPT = re.search(r"```bash\n(#!/bin/bash.*?)```", PAGE.read_text(), re.DOTALL)
+SRUN = """#!/bin/bash
+# what srun does, on this machine: as many tasks as the script asks for, with SLURM's names for them
+export SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1 SLURM_NTASKS=2
+shift # --kill-on-bad-exit=1
+pids=""
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids="$pids $!"; done
+trap 'kill -TERM $pids' TERM
+code=0
+for pid in $pids; do wait $pid || code=$?; [ $code -gt 128 ] && { wait $pid; code=$?; }; done
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_the_slurm_script_works_as_it_is_printed(long):
+    assert SCRIPT is not None
+    tools, script = long / "bin", long / "job.sh"
+    tools.mkdir()
+    (long / "configs").mkdir()
+    (long / "tiny.yaml").rename(long / "configs" / "gpt2.yaml")
+    script.write_text(SCRIPT.group(1).replace("configs/gpt2.yaml", "configs/gpt2.yaml paced.py"))
+    for name, text in {
+        "srun": SRUN,
+        "jax-trainer": f'#!/bin/bash\nexec "{sys.executable}" -m jax_trainer "$@"\n',
+        "scontrol": '#!/bin/bash\necho "$@" > requeued\n',
+    }.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o700)
+    port = str(20000 + os.getpid() % 20000)
+    environment = process_environment(**ONE_DEVICE, SLURM_JOB_ID="7", JAX_COORDINATOR_PORT=port)
+    environment["PATH"] = f"{tools}:{environment['PATH']}"
+    job = subprocess.Popen(["bash", str(script)], cwd=long, env=environment, start_new_session=True)
+    try:
+        run = until_saved(long, job)
+        steps = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(steps[0]), signal.SIGTERM)  # as `--signal` does: to the job step
+        assert job.wait(PATIENCE) == 143
+        assert (long / "requeued").read_text() == "requeue 7\n"
+        environment["JAX_COORDINATOR_PORT"] = str(int(port) + 1)
+        assert subprocess.run(["bash", str(script)], cwd=long, env=environment, timeout=PATIENCE).returncode == 0
+    finally:
+        os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
+    assert list(long.glob("runs/MLP/*")) == [run]
+    assert last_state(run)[1] == 30 * 4
