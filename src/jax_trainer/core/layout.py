@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -91,6 +91,22 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(constrained, tree)
 
+    def gather_params(self, tree: PyTree) -> PyTree:
+        """Parameters as a step computes with them: whole along `batch_axes`. Their gradients are split again.
+
+        Every example needs all of them. Left to itself, the compiler may split what is computed like the parameters
+        instead, which sends several times as much.
+        """
+        specs = self.param_specs(tree)
+
+        def whole(path: tuple, leaf: jax.Array) -> jax.Array:
+            spec = specs[leaf_path(path)]
+            kept = PartitionSpec(*(_without(entry, self.batch_axes) for entry in spec))
+            here, there = NamedSharding(self.mesh, spec), NamedSharding(self.mesh, kept)
+            return leaf if kept == spec else _gathered(leaf, there, here)
+
+        return jax.tree_util.tree_map_with_path(whole, tree)
+
     def constrain_rows(self, batch: Batch, axis: int) -> Batch:
         """`batch` split along `axis`, where that divides evenly; for traced steps."""
         sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.batch_axes))
@@ -133,3 +149,26 @@ class Layout:
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def _without(entry: Any, axes: tuple[str, ...]) -> Any:
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    left = tuple(name for name in names if name not in axes)
+    return left if len(left) > 1 else left[0] if left else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(leaf: jax.Array, whole: NamedSharding, split: NamedSharding) -> jax.Array:
+    # first split: otherwise the compiler gathers what the leaf was cast from, which may have twice the bytes
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(leaf, split), whole)
+
+
+def _gathered_forwards(leaf: jax.Array, whole: NamedSharding, split: NamedSharding) -> tuple[jax.Array, None]:
+    return _gathered(leaf, whole, split), None
+
+
+def _split_backwards(whole: NamedSharding, split: NamedSharding, _: None, slope: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(slope, split),)
+
+
+_gathered.defvjp(_gathered_forwards, _split_backwards)

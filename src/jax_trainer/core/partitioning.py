@@ -29,7 +29,7 @@ class Partitioning:
         smallest: "auto" leaves parameters of fewer numbers whole.
     """
 
-    rules: Mapping[str, Sequence[Axes]] = field(default_factory=dict)
+    rules: Mapping[str, Sequence[Axes]] = field(default_factory=dict, hash=False)
     fsdp: Fsdp = "auto"
     smallest: int = SMALLEST
 

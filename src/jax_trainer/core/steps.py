@@ -12,7 +12,7 @@ from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_w
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.tracing import like_params
+from jax_trainer.core.tracing import gathered, like_params
 
 LARGE = 2**14  # elements from which on a dot product pays
 
@@ -84,6 +84,7 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         params, batch = cast_floats((params, batch), precision.compute)
+        params = gathered(params)  # after the cast, as fewer bytes
         told = {"step": step} if wants_step else {}
         loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
         loss, reported = cast_floats((loss, dict(reported)), precision.output)

@@ -15,6 +15,10 @@ class Placer(Protocol):
         """`tree`, which looks like the parameters, laid out as they are."""
         ...
 
+    def gather_params(self, tree: PyTree) -> PyTree:
+        """`tree`, which looks like the parameters, as examples are computed with."""
+        ...
+
     def constrain_rows(self, batch: Batch, axis: int) -> Batch:
         """`batch`, split along `axis`."""
         ...
@@ -37,6 +41,12 @@ def like_params(tree: PyTree) -> PyTree:
     """`tree` laid out as the parameters it mirrors: left to itself, the compiler may replicate gradients."""
     placer = _PRESENT.get()
     return tree if placer is None else placer.constrain_params(tree)
+
+
+def gathered(params: PyTree) -> PyTree:
+    """`params` whole along the axes that split a batch: every example needs all of them."""
+    placer = _PRESENT.get()
+    return params if placer is None else placer.gather_params(params)
 
 
 def split_rows(batch: Batch, axis: int = 0) -> Batch:

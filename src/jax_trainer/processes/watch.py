@@ -97,8 +97,8 @@ class Watch:
             return error
         if _is_of_a_collective(error):
             self._wait_for_trouble()
-        if self._trouble:
-            return PeerFailedError(self._trouble)
+            if self._trouble:
+                return PeerFailedError(self._trouble)
         self._tell_failure(error)
         return error
 

@@ -14,6 +14,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Event, StopTraining
+from jax_trainer.processes import peers
 
 FOLDER = "nonfinite"
 Policy = Literal["raise", "stop", "skip", "rollback"]
@@ -35,7 +36,6 @@ def explained(
     found = examine(program, state, error.batch, error.step)
     kept = folder / FOLDER
     CheckpointStore(kept / "state").save(before, position, {})
-    np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
     report = {
         "step": error.step,
         "epoch": position.epoch,
@@ -44,7 +44,9 @@ def explained(
         "parameters": found.parameters,
         "batch": found.batch,
     }
-    (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if peers().is_lead:
+        np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
+        (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     text = (
         f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. Lower the "
         "learning rate, clip gradients, or look at the batch; `on_nonfinite: skip` leaves such updates out."

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
-from jax_trainer.core import Batch, TrainState
+from jax_trainer.core import Batch, GivenMesh, TrainState
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, SavePoint, Standing, StepEnd
 from jax_trainer.logger.jsonl import save_metrics
@@ -36,7 +35,7 @@ class Keeper(Learner):
         model: Any,
         optimizer: Any,
         exmp_input: Batch,
-        mesh: Mesh | None,
+        mesh: GivenMesh | None,
         dataset: DatasetModule | None,
         other_configs: Mapping[str, Any] | None,
         folder: RunFolder | None,

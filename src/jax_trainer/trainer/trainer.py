@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import optax
 from compoconf import register, register_interface
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import Batch, CompiledProgram, HeldState, copy_state
+from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
+from jax_trainer.processes import peers
 from jax_trainer.runs import Given, Place, agreed, restored, standing_of
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.trainer.config import TrainerConfig
@@ -34,6 +34,7 @@ from jax_trainer.trainer.task import Task
 from jax_trainer.trainer.watchers import taken_in
 
 LOG = logging.getLogger("jax_trainer")
+LAYOUT = "layout.txt"
 
 
 @register
@@ -46,7 +47,8 @@ class TrainerModule(Keeper):
         model_config: of a registered model; or `model`.
         optimizer_config: of a registered optimizer; or `optimizer`.
         exmp_input: an example batch, of which only shapes and types matter; left out, the first of `dataset`.
-        mesh: devices that share each batch along their axis "data".
+        mesh: devices that share the work: a mesh, its sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings,
+            of the model and of the data; instead of it, `config` may have one.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
         optimizer: an optax optimizer.
         dataset: its device transforms (such as normalising images) become part of every step.
@@ -65,7 +67,7 @@ class TrainerModule(Keeper):
         model_config: Any = None,
         optimizer_config: Any = None,
         exmp_input: Batch = None,
-        mesh: Mesh | None = None,
+        mesh: GivenMesh | None = None,
         *,
         model: Any = None,
         optimizer: Any = None,
@@ -204,6 +206,7 @@ class TrainerModule(Keeper):
         try:
             session.callbacks = self.callbacks = self.init_callbacks(session.run)
             self._introduce(session.logger) if found is None else session.remember(found[1])
+            self._tell_of_layout(place, quiet=quiet)
             self._session = session
             return session.go(quiet=quiet)
         finally:
@@ -272,6 +275,15 @@ class TrainerModule(Keeper):
     def _introduce(self, logger: Logger) -> None:
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
         logger.log_scalar("param/num_model_params", count, 0)
+
+    def _tell_of_layout(self, place: Place, *, quiet: bool) -> None:
+        """Writes down, and shows, which device holds how much, where there are several."""
+        table = self.layout_table()
+        if table is None:
+            return
+        place.write_text(LAYOUT, table.text())
+        if self.config.enable_progress_bar and not quiet and peers().is_lead:
+            Console(stderr=True).print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()
