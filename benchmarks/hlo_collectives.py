@@ -184,19 +184,27 @@ def _named(role: str, one: Instruction) -> str:
 
 def _read(module: Module, computation: str, one: Instruction, times: int, is_certain: bool, devices: int) -> Collective:
     kind, group = one.opcode.removesuffix("-start"), group_size(one.attributes, devices)
-    source = re.search(r'op_name="([^"]*)"', one.attributes)
     sizes = array_bytes(_result(one))
     slices = [_slices_of(module, computation, one, part) for part in range(len(sizes))] if kind == "all-reduce" else []
     sliced = tuple((size, ways) for size, ways in zip(sizes, slices, strict=False) if ways > 1)
     payload = sum(sizes) * (group if kind == "reduce-scatter" else 1)
-    return Collective(kind, payload, group, sliced, times, is_certain, source[1] if source else "")
+    return Collective(kind, payload, group, sliced, times, is_certain, _source(module[computation], one))
+
+
+def _source(instructions: list[Instruction], one: Instruction) -> str:
+    """What asked for it; where the compiler itself did, what asked for that which it was given."""
+    if named := re.search(r'op_name="([^"]*)"', one.attributes):
+        return named[1]
+    given = next((other for other in instructions if other.name in one.operands[:1]), None)
+    return _source(instructions, given) if given else ""
 
 
 def _result(one: Instruction) -> str:
-    """The shape of what comes out; some starts return what they were given before it."""
-    if one.opcode not in ("all-gather-start", "collective-permute-start"):
+    """The shape of what comes out; starts return what they were given before it, but for all-reduces of the CPU."""
+    starts_with_given = one.opcode in ("all-gather-start", "collective-permute-start") or one.shape.startswith("((")
+    if not (one.opcode.endswith("-start") and starts_with_given):
         return one.shape
-    parts, text = [], one.shape[1:-1]
+    parts, text = [], re.sub(r"/\*.*?\*/", "", one.shape)[1:-1]
     while text := text.lstrip(", "):
         part, text = _closed(text) if text.startswith("(") else _until_comma(text)
         parts.append(part)
@@ -211,6 +219,8 @@ def _until_comma(text: str) -> tuple[str, str]:
 
 def _slices_of(module: Module, computation: str, reduced: Instruction, part: int) -> int:
     """Into how many slices a part of an all-reduce is cut, of which a device keeps one; 1 where it keeps the whole."""
+    if reduced.opcode.endswith("-start"):
+        reduced = next(user for user in module[computation] if reduced.name in user.operands)  # its done
     if not reduced.shape.startswith("("):
         return _cut(module, computation, reduced.name, lambda: 1)
     users = [user for user in module[computation] if reduced.name in user.operands]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pairs
+import pytest
 from flax import nnx
 
 from jax_trainer.adapters import nnx_program
@@ -48,6 +49,7 @@ print(json.dumps([float(loss) for loss in fmt.read(np.asarray(tape), [])["loss"]
 """
 
 
+@pytest.mark.slow
 def test_processes_that_were_given_the_same_weights_share_them_and_learn_as_one():
     first, second = (json.loads(pairs.lines(one)[-1]) for one in pairs.run(TWO_BY_TWO, devices=2))
     assert first == second

@@ -74,7 +74,7 @@ def each_by_hand() -> np.ndarray:
     return ((np.tanh(x @ first) @ second)[:, 0] - x.sum(-1)) ** 2
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_processes_find_the_same_bit_for_bit(devices):
     first, second = pair(devices)
     for name in ("judged", "tensor", "shared" if devices == 2 else "own judged"):
@@ -102,7 +102,7 @@ def test_two_processes_learn_what_one_with_as_many_devices_learns(run):
 
 
 @pytest.mark.parametrize("size", ["judged by 8", "judged by 6", "whole"])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_21_examples_are_judged_exactly(devices, size):
     found, each = pair(devices)[0]["judged"][size], each_by_hand()
     assert (found["size"], found["ids"]) == (21, list(range(21)))
@@ -110,14 +110,14 @@ def test_21_examples_are_judged_exactly(devices, size):
     assert found == alone(2 * devices)["judged"][size]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_predictions_give_every_process_all_rows_in_the_order_of_the_data(devices):
     for process in pair(devices):
         assert process["judged"]["asked"][0] == list(range(21))
         np.testing.assert_allclose(process["judged"]["asked"][1], alone(2 * devices)["judged"]["asked"][1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_processes_that_need_the_same_rows_share_them(devices):
     found, expected = pair(devices)[0]["tensor"], alone(4)["shared"]["arrays"]
     assert found["ids"] == expected["ids"]
@@ -132,12 +132,14 @@ def test_a_batch_that_is_not_finite_is_found_whole_in_every_process():
         assert process["shared"]["bad"] == [4, [1, 3], bad, 8]
 
 
+@pytest.mark.slow
 def test_lists_of_which_each_process_has_its_own_train_like_those_of_one():
     found, expected = pair(1)[0]["own"]["equal in chunks"], alone(2)["own"]["equal in chunks"]
     assert found["ids"] == expected["ids"] == [list(range(40))] * 2
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "told"),
     [
@@ -153,6 +155,7 @@ def test_parts_that_do_not_fit_are_an_error_in_every_process(run, told):
         assert told in process["own"][run]
 
 
+@pytest.mark.slow
 def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
     for index, process in enumerate(pair(1)):
         assert "The batch 5 of epoch 1 of the 'train' data has 2 examples in process" in process["own"]["ragged"]
@@ -160,6 +163,7 @@ def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
         assert "`drop_last=True`" in process["own"]["ragged"]
 
 
+@pytest.mark.slow
 def test_all_processes_fail_with_the_loader_of_one():
     first, second = (process["own"]["failing"] for process in pair(1))
     assert second == "OSError: the disk is gone"
@@ -178,10 +182,12 @@ def test_devices_in_no_order_of_processes_are_an_error():
         assert "along no axis of the mesh {'data': 4} do their devices follow each other" in process["interleaved"]
 
 
+@pytest.mark.slow
 def test_a_program_for_one_device_is_an_error_in_several_processes():
     assert all("There are 2 processes, and the program was compiled for" in process["alone"] for process in pair(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*runs.OWN_VAL, "classes"])
 def test_evaluation_is_exact_whatever_each_process_has(name):
     parts = runs.OWN_VAL.get(name, runs.OWN_VAL["uneven"])
@@ -193,11 +199,13 @@ def test_evaluation_is_exact_whatever_each_process_has(name):
         np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_predictions_on_parts_come_round_by_round():
     for process in pair(1):
         assert process["own judged"]["asked"][0] == [0, 1, 2, 8, 9, 10, 11, 12, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [

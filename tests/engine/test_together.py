@@ -8,6 +8,7 @@ import pytest
 JOB = Path(__file__).with_name("together_job.py")
 
 
+@pytest.mark.slow
 def test_what_is_due_by_time_is_due_at_the_same_steps_in_all_processes():
     first, second = (pairs.lines(one) for one in pairs.run(JOB, "time"))
     assert first == second

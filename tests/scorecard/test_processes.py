@@ -42,6 +42,7 @@ def killed(options: Options, victim: int, step: int) -> tuple[list[str], float]:
     return problems, seconds
 
 
+@pytest.mark.slow
 def test_d7_a_process_is_killed_and_the_job_goes_on_bit_for_bit(tmp_path, undisturbed):
     options = replace(SHORT, out=str(tmp_path / "disturbed"))
     with Score("D7") as score:
@@ -154,6 +155,7 @@ def test_d5_ten_thousand_steps_of_two_processes_hold_no_more_than_a_thousand(tmp
             score.note(**{f"process {index} of two": told})
 
 
+@pytest.mark.slow
 def test_the_ledger_of_two_processes_is_that_of_one(tmp_path, undisturbed):
     alone = replace(SHORT, out=str(tmp_path / "alone"), devices=2)
     assert run(alone).code == 0

@@ -272,6 +272,9 @@ class CompiledProgram:
         return copied(sent(state, self.layout.state_shardings(state)))
 
     def _for_layout(self, step: Callable[..., Any]) -> Any:
+        if self.layout is None:
+            return jax.jit(step, inline=True)
+
         def traced(state: TrainState, batch: Batch) -> Any:
             # a function of its own: JAX traces a function once for all who compile it, whatever their layouts
             with tracing_for(self.layout):

@@ -110,7 +110,8 @@ class Watch:
     def _tell_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
         try:
-            self._us.put(f"failed/{self._run}/{self._us.index}", f"{type(error).__name__}: {text}")
+            told = {"where": self._mine.where, "what": f"{type(error).__name__}: {text}"}
+            self._us.put(f"failed/{self._run}/{self._us.index}", json.dumps(told))
         except jax.errors.JaxRuntimeError:
             LOG.warning("The other processes could not be told: the first one cannot be reached.")
             return
@@ -135,15 +136,16 @@ class Watch:
         now = time.monotonic()
         for name, word in self._us.notes(f"alive/{self._run}").items():
             self._hear(int(name), json.loads(word), now)
-        for name, text in self._us.notes(f"failed/{self._run}").items():
+        for name, word in self._us.notes(f"failed/{self._run}").items():
             if int(name) != self._us.index:
-                self._found(f"{self._named(int(name))} failed: {text}", TIDY)
+                told = json.loads(word)
+                self._found(f"{self._named(int(name), told['where'])} failed: {told['what']}", TIDY)
         for index, heard in self._heard.items():
             if now - heard > self._heartbeat:
-                silent = (
-                    f"has given no sign of life for {now - heard:.0f} seconds: it was killed, or its machine is gone"
-                )
-                self._found(f"{self._named(index)} {silent}. Its last step was {self._others[index].step}.", GRACE)
+                sign = self._others[index]
+                silence = f"has given no sign of life for {now - heard:.0f} seconds: it was killed, or its machine is"
+                named = self._named(index, sign.where)
+                self._found(f"{named} {silence} gone. Its last step was {sign.step}.", GRACE)
         if self._us.is_lead:
             self._pace.look({self._us.index: self._mine, **self._others}, now)
 
@@ -162,9 +164,8 @@ class Watch:
             self._trouble, self._since, self._patience = text, time.monotonic(), patience
             LOG.error("%s", text)  # at once: JAX may end this process any moment
 
-    def _named(self, index: int) -> str:
-        sign = self._others.get(index)
-        return f"Process {index} of {self._us.count}{f' ({sign.where})' if sign is not None else ''}"
+    def _named(self, index: int, where: str) -> str:
+        return f"Process {index} of {self._us.count} ({where})"
 
 
 class _Pace:
