@@ -2,6 +2,7 @@
 
 import doctest
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,40 @@ ENTRY %main (w: f32[16,4], v: f32[3], i: s32[], s: (s32[], f32[6])) -> f32[4,4] 
 }
 """
 
+WRITTEN_FOR_GPUS = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%cut (p.0: f32[16], p.1: s32[]) -> f32[4] {
+  %p.0 = f32[16]{0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  ROOT %slice = f32[4]{0} dynamic-slice(%p.0, %p.1), dynamic_slice_sizes={4}
+}
+
+ENTRY %main (a: f32[16], b: bf16[8,2], i: s32[]) -> f32[4] {
+  %a = f32[16]{0} parameter(0)
+  %b = bf16[8,2]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %ar = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%a), replica_groups=mesh['x'=2,'y'=4] {'x','y'}, to_apply=%add
+  %ar.done = f32[16]{0} all-reduce-done(%ar)
+  %mine = f32[4]{0} fusion(%ar.done, %i), kind=kLoop, calls=%cut
+  %two = ((f32[16]{0}, f32[16]{0}), (f32[16]{0}, f32[16]{0})) all-reduce-start(%a, %a), replica_groups=[4,2]<=[8]
+  %two.done = (f32[16]{0}, f32[16]{0}) all-reduce-done(%two)
+  %kept = f32[16]{0} get-tuple-element(%two.done), index=0
+  %seen = f32[16]{0} get-tuple-element(%two.done), index=1
+  %half = f32[4]{0} fusion(%seen, %i), kind=kLoop, calls=%cut
+  %rs = ((bf16[8,2]{1,0}, /*index=1*/f32[16]{0}), (bf16[2,2]{1,0}, /*index=1*/f32[4]{0})) \
+reduce-scatter-start(%b, %a), \
+replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}, to_apply=%add, metadata={op_name="transpose(jvp())/dot"}
+  %rs.done = (bf16[2,2]{1,0}, f32[4]{0}) reduce-scatter-done(%rs)
+  %part = f32[4]{0} get-tuple-element(%rs.done), index=1
+  %rest = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%part), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  %rest.done = f32[4]{0} all-reduce-done(%rest)
+  %ag = ((f32[4]{0}, bf16[2,2]{1,0}), (f32[16], bf16[8,2])) all-gather-start(%part, %b), replica_groups=[2,4]<=[8]
+  %ag.done = (f32[16]{0}, bf16[8,2]{1,0}) all-gather-done(%ag)
+  ROOT %out = f32[4]{0} add(%mine, %rest.done)
+}
+"""
+
 
 @pytest.mark.parametrize("name", ["array_bytes", "group_size", "ring_bytes"])
 def test_the_examples_of_the_reader_are_true(name):
@@ -93,6 +128,27 @@ def test_an_all_reduce_that_is_only_sliced_could_be_a_reduce_scatter():
     assert reduced.sent == whole * (256 + 12)
     # scattered among four, and reduced among the two that have the same slice
     assert reduced.sent_if_scattered == 256 * 3 / 4 + 2 * 1 / 2 * 64 + whole * 12
+
+
+def test_what_a_gpu_starts_is_counted_by_what_comes_out_of_it():
+    found = [(one.kind, one.payload, one.group) for one in collectives_of(WRITTEN_FOR_GPUS)]
+    assert found == [
+        ("all-reduce", 4 * 16, 8),
+        ("all-reduce", 2 * 4 * 16, 2),
+        ("reduce-scatter", 2 * 8 * 2 + 4 * 16, 4),  # the whole, of which a quarter comes out
+        ("all-reduce", 4 * 4, 2),
+        ("all-gather", 4 * 16 + 2 * 8 * 2, 4),
+    ]
+
+
+def test_slices_are_looked_for_after_the_end_of_an_all_reduce_and_a_reduce_scatter_has_none():
+    alone, two, scattered, *_ = collectives_of(WRITTEN_FOR_GPUS)
+    assert (alone.sliced, two.sliced) == (((4 * 16, 4),), ((4 * 16, 4),))
+    assert scattered.sent == scattered.sent_if_scattered == (32 + 64) * 3 / 4
+
+
+def test_what_the_compiler_adds_belongs_to_the_pass_of_what_it_was_made_from():
+    assert [one.phase for one in collectives_of(WRITTEN_FOR_GPUS)][2:4] == ["backward", "backward"]
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +257,46 @@ def test_two_sums_in_a_block_and_pass_are_needed_for_a_tensor_axis(script):
     sums = 2 * gpt.layers + 1
     assert (forward.number, backward.number) == (sums + 3, sums)
     assert backward.sent == sums * 2 * 7 / 8 * batch * gpt.context * gpt.width * 4
+
+
+def test_a_model_in_bf16_needs_half_the_bytes_but_for_the_loss(script):
+    case, params, specs = script["Case"](data=2, tensor=4), {"kernel": jnp.zeros((8, 8))}, {"kernel": P("tensor")}
+    single, half = (sum(need.sent for need in script["needed"](case, params, specs, name)) for name in ("f32", "bf16"))
+    loss = 3 * 2 * 3 / 4 * script["BATCH"] // 2 * script["GPT"].context * 4
+    assert half - loss == (single - loss) / 2
+
+
+def test_a_line_by_kind_tells_how_many_there_are_and_what_they_send(script):
+    made = READER["Collective"]
+    found = [made("all-gather", 8e6, 8), made("all-gather", 8e6, 8, times=2), made("all-to-all", 8e6, 8)]
+    params, specs = {"kernel": jnp.zeros((1000, 1000))}, {"kernel": P()}
+    needs = script["needed"](script["Case"](fsdp=8), params, specs)
+    line = "10.500 MB", "3: 21.000 MB", "", "", "1: 7.000 MB", "28.000 MB", "2.67"
+    assert script["by_kind"](needs, found) == line
+    unsure = [made("all-gather", 8e6, 8, is_certain=False)]
+    assert script["by_kind"](needs, unsure)[5] == "at least 7.000 MB"
+
+
+def test_what_is_compiled_ahead_is_what_the_trainer_compiles(script):
+    case, model = script["Case"](data=2, fsdp=4), replace(script["GPT"], layers=1, heads=2, width=64)
+    ahead = script["compiled_ahead"](case, jax.devices(), "f32", model)
+    batch = script["batch_of"](script["BATCH"], case.vocabulary)
+    program = script["trainer_for"](case, jax.devices(), batch, model=model).prepare([batch])
+    state, placed = program.init(jax.random.key(0), batch), program.place(batch, stacked=False)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert script["state_bytes"](ahead.state)[0] == held
+    _, tape = program.train_tape(state, placed, script["TAPE"])
+    client = jax.devices()[0].client
+    before = client.live_executables()
+    program.train_step(state, tape, placed)
+    texts = [one.hlo_modules()[0].to_string() for one in client.live_executables() if one not in before]
+    both = (collectives_of(hlo) for hlo in (ahead.hlo, max(texts, key=len)))
+    told, found = ([(one._replace(source=""), one.phase) for one in each] for each in both)  # named otherwise
+    assert told == found != []
+
+
+def test_eight_gpus_need_one(script):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="one must be there"):
+        script["eight_gpus"]()

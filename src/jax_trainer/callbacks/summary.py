@@ -40,11 +40,11 @@ class ModelSummary(Callback):
 
     def on_training_start(self) -> None:
         """Writes, logs and shows."""
-        if not self.is_lead:
-            return
         params = self.state.params
         table = parameter_table(params)
-        layers = self._layers() or table
+        layers = self._layers() or table  # by all processes: the weights may be those of all
+        if not self.is_lead:
+            return
         write_atomically(self.run.folder / MODEL_FILE, f"{layers.rstrip()}\n")
         write_atomically(self.run.folder / PARAMS_FILE, f"{table}\n")
         if self.event.step == 0 and self.trainer is None:  # a trainer logs it itself

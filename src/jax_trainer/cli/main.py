@@ -136,11 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _done(arguments)
     code = _done(sys.argv[1:])
-    if code in (CTRL_C, TERMINATED):
-        leave()  # all of several processes were stopped
+    was_stopped = code in (CTRL_C, TERMINATED)
+    if was_stopped or (code and together.are_several()):
+        # all of several processes were stopped; or one failed, and the others, which learn of it, may never come
+        leave(15.0 if was_stopped else 2.0)
         return _ended_at_once(code)
-    # one that failed must not wait for the others, as JAX would; they learn of it
-    return _ended_at_once(code) if code and together.are_several() else code
+    return code
 
 
 def _done(given: Sequence[str]) -> int:

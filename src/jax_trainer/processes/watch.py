@@ -1,8 +1,9 @@
 """Processes that watch each other: one that is gone, failed or slow is named, and nobody waits for it for ever.
 
-A thread leaves a sign of life every second, and reads those of the others. What it finds out is raised in the main
-thread at the next event; a main thread that hangs in a collective with a dead process cannot raise anything, so after a
-moment the whole process ends.
+A thread leaves a sign of life twice a second. The lead's reads all of them, and tells who is gone, so that a large job
+asks little of the store. What a process learns is raised in its main thread at the next event; a main thread that hangs
+in a collective with a dead process cannot raise anything, so after a moment the whole process ends. It also ends when
+the error was raised: JAX would wait for the dead process before Python may end, and then end without a word.
 """
 
 import itertools
@@ -23,10 +24,10 @@ import jax
 from jax_trainer.processes.joining import agreed_heartbeat
 from jax_trainer.processes.peers import Peers
 
-BEAT = 1.0  # seconds between two signs of life
-GRACE = 1.5  # seconds for the main thread to end by itself, once another process is gone
+BEAT = 0.5  # seconds between two signs of life
+GRACE = 2.0  # seconds for the main thread to end by itself, once another process is gone
 TIDY = 10.0  # the same once another process has failed and said so: this one may be about to fail, too
-SLOW, SLOW_SHARE = 3.0, 0.5  # so many times the time of the others, and so much of a step's, is worth a line
+SLOW_SHARE = 0.5  # of the time of a step that is spent waiting for one process: worth a line
 SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # over which it is measured
 _OVER = "over"
 _runs = itertools.count(1)  # every process counts alike: what is said in one run does not concern the next
@@ -76,7 +77,7 @@ class Watch:
 
     def __exit__(self, *_: Any) -> None:
         self._is_over.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._is_gone:
             self._thread.join(2 * BEAT)
 
     def went_on(self, step: int, idle: float) -> None:
@@ -110,8 +111,8 @@ class Watch:
     def _tell_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
         try:
-            told = {"where": self._mine.where, "what": f"{type(error).__name__}: {text}"}
-            self._us.put(f"failed/{self._run}/{self._us.index}", json.dumps(told))
+            named = self._named(self._us.index, self._mine.where)
+            self._tell(self._us.index, f"{named} failed: {type(error).__name__}: {text}", TIDY)
         except jax.errors.JaxRuntimeError:
             LOG.warning("The other processes could not be told: the first one cannot be reached.")
             return
@@ -127,27 +128,40 @@ class Watch:
             if self._trouble and time.monotonic() - self._since > self._patience:
                 self._end()
                 return
-        if self._us.are_several and not self._trouble:
+        if self._is_gone:
+            time.sleep(max(0.0, self._since + self._patience - time.monotonic()))
+            self._end()
+        elif not self._trouble:
             self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(_OVER))
 
     def _exchange(self) -> None:
         self._mine.beat += 1
         self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(vars(self._mine)))
-        now = time.monotonic()
-        for name, word in self._us.notes(f"alive/{self._run}").items():
-            self._hear(int(name), json.loads(word), now)
+        if self._us.is_lead:
+            self._look_after_all(time.monotonic())
         for name, word in self._us.notes(f"failed/{self._run}").items():
             if int(name) != self._us.index:
-                told = json.loads(word)
-                self._found(f"{self._named(int(name), told['where'])} failed: {told['what']}", TIDY)
+                self._found(**json.loads(word))
+
+    def _look_after_all(self, now: float) -> None:
+        for name, word in self._us.notes(f"alive/{self._run}").items():
+            self._hear(int(name), json.loads(word), now)
         for index, heard in self._heard.items():
             if now - heard > self._heartbeat:
                 sign = self._others[index]
                 silence = f"has given no sign of life for {now - heard:.0f} seconds: it was killed, or its machine is"
-                named = self._named(index, sign.where)
-                self._found(f"{named} {silence} gone. Its last step was {sign.step}.", GRACE)
-        if self._us.is_lead:
-            self._pace.look({self._us.index: self._mine, **self._others}, now)
+                text = f"{self._named(index, sign.where)} {silence} gone. Its last step was {sign.step}."
+                self._tell(index, text, GRACE)
+                self._found(text, GRACE)
+        self._pace.look({self._us.index: self._mine, **self._others}, now)
+
+    def _tell(self, index: int, text: str, patience: float) -> None:
+        self._us.put(f"failed/{self._run}/{index}", json.dumps({"text": text, "patience": patience}))
+
+    @property
+    def _is_gone(self) -> bool:
+        """Whether another process is, without a word."""
+        return bool(self._trouble) and self._patience == GRACE
 
     def _hear(self, index: int, said: Any, now: float) -> None:
         if index == self._us.index:
@@ -190,7 +204,7 @@ class _Pace:
     def _compare(self, idle: dict[int, float], whole: float, signs: dict[int, Sign]) -> None:
         slowest = max(idle, key=idle.__getitem__)
         others = statistics.median(time for index, time in idle.items() if index != slowest)
-        if slowest in self._told or idle[slowest] < SLOW * others or idle[slowest] < SLOW_SHARE * whole:
+        if slowest in self._told or idle[slowest] - others < SLOW_SHARE * whole:
             return
         self._told.add(slowest)
         LOG.warning(
