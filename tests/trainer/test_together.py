@@ -45,7 +45,7 @@ def together(folder: Path, *words: str, resume: str = "") -> list[dict]:
 
 def alone(folder: Path, *words: str, resume: str | bool = False) -> dict:
     """The same of this process, on one device."""
-    words = (f"trainer.logger.log_dir={folder / 'runs'}", "trainer.mesh.fsdp=1", *words)
+    words = (f"trainer.logger.log_dir={folder / 'runs'}", "trainer.mesh=null", *words)
     trainer = build(load_experiment(folder / "tiny.yaml", words).value)
     data = trainer.dataset
     found = trainer.train_model(data.train_loader, data.val_loader, data.test_loader, resume=resume, quiet=True)
