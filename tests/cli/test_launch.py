@@ -189,7 +189,7 @@ def test_the_slurm_script_works_as_it_is_printed(long):
     port = str(20000 + os.getpid() % 20000)
     environment = process_environment(**ONE_DEVICE, SLURM_JOB_ID="7", JAX_COORDINATOR_PORT=port)
     environment["PATH"] = f"{tools}:{environment['PATH']}"
-    job = subprocess.Popen(["bash", str(script)], cwd=long, env=environment, start_new_session=True)
+    job = subprocess.Popen(["bash", str(script)], cwd=long, env=environment, start_new_session=True, text=True)
     try:
         run = until_saved(long, job)
         steps = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()

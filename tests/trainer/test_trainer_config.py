@@ -147,6 +147,19 @@ def test_max_time_ends_a_run(tmp_path):
     assert 0 < int(trainer.state.step) < 10**6 * STEPS
 
 
+class Late(Plain):
+    """Takes its time before the first step of an epoch."""
+
+    def on_training_epoch_start(self, epoch: int) -> None:
+        time.sleep(0.3)
+
+
+def test_a_run_whose_time_is_up_before_the_first_step_of_an_epoch_ends_well(tmp_path):
+    trainer = plain_for("nnx", tmp_path, kind=Late, train_epochs=3, max_time=0.1, check_val_every_n_epoch=0)
+    train_plain(trainer)
+    assert int(trainer.state.step) == 0
+
+
 def broken_at(batch: int) -> ArrayLoader:
     """Numbered data in order, of which one batch has something that is no number."""
     x = NUMBERS["x"].copy()

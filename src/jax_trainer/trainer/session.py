@@ -113,7 +113,8 @@ class Session:
     def _train_epoch(self, driver: Driver) -> None:
         try:
             self.trainer.train_epoch(self.data.train, driver.event.epoch)
-            if driver.goes_on and not isinstance(driver.event, EpochEnd):
+            # one whose time was up before its first step has no end, and the run went on to its own
+            if driver.goes_on and isinstance(driver.event, EpochStart):
                 name = type(self.trainer).__name__
                 raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
         except Exception as reason:  # of a `train_epoch` of the user's own; the events know of others already
