@@ -150,7 +150,7 @@ def test_max_time_ends_a_run(tmp_path):
 class Late(Plain):
     """Takes its time before the first step of an epoch."""
 
-    def on_training_epoch_start(self, epoch: int) -> None:
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
         time.sleep(0.3)
 
 
