@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -106,11 +106,6 @@ def peers() -> Peers:
     """The processes of this job. Asking starts JAX's devices."""
     count = jax.process_count()
     return _found(jax.process_index(), count, distributed.global_state.client if count > 1 else None)
-
-
-def problems_of(answers: Iterable[str]) -> list[tuple[int, str]]:
-    """Which processes said that something is wrong, and what; "" says that nothing is."""
-    return [(index, answer) for index, answer in enumerate(answers) if answer]
 
 
 def _first(error: BaseException) -> str:

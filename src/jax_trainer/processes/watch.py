@@ -15,7 +15,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +57,9 @@ class Sign:
 class Watch:
     """Watches the other processes of a job while a run lasts: `with Watch(peers()) as watch: …`."""
 
-    def __init__(self, us: Peers, *, heartbeat: float | None = None, end: Callable[[], None] | None = None) -> None:
+    def __init__(self, us: Peers, *, heartbeat: float | None = None) -> None:
         self._us, self._heartbeat = us, agreed_heartbeat() if heartbeat is None else heartbeat
         self._run = next(_runs)
-        self._end = end or _end_process
         self._mine, self._others = Sign(), dict[int, Sign]()
         self._heard: dict[int, float] = {}  # when each of the others last gave a sign
         self._trouble, self._since = "", 0.0
@@ -126,11 +124,11 @@ class Watch:
             except jax.errors.JaxRuntimeError as error:
                 self._found(f"Process 0, which leads, cannot be reached: {str(error).partition(chr(10))[0]}", GRACE)
             if self._trouble and time.monotonic() - self._since > self._patience:
-                self._end()
+                _end_process()
                 return
         if self._is_gone:
             time.sleep(max(0.0, self._since + self._patience - time.monotonic()))
-            self._end()
+            _end_process()
         elif not self._trouble:
             self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(_OVER))
 
