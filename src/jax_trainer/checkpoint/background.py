@@ -3,10 +3,12 @@
 import concurrent.futures.thread  # noqa: F401 - for its order: what is registered last is called first
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from weakref import WeakSet
+from pathlib import Path
+from weakref import WeakSet, WeakValueDictionary
 
 _SLICE = 0.05  # seconds: a signal gets through a wait this long at the latest
 _PATIENCE = 60.0  # seconds until one is told what is being waited for
@@ -85,6 +87,15 @@ class SavingThread:
             self._is_done.set()
 
 
+def saving_thread(folder: Path) -> SavingThread:
+    """The thread that saves to `folder`, one in this process: whoever restores waits for it, whoever saves."""
+    key = os.path.realpath(folder)
+    thread = _by_folder.get(key)
+    if thread is None:
+        thread = _by_folder[key] = SavingThread("jax-trainer-save", f"a checkpoint in {folder}")
+    return thread
+
+
 def _give_memory_back() -> None:
     """Returns what was freed to the system, where the C library can.
 
@@ -96,6 +107,7 @@ def _give_memory_back() -> None:
 
 
 _all: "WeakSet[SavingThread]" = WeakSet()
+_by_folder: "WeakValueDictionary[str, SavingThread]" = WeakValueDictionary()
 _unheard: set[SavingThread] = set()  # also when nobody else remembers them
 
 

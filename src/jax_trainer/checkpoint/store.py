@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 
 from jax_trainer.checkpoint.arrays import get_ready
-from jax_trainer.checkpoint.background import SavingThread
+from jax_trainer.checkpoint.background import saving_thread
 from jax_trainer.checkpoint.catalogue import name_of, read_saved
 from jax_trainer.checkpoint.choosing import first_whole, lacks, newest_with, of_step, problem_of, whole
 from jax_trainer.checkpoint.content import write_checkpoint
@@ -101,7 +101,7 @@ class CheckpointStore:
             better=better,
         )
         self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)
-        self._snapshots, self._thread = Snapshots(), SavingThread("jax-trainer-save", f"a checkpoint in {self.folder}")
+        self._snapshots, self._thread = Snapshots(), saving_thread(self.folder)
         self._asking, self._saving = (Exchange(self.folder, what, patience) for what in ("asking", "saving"))
         self._waited, self._has_told_of_waiting = 0.0, False
 
@@ -191,10 +191,10 @@ class CheckpointStore:
         self._asking.ask(lambda: self._keeping.completed() or "")
 
     def all(self) -> list[Saved]:
-        """The checkpoints that there are, by ascending step."""
+        """The checkpoints that there are, by ascending step. Waits for one that is being saved."""
+        self._thread.settle()  # of several processes: nothing is deleted before the others have looked
         if not self._asking.are_several:
             return self._counted()
-        self._thread.settle()  # nothing is deleted before the others have looked
         paths = self._asking.ask(lambda: json.dumps([str(saved.path) for saved in self._counted()]))
         return [read_saved(Path(path))[0] for path in json.loads(paths)]
 

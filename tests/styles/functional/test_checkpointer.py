@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 from functional_runs import Calls, Trained, arrays, data, fresh, straight, train_step, trained
 
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
 from jax_trainer.styles.functional.ema import get_ema_hook
-from jax_trainer.testing import TinyNNX, assert_same_bits
+from jax_trainer.testing import TinyNNX, assert_same_bits, fault
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -230,6 +230,29 @@ def test_the_hook_saves_in_another_loop_as_well(tmp_path, caplog):
     assert (float(best[0].out.bias[0]), float(last[0].out.bias[0])) == (2.0, 4.0)
     assert (int(best[1].step.get_value()), int(last[1].step.get_value())) == (2, 4)
     assert "Restored step 4 from" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["restore_best", "restore_last"])
+@pytest.mark.parametrize("restoring", ["the same checkpointer", "another one of the same folder"])
+def test_restoring_waits_for_the_save_that_is_running(tmp_path, caplog, which, restoring):
+    first = get_default_checkpointer(tmp_path, save_every_n_steps=1)
+    other = first if restoring == "the same checkpointer" else get_default_checkpointer(tmp_path, save_every_n_steps=1)
+    model, optimizer = fresh()
+    model.out.bias[...] = np.full(4, 7, np.float32)
+    with fault("before_manifest:sleep=0.3"):
+        first[0](1, model=model, optimizer=optimizer, metrics={"val/loss": 0.5})
+        restored = other[1 if which == "restore_best" else 2](*fresh())
+    assert_same_bits(arrays(restored)[0], arrays((model, optimizer))[0])
+    assert not caplog.text
+
+
+def test_restoring_raises_the_error_of_a_save_that_failed(tmp_path):
+    save, _, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=1)
+    model, optimizer = fresh()
+    with fault("before_manifest:raise"):
+        save(1, model=model, optimizer=optimizer)
+        with pytest.raises(SaveError, match=f"step 1 .*{tmp_path}"):
+            restore_last(model, optimizer)
 
 
 JOB = """

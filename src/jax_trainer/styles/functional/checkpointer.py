@@ -36,7 +36,8 @@ def get_default_checkpointer(
     """A hook for `train_fn` that saves checkpoints, and the functions `restore_best` and `restore_last`.
 
     The functions take `(model, optimizer)`, or an optimizer that knows its model; they change these objects, and
-    return them. Where there is no checkpoint they say so, and change nothing. A training that has the hook, and begins
+    return them. They wait for a save that is running, and raise its `SaveError` where it failed. Where there is no
+    checkpoint they say so, and change nothing. A training that has the hook, and begins
     with what was restored, goes on exactly as if it had never ended.
 
     Args:
@@ -66,6 +67,7 @@ def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects:
     model, optimizer = objects if len(objects) == 2 else (getattr(objects[0], "model", None), objects[0])
     if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
         raise TypeError("Pass a model and its nnx.Optimizer, or an nnx.ModelAndOptimizer.")
+    store.wait()
     if (store.best() if which == "best" else store.latest()) is None:
         LOG.warning(f"There is no {which} checkpoint in {store.folder}: model and optimizer stay as they are.")
     else:
