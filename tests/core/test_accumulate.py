@@ -40,15 +40,15 @@ def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
         "single": {"value": batch["x"][-1, 0], "mode": "single"},
         "concat": {"value": batch["x"][:, 0], "mode": "concat"},
         "columns": batch["x"].mean(0),
-        "masked": {"value": (each * mask).sum() / jnp.maximum(mask.sum(), 1), "count": mask.sum()},
+        "masked": {"value": (each * mask).sum(), "count": mask.sum()},
     }
 
 
 def masked_loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
     """A mean over what the mask leaves, as over the tokens of padded text."""
     count = batch["mask"].sum()
-    value = (errors(params, batch["x"], batch["y"]) * batch["mask"]).sum() / count
-    return value, {"loss": {"value": value, "count": count}}
+    total = (errors(params, batch["x"], batch["y"]) * batch["mask"]).sum()
+    return total / count, {"loss": {"value": total, "count": count}}
 
 
 def one_step(loss: Any, batch: Any, micro_batches: int) -> tuple[TrainState, StepReport]:
@@ -183,8 +183,9 @@ def test_arrays_without_a_common_first_axis_are_an_error_that_names_their_shapes
 def test_a_part_without_examples_changes_nothing(masked, key):
     def loss(params, batch, *, rng, train):
         count = batch["mask"].sum()
-        value = ((batch["x"] @ params["w"]) ** 2 * batch["mask"]).sum() / jnp.where(train, count, 1)
-        return value, {"loss": {"value": value, "count": count}, "v": {"value": value, "count": count}}
+        total = ((batch["x"] @ params["w"]) ** 2 * batch["mask"]).sum()
+        entry = {"value": total, "count": count}
+        return total / jnp.where(train, count, 1), {"loss": entry, "v": entry}
 
     batch = {"x": jnp.ones((8, 3)), "mask": jnp.arange(8) >= masked}
     results = []

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
+from jax_trainer.core.meter import Column, Meter
 from jax_trainer.core.metrics import merge_micro
 from jax_trainer.testing import assert_close, assert_same_bits
 
@@ -187,3 +188,36 @@ def test_a_size_per_example_is_not_the_size_of_the_batch():
         size: jax.Array
 
     assert batch_weight(Lengths(jnp.zeros((4, 2)), jnp.arange(4))) == 4
+
+
+SUMS, COUNTS = [10.0, 2.0], [4, 1]
+WITH_COUNT = {
+    "mean": 12 / 5,  # the sum of all values over the sum of all counts
+    "std": np.sqrt((4 * 2.5**2 + 1 * 2.0**2) / 5 - (12 / 5) ** 2),  # of the steps' means, weighted by their counts
+    "sum": 12.0,
+    "max": 10.0,
+    "min": 2.0,
+    "single": 2.0,
+}
+
+
+@pytest.mark.parametrize("mode", WITH_COUNT)
+def test_a_value_with_a_count_is_a_sum_over_that_many(mode):
+    steps = [as_metrics({"m": {"value": v, "count": n, "mode": mode}}, 8) for v, n in zip(SUMS, COUNTS, strict=True)]
+    values, weights = (np.array([float(x) for x in column]) for column in zip(*map(_one, steps), strict=True))
+    meter = Meter()
+    meter.add({"m": Column(LogMetricMode(mode), LogFreq.ANY, LogMode.ANY, values, weights)})
+    assert_close(meter.compute()["m"], WITH_COUNT[mode])
+    stacked = jax.tree.map(lambda *parts: jnp.stack([jnp.asarray(part) for part in parts]), *steps)
+    if mode != "std":  # of micro-batches it is the step's mean
+        assert_close(merge_micro(stacked).by_name["m"].value, WITH_COUNT[mode])
+
+
+def _one(metrics: Metrics) -> tuple[jax.Array, int]:
+    return metrics.by_name["m"].value, metrics.weight_of("m")
+
+
+def test_a_mean_over_nothing_is_finite_and_counts_for_nothing():
+    metrics = as_metrics({"m": {"value": 0.0, "count": 0}}, 8)
+    assert np.isfinite(metrics.by_name["m"].value)
+    assert metrics.weight_of("m") == 0

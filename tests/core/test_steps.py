@@ -60,7 +60,7 @@ def test_the_loss_counts_as_many_examples_as_the_batch_has(run):
 def test_a_loss_that_reports_itself_counts_by_its_own_count():
     def loss(params, batch, *, rng, train):
         value = squares(params, batch, rng=rng, train=train)
-        return value, {"loss": {"value": value, "count": 99}}
+        return value, {"loss": {"value": 99 * value, "count": 99}}
 
     program = function_program(init, loss, optax.sgd(0.1))
     _, report = program.train_step(program.init(jax.random.key(0), BATCH), BATCH)

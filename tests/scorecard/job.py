@@ -185,7 +185,7 @@ class Job(TrainerModule):
             "x_max": {"value": batch["x"].max(), "mode": "max"},
             "x_min": {"value": batch["x"].min(), "mode": "min"},
             "x_std": {"value": batch["x"].mean(), "mode": "std"},
-            "weighed": {"value": (batch["x"][:, 0] * batch["y"]).sum() / batch["y"].sum(), "count": batch["y"].sum()},
+            "weighed": {"value": (batch["x"][:, 0] * batch["y"]).sum(), "count": batch["y"].sum()},
         }
         return losses.mean(), metrics
 

@@ -52,7 +52,7 @@ class LogMode(enum.Enum):
 
 
 class Metric(flax.struct.PyTreeNode):
-    """One step's value. `weight` None means: as many examples as the batch has."""
+    """One step's value, in the modes MEAN and STD its mean. `weight` None: as many examples as the batch has."""
 
     value: Any
     weight: Any = None
@@ -88,8 +88,14 @@ _OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
 def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
     """Reads what a loss function returned: plain values, or dicts with options.
 
+    A plain value is the mean over the batch. A `value` with a `count` is a sum over that many items (tokens, pixels,
+    unmasked examples): the mean of an epoch is the sum of its values divided by the sum of its counts. In the modes
+    other than MEAN and STD the value is taken as it is. A count of 0 leaves the step out.
+
     >>> as_metrics({"loss": 0.5, "worst": {"value": 2.0, "mode": "max"}}, weight=32).by_name["worst"].mode
     <LogMetricMode.MAX: 'max'>
+    >>> float(as_metrics({"token_loss": {"value": 10.0, "count": 4}}, weight=32).by_name["token_loss"].value)
+    2.5
     """
     return Metrics(_read(reported), weight)
 
@@ -111,13 +117,16 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     count = _numeric(name, entry.get("count", 0))
     if count.ndim:
         raise ValueError(
-            f"Metric {name!r} has a `count` of shape {count.shape}; it must be one number: how many examples "
-            "the value is a mean over."
+            f"Metric {name!r} has a `count` of shape {count.shape}; it must be one number: how many items "
+            "the value is a sum over."
         )
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
-    return Metric(_numeric(name, entry["value"]), entry.get("count"), **options)
+    value = _numeric(name, entry["value"])
+    if "count" in entry and options.get("mode", LogMetricMode.MEAN) in (LogMetricMode.MEAN, LogMetricMode.STD):
+        value = value / jnp.where(count > 0, count, 1)
+    return Metric(value, entry.get("count"), **options)
 
 
 def _option(name: str, key: str, kind: type[enum.Enum], given: Any) -> enum.Enum:

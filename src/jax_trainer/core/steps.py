@@ -111,7 +111,7 @@ def grad_of(loss_fn: SteppedLossFn) -> GradFn:
 
 
 def _with_loss(loss: jax.Array, reported: Mapping[str, Any], batch: Batch) -> Metrics:
-    # a loss that is a mean over other things than examples (tokens, pixels) reports itself with its `count`
+    # a loss that is a mean over other things than examples (tokens, pixels) reports itself as a sum with its `count`
     return as_metrics({"loss": loss, **reported}, batch_weight(batch))
 
 
