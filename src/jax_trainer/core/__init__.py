@@ -24,6 +24,7 @@ from jax_trainer.core.metrics import (
     PyTree,
     as_metrics,
     batch_weight,
+    masked_mean,
     resized,
 )
 from jax_trainer.core.own_line import with_own_line
@@ -111,6 +112,7 @@ __all__ = [
     "make_predict_step",
     "make_program",
     "make_train_step",
+    "masked_mean",
     "new_state",
     "readable_bytes",
     "replicate",

@@ -167,6 +167,29 @@ def batch_weight(batch: Batch) -> Any:
     return lengths.pop()
 
 
+def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The mean of `values`, one or several per example, over what `mask` marks; 0 where it marks nothing.
+
+    A mask marks whole examples, [batch], or has an entry for each value. None marks all.
+
+    >>> float(masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([1, 1, 0])))
+    2.0
+    """
+    if mask is None:
+        return values.mean()
+    if mask.shape != values.shape[: mask.ndim]:
+        raise ValueError(
+            f"The batch's `mask` has the shape {mask.shape}, and what it masks {values.shape}. Give it one entry per "
+            "example, or one per value."
+        )
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    weights = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)).astype(values.dtype)
+    weights = jnp.broadcast_to(weights, values.shape)
+    total = weights.sum()
+    # select, never multiply by 0: what is masked may be nan
+    return jnp.where(weights > 0, values * weights, 0).sum() / jnp.where(total > 0, total, 1)
+
+
 def resized(batch: Batch, size: int) -> Batch:
     """`batch` saying that it holds `size` examples, where it is a dataclass that says so at all."""
     fields = getattr(batch, "__dataclass_fields__", {})

@@ -11,7 +11,7 @@ import optax
 from compoconf import register
 from flax import nnx
 
-from jax_trainer.core import PyTree, TrainState
+from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
 from jax_trainer.settings import Problem, SettingsError
@@ -158,7 +158,8 @@ class GenerativeTrainer(TrainerModule):
 
     def _loss(self, network: Any, batch: Any, rng: jax.Array, progress: jax.Array | None) -> jax.Array:
         x, condition = self.batch_to_data(batch), self._condition(batch)
-        return self.objective.loss(rng, network, x, condition, progress=progress).mean()
+        losses = self.objective.loss(rng, network, x, condition, progress=progress)
+        return masked_mean(losses, getattr(batch, "mask", None))
 
     def _condition(self, batch: Any) -> jax.Array | None:
         return self.batch_to_condition(batch) if self.config.conditional else None

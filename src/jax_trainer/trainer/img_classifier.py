@@ -9,7 +9,7 @@ import optax
 from compoconf import register
 
 from jax_trainer.callbacks import ConfusionMatrixConfig
-from jax_trainer.core import PyTree
+from jax_trainer.core import PyTree, masked_mean
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.settings import AtLeast, SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
@@ -30,7 +30,8 @@ class ImgClassifierTrainerConfig(TrainerConfig):
 class ImgClassifierTrainer(TrainerModule):
     """Trains a model that tells images apart; reports `acc`, its spread and its maximum over batches.
 
-    Labels are numbers, or a share of every class. With a `ConfusionMatrixCallback`, evaluations report `conf_matrix`.
+    Labels are numbers, or a share of every class. Examples that a batch's `mask` leaves out count for nothing. With a
+    `ConfusionMatrixCallback`, evaluations report `conf_matrix`.
     """
 
     config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -41,14 +42,14 @@ class ImgClassifierTrainer(TrainerModule):
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         """The loss of an nnx model."""
-        return self._judged(self.model_apply(model, batch.input, train=train), batch.target, train)
+        return self._judged(self.model_apply(model, batch.input, train=train), batch, train)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
         """The loss of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._judged(logits, batch.target, train)
+        loss, metrics = self._judged(logits, batch, train)
         return loss, (mutable, metrics)
 
     def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
@@ -57,23 +58,25 @@ class ImgClassifierTrainer(TrainerModule):
             return optax.softmax_cross_entropy(logits, target)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target)
 
-    def _judged(self, logits: jax.Array, target: jax.Array, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+    def _judged(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
         given, expected = logits.shape[-1], self.config.num_classes
+        target, mask = batch.target, getattr(batch, "mask", None)
         if given != expected:
             text = f"The model gives {given} classes, and `trainer.num_classes` is {expected}. "
             text += "Make them agree, e.g. by `num_classes: ${trainer.num_classes}` in the model's section."
             raise SettingsError([("trainer.num_classes", text)])
         guessed, label = logits.argmax(-1), target.argmax(-1) if _is_soft(logits, target) else target
-        acc = (guessed == label).mean()
+        acc = masked_mean(guessed == label, mask)
         metrics: dict[str, Any] = {
             "acc": acc,
             "acc_std": {"value": acc, "mode": "std", "log_mode": "eval"},
             "acc_max": {"value": acc, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         }
         if self._shows_confusion and not train:
-            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, guessed].add(1)
+            counted = 1 if mask is None else (mask > 0).astype(jnp.int32)
+            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, guessed].add(counted)
             metrics["conf_matrix"] = {"value": matrix, "mode": "sum", "log_mode": "eval"}
-        return self.loss_of(logits, target).mean(), metrics
+        return masked_mean(self.loss_of(logits, target), mask), metrics
 
     @property
     def _shows_confusion(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from compoconf import register
 
-from jax_trainer.core import PyTree, TrainState
+from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models.generation import generate_in_rounds
 from jax_trainer.models.token_loss import cross_entropy
@@ -24,6 +24,8 @@ class LanguageModelTrainerConfig(TrainerConfig):
 class LanguageModelTrainer(TrainerModule):
     """Trains a model that predicts the next character or byte; reports `bits` per character and `acc`.
 
+    A batch's `mask` ([batch], or [batch, time]) says what counts in them.
+
     `generate` lets the model go on with a text.
     """
 
@@ -35,14 +37,14 @@ class LanguageModelTrainer(TrainerModule):
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         """Cross entropy of every next character, in nats, of an nnx model."""
-        return self._judged(self.model_apply(model, batch.input, train=train), batch.target)
+        return self._judged(self.model_apply(model, batch.input, train=train), batch)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
         """The same of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._judged(logits, batch.target)
+        loss, metrics = self._judged(logits, batch)
         return loss, (mutable, metrics)
 
     def generate(
@@ -90,10 +92,11 @@ class LanguageModelTrainer(TrainerModule):
             )
         return encode, decode
 
-    def _judged(self, logits: jax.Array, target: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def _judged(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         self._check_vocabulary(logits.shape[-1])
-        loss = cross_entropy(logits, target).mean()
-        return loss, {"bits": loss / math.log(2), "acc": (logits.argmax(-1) == target).mean()}
+        target, mask = batch.target, getattr(batch, "mask", None)
+        loss = masked_mean(cross_entropy(logits, target), mask)
+        return loss, {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
 
     def _check_vocabulary(self, size: int) -> None:
         needed = 0 if self.dataset is None else self.dataset.metadata.get("vocab_size", 0)
