@@ -272,7 +272,9 @@ class Loop(Style):
                 history[last.step] = judge(last).metrics["eval"]["loss"]
             if last.step % SAVE == 0 or last.step == TOTAL:
                 write(last)
-        assert last is not None
+        if last is None:  # of a finished run there is no step to take
+            state = loop._steps._seen.state
+            return Outcome(state.params, state.model_state, history)
         return Outcome(last.model_params, last.model_state, history)
 
 

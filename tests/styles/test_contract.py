@@ -79,6 +79,22 @@ def test_every_style_goes_on_after_a_failure_as_if_there_had_been_none(straight,
 
 
 @EVERY
+def test_giving_the_command_of_a_finished_run_again_changes_nothing(straight, name):
+    first, folder = straight(name)
+    before = contents(folder)
+    again = STYLES[name](folder).train(resume=True)
+    assert_same_bits((again.params, again.model_state), (first.params, first.model_state))
+    assert again.history.items() <= first.history.items()
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below `folder`, but for messages: weights, averages, the optimizer's state, the rows of metrics."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.log", ".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@EVERY
 def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path):
     with pytest.raises(TypeError) as caught:
         STYLES[name](tmp_path, failing).train()

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from functional_runs import arrays, data, every_weight, fresh, straight, trained
 
+from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
 from jax_trainer.styles.functional.ema import get_ema_hook
 from jax_trainer.styles.functional.hooks import every_n_steps
 from jax_trainer.testing import assert_close, assert_same_bits
@@ -62,6 +63,21 @@ def test_a_second_training_goes_on_with_the_average():
     trained(subject, hooks=[hook], n_steps=6)  # an epoch
     trained(subject, hooks=[hook], source=[*data().epoch(2)])
     assert_close(params(get_ema_model()), average(every_weight()), rtol=1e-5)
+
+
+def test_giving_the_command_of_a_finished_run_again_leaves_the_average_as_it_is(tmp_path):
+    def command() -> Any:
+        subject = fresh()
+        save, _, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=5)
+        restore_last(*subject)
+        hook, get_ema_model = get_ema_hook(subject[0], DECAY)
+        trained(subject, hooks=[save, hook])
+        files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        return arrays(subject), params(get_ema_model()), files
+
+    (first, average_of_first, files), (again, average_of_again, files_again) = command(), command()
+    assert_same_bits((again, average_of_again), (first, average_of_first))
+    assert files_again == files
 
 
 def test_in_another_loop_it_averages_when_it_is_called():

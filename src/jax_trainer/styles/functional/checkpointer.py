@@ -123,14 +123,16 @@ class SaveHook(Participant):
     def continued(self, state: TrainState, training: Training) -> Continued | None:
         """The checkpoint with exactly these weights, if there is one; refuses to mix two trainings in one folder."""
         step, there = step_of(state), self._store.all()
+        trains = step < training.last  # otherwise nothing in the folder changes
         for saved in there:
             if saved.step == step and (restored := self._same(state, saved)) is not None:
-                self._store.goes_on_from(saved)
+                if trains:
+                    self._store.goes_on_from(saved)
                 key = saved.run.get("key")
                 if key is not None and key != _words(training.key):
                     LOG.warning("The key is another one than before: from here on, what is random differs.")
                 return Continued(restored, standing_of(saved), saved.callbacks)
-        if later := [saved.step for saved in there if saved.step >= step]:
+        if trains and (later := [saved.step for saved in there if saved.step >= step]):
             raise CheckpointError(
                 f"{self._store.folder} has checkpoints of another training, up to step {later[-1]}, and this one "
                 f"begins at step {step}. Call `restore_last(model, optimizer)` before, to go on with that; or choose "

@@ -105,14 +105,15 @@ def train_fn(
         if isinstance(model, nnx.Optimizer):  # the form without a model
             model, optimizer, train_itr, val_itr = None, model, optimizer, train_itr
         job = _Job.of(rng_key, model, optimizer, train_itr, val_itr)
-        if job.first < n_steps:
-            with modes_kept(job.model):
-                _trained(setup, job, layout)
-            return
-        LOG.warning(
-            f"The optimizer is at step {job.first} already, and `n_steps={n_steps}` is the total: nothing is trained. "
-            "To go on, make a `train_fn` with a larger `n_steps`."
-        )
+        if job.first >= n_steps:
+            LOG.warning(
+                f"The optimizer is at step {job.first} already, and `n_steps={n_steps}` is the total: nothing is "
+                "trained. To train further, make a `train_fn` with a larger `n_steps`."
+            )
+            if not taking_part:
+                return
+        with modes_kept(job.model):
+            _trained(setup, job, layout)
 
     return train
 
@@ -204,6 +205,10 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     if found := setup.continued(state, training):
         state, at = found.state, found.at
         _remember(found, report, callers)
+    if job.first >= setup.last:  # a finished run: what takes part gets what the checkpoint has, such as averages
+        for one in setup.taking_part:
+            one.follow(state)
+        return
     bars, savers = [ProgressBar(in_steps=True)] if setup.progress else [], setup.savers(training)
     data = Data(train, {} if val is None else {"val": val})
     try:
