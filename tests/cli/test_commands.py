@@ -8,6 +8,7 @@ import pytest
 import yaml
 from cli_runs import TINY, ask, last_state, tiny_file
 
+from jax_trainer.datasets.examples import DigitsDataset
 from jax_trainer.engine import Plan
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerModule
@@ -220,3 +221,23 @@ def test_what_the_data_makes_impossible_is_told_with_its_place(tmp_path: Path):
     said = ask("check", file, folder=tmp_path)
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "tiny.yaml:5: trainer.num_classes: The model gives 7 classes" in said.err
+
+
+@pytest.mark.parametrize("command", ["check", "train", "tune"])
+def test_an_experiment_without_any_limit_is_refused_before_its_data_is_loaded(command, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(DigitsDataset, "__init__", lambda self, config: pytest.fail("the data was loaded"))
+    file = tiny_file(tmp_path, TINY.replace("  train_epochs: 2\n", ""))
+    space = tmp_path / "space.yaml"
+    space.write_text("optimizer.learning_rate.peak_value: {low: 1e-4, high: 1e-2}\n")
+    options = ["--space", str(space), "--trials", "1"] if command == "tune" else []
+    said = ask(command, file, *options, folder=tmp_path)
+    assert (said.code, said.out) == (2, "")
+    assert "trainer.train_epochs" in said.err and "`max_steps`" in said.err and "`max_time`" in said.err
+    assert not [*tmp_path.rglob("config.yaml")]
+
+
+def test_the_limit_that_was_given_decides(tmp_path: Path):
+    file = tiny_file(tmp_path, TINY.replace("train_epochs: 2", "max_steps: 6"))
+    said = ask("train", file, "--json", folder=tmp_path)
+    assert said.code == 0, said.err
+    assert [row["step"] for row in rows(Path(tmp_path / said.data["run"]))] == [4, 4, 6, 6, 6]

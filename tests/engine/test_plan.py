@@ -81,3 +81,24 @@ def test_observers_that_need_every_step_set_the_chunk_to_one():
 
     assert Plan(max_steps=10).seen_by([Nosy(), object()]).room(0, 25) == 1
     assert Plan(max_steps=10).seen_by([object()]).room(0, 25) == 25
+
+
+@pytest.mark.parametrize(
+    ("plan", "epochs"),
+    [
+        (Plan(max_epochs=3), 3),
+        (Plan(max_steps=35), 4),
+        (Plan(max_steps=40, max_epochs=9), 4),
+        (Plan(max_steps=100, max_epochs=9), 9),
+        (Plan(max_steps=35, steps_per_epoch=7), 5),
+        (Plan(max_steps=35, overfit_batches=50), 4),
+        (Plan(max_epochs=3, fast_dev_run=2), 1),
+        (Plan(max_time=5.0), None),
+    ],
+)
+def test_the_number_of_epochs_follows_from_whatever_limit_is_known(plan, epochs):
+    assert plan.epochs(10) == epochs
+
+
+def test_epochs_of_a_stream_cannot_be_counted_by_steps():
+    assert Plan(max_steps=35).epochs(None) is None

@@ -33,6 +33,10 @@ def test_what_would_be_trained_is_counted(flavour, tmp_path):
     [
         ({"train_epochs": 3}, 3 * STEPS),
         ({"train_epochs": 3, "max_steps": 5}, 5),
+        ({"train_epochs": None, "max_steps": 35}, 35),
+        ({"train_epochs": None, "max_time": 9.0}, None),
+        ({"train_epochs": None, "fast_dev_run": 2}, 2),
+        ({"train_epochs": 3, "fast_dev_run": 2}, 3 * STEPS),  # schedules are those of the run that is tried
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6),
         ({"train_epochs": 3, "overfit_batches": 1}, 3),
     ],

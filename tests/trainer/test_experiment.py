@@ -250,7 +250,9 @@ def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, mo
 def test_without_a_gpu_the_cpu_is_used_and_that_is_said(tmp_path, caplog):
     for num_gpus in (0, 1):
         with caplog.at_level(logging.INFO, "jax_trainer"):
-            trainer = build(load_experiment(written(tmp_path, SHORT), [f"num_gpus={num_gpus}"]).value)
+            trainer = build(
+                load_experiment(written(tmp_path, SHORT), [f"num_gpus={num_gpus}", "trainer.max_steps=1"]).value
+            )
         assert trainer.dry_run().devices == "1 × cpu"
     assert [record.message for record in caplog.records] == [
         "`num_gpus` is 1, and JAX sees no GPU: training on the CPU."

@@ -112,6 +112,8 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
     ("changes", "steps", "judged"),
     [
         ({"train_epochs": 3, "max_steps": 6}, 6, [4, 6]),
+        ({"train_epochs": None, "max_steps": 10}, 10, [4, 8, 10]),
+        ({"train_epochs": None, "fast_dev_run": 2}, 2, [2]),
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6, [2, 4, 6]),
         ({"train_epochs": 4, "check_val_every_n_epoch": 2, "val_every_n_steps": 3}, 16, [3, 6, 8, 9, 12, 15, 16]),
         ({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, []),
@@ -140,11 +142,44 @@ def test_a_fast_run_limits_the_test_as_well(tmp_path):
     assert results["test"] == trainer.test_model(first_examples(32))
 
 
-def test_max_time_ends_a_run(tmp_path):
+@pytest.mark.parametrize("epochs", [None, 10**6])
+def test_max_time_ends_a_run_and_nothing_before_it_does(tmp_path, epochs):
     began = time.monotonic()
-    trainer = trained(tmp_path, train_epochs=10**6, max_time=0.3, check_val_every_n_epoch=0)
-    assert time.monotonic() - began < 20
+    trainer = trained(tmp_path, train_epochs=epochs, max_time=0.5, check_val_every_n_epoch=0)
+    assert 0.5 <= time.monotonic() - began < 20
     assert 0 < int(trainer.state.step) < 10**6 * STEPS
+
+
+def test_a_training_without_any_limit_is_refused_before_anything_is_done(tmp_path):
+    trainer = plain_for("nnx", tmp_path / "new", train_epochs=None)
+    with pytest.raises(SettingsError, match="`train_epochs`.*`max_steps`.*`max_time`"):
+        train_plain(trainer)
+    with pytest.raises(SettingsError, match="`train_epochs`"):
+        trainer.dry_run(numbered_loader(32 * STEPS))
+    assert not (tmp_path / "new").exists()
+
+
+def test_epochs_that_are_asked_for_later_need_no_other_limit(tmp_path):
+    trainer = plain_for("nnx", tmp_path, train_epochs=None)
+    train_plain(trainer, num_epochs=2)
+    assert int(trainer.state.step) == 2 * STEPS
+
+
+def test_a_run_limited_by_steps_resumes_to_a_later_limit_as_if_it_had_never_ended(tmp_path):
+    saver = {"saver": ModelCheckpointConfig(monitor="val/loss")}
+    short = plain_for("nnx", tmp_path / "short", train_epochs=None, max_steps=6, callbacks=saver)
+    train_plain(short)
+    longer = plain_for("nnx", tmp_path / "short", train_epochs=None, max_steps=11, callbacks=saver)
+    train_plain(longer, resume=short.folder.path)
+    whole = plain_for("nnx", tmp_path / "whole", train_epochs=None, max_steps=11, callbacks=saver)
+    train_plain(whole)
+    assert_same_bits(longer.state, whole.state)
+    assert [row["epoch"] for row in rows(longer) if "epoch" in row][-1] == 3
+
+
+def test_the_bar_counts_epochs_where_only_steps_are_limited(tmp_path):
+    trained(tmp_path, train_epochs=None, max_steps=10)
+    assert Watcher.last.run.epochs == 3
 
 
 class Late(Plain):
@@ -192,7 +227,7 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"train_epochs": 0}, "`train_epochs` must be a whole number of at least 1, got 0"),
+        ({"train_epochs": 0}, "`train_epochs` must be a whole number of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
         ({"precision": "f16"}, "`precision` must be one of f32, bf16, bf16_full, got 'f16'"),

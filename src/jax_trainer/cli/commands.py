@@ -65,6 +65,7 @@ def check(asked: argparse.Namespace) -> Outcome:
     changes, _ = without_resume(changes_of(asked))  # whatever can be trained can be checked
     loaded = load_experiment(asked.config, changes)
     with told_with_places(asked, loaded):
+        loaded.value.trainer.check_limited()  # before the data is loaded
         report = built(loaded).dry_run()
     return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
 

@@ -44,6 +44,7 @@ def _trained(
     if isinstance(source, Meant):
         source.check_saved()
     with commands.told_with_places(asked, loaded):
+        loaded.value.trainer.check_limited()  # before the data is loaded
         trainer = commands.built(loaded, own)
         data, quiet = trainer.dataset, asked.quiet or asked.json
         start = source.path(trainer) if isinstance(source, Meant) else source or False

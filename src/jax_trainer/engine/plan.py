@@ -158,6 +158,14 @@ class Plan:
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    def epochs(self, length: int | None) -> int | None:
+        """In how many epochs training ends, where that is known; `length` is that of the data, in batches."""
+        plan = self.resolved()
+        sizes = (plan.overfit_batches or None, length, plan.steps_per_epoch)
+        size = min((one for one in sizes if one is not None), default=None)
+        by_steps = -(-plan.max_steps // size) if plan.max_steps is not None and size else None
+        return min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
+
     def room(self, step: int, left: int | None) -> int:
         """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
         looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts, *self.saves))

@@ -82,7 +82,8 @@ class ScheduleInterface(RegistrableConfigInterface):
 def known(steps: int | None) -> int:
     """`steps`, or an error that asks for them."""
     if steps is None:
-        text = "How many updates the run makes is not known here, so the schedule has no length. Give its `steps`."
+        text = "How many updates the run makes is not known here, so the schedule has no length. Give its `steps`, or "
+        text += "the run a length (`train_epochs` or `max_steps`)."
         raise SettingsError([("steps", text)])
     return steps
 

@@ -26,7 +26,8 @@ class TrainerConfig(Settings):
     """How a model is trained.
 
     Args:
-        train_epochs: how many times the training data is gone through.
+        train_epochs: how many passes over the training data; null: `max_steps` or `max_time` ends the run. One of the
+            three is needed to train.
         check_val_every_n_epoch: epochs between two validations; 0: never.
         debug: run without compiling, so that a breakpoint in the loss works.
         enable_progress_bar: show a bar, and a line per epoch and validation.
@@ -49,11 +50,11 @@ class TrainerConfig(Settings):
         logger: what is recorded, and where.
         callbacks: watchers by name; the name of a callback's class needs no `class_name`.
         model_mode: nnx or linen; left out, the model says so itself.
-        max_steps: end after this many optimizer steps, whatever `train_epochs` says.
+        max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
         max_steps_per_epoch: an epoch is at most this many steps.
         limit_val_batches: validate on at most so many batches of each set.
         limit_test_batches: test on at most so many batches of each set.
-        max_time: end after this many seconds.
+        max_time: end after this many seconds, or at another limit that comes first.
         val_every_n_steps: validate every so many steps as well; 0: only by epochs.
         steps_per_call: optimizer steps per dispatch; "epoch" sends a whole epoch at once.
         resident: keep the training data on the device; "auto" does so when it fits well.
@@ -66,7 +67,7 @@ class TrainerConfig(Settings):
         sharding: how parameters are split over the devices of a mesh.
     """
 
-    train_epochs: Size = 1
+    train_epochs: Size | None = None
     check_val_every_n_epoch: Count = 1
     debug: bool = False
     enable_progress_bar: bool = True
@@ -117,6 +118,7 @@ class TrainerConfig(Settings):
 
     def plan(self, num_epochs: int | None = None) -> Plan:
         """How long to train and when to validate."""
+        self.check_limited(num_epochs)
         return Plan(
             max_epochs=self.train_epochs if num_epochs is None else num_epochs,
             max_steps=self.max_steps,
@@ -164,6 +166,13 @@ class TrainerConfig(Settings):
 
     def _savers(self) -> dict[str, ModelCheckpointConfig]:
         return {name: one for name, one in self.callbacks.items() if isinstance(one, ModelCheckpointConfig)}
+
+    def check_limited(self, num_epochs: int | None = None) -> None:
+        """Refuses to train without a limit: `num_epochs`, or one of the configuration."""
+        limits = (num_epochs, self.train_epochs, self.max_steps, self.max_time, self.fast_dev_run or None)
+        if all(limit is None for limit in limits):
+            text = "Nothing limits the training. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
+            raise SettingsError([("trainer.train_epochs", text)])
 
     def check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
         """Refuses to monitor what evaluations of these sets, which report `judged`, will not have."""

@@ -86,7 +86,7 @@ class Session:
             trainer=self.trainer,
             callback_states=self._states,
             monitors=not self.trainer.compares_itself,
-            epochs=self.plan.max_epochs,
+            epochs=self._epochs,
         )
 
     def go(self, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
@@ -200,7 +200,11 @@ class Session:
         is_shown = self.trainer.config.enable_progress_bar and not quiet
         if not is_shown or any(isinstance(one, Progress) for one in self.callbacks.values()):
             return []
-        return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=self.plan.max_epochs)]
+        return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=self._epochs)]
+
+    @property
+    def _epochs(self) -> int | None:
+        return self.plan.epochs(Feed(self.data.train, "train").length)
 
     def _states(self) -> dict[str, Any]:
         return self._watching.states()

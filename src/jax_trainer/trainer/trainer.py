@@ -124,6 +124,7 @@ class TrainerModule(Keeper):
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
         """What would be trained; left out, the loader is the dataset's."""
+        self.config.check_limited()
         if train_loader is None and self.dataset is not None:
             train_loader = self.dataset.train_loader
         steps = self._total_steps(None, self._steps_per_epoch(train_loader))
@@ -137,9 +138,11 @@ class TrainerModule(Keeper):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _total_steps(self, num_epochs: int | None, steps_per_epoch: int | None) -> int | None:
+        """The length of the run for schedules; that of `fast_dev_run` only where there is no other."""
         epochs = self.config.train_epochs if num_epochs is None else num_epochs
-        steps = None if steps_per_epoch is None else steps_per_epoch * epochs
-        return min((limit for limit in (steps, self.config.max_steps) if limit is not None), default=None)
+        steps = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
+        limits = [limit for limit in (steps, self.config.max_steps) if limit is not None]
+        return min(limits, default=self.config.fast_dev_run or None)
 
     def _check(self, program: CompiledProgram, evals: Mapping[str, Any]) -> None:
         """Finds mistakes in the loss before anything is written; debugged code sees no tracers."""
@@ -176,13 +179,14 @@ class TrainerModule(Keeper):
 
         Args:
             val_loader, test_loader: one loader, or several by name.
-            num_epochs: instead of `train_epochs`.
+            num_epochs: instead of `train_epochs`. Without either, `max_steps` or `max_time` ends the training.
             resume: True: go on from the latest checkpoint of `folder`. A path: of the run in that folder, or from that
                 checkpoint of a run; the present configuration becomes the stored one. "auto": go on with the newest
                 run of exactly this configuration, or begin one. A run that has ended trains no further.
             fork: go on in a new folder, and leave the one that is gone on from as it is.
             quiet: show no progress, whatever the configuration says.
         """
+        plan = self.config.plan(num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         program = self.prepare(train_loader, num_epochs)
         self._check(program, evals)
@@ -190,7 +194,7 @@ class TrainerModule(Keeper):
         self._start(program, resume=place.goes_on is not None)
         with place.locked():
             self.folder = place.folder
-            plan, data = self.config.plan(num_epochs), self._data(train_loader, evals)
+            data = self._data(train_loader, evals)
             return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
 
     def _train(self, place: Place, work: Work, *, quiet: bool) -> dict[int | str, dict[str, Any]]:

@@ -72,6 +72,7 @@ class ExperimentTrials:
     def rehearse(self) -> None:
         """Everything but training, with the first values: what would fail in every trial is found before the first."""
         try:
+            self._first.value.trainer.check_limited()  # before the data is loaded
             trainer = build(self._first.value)
             if not trainer.config.validates:
                 raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}: it is never judged.")])
