@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-presets bench-scaling data configs generative clean
+.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -52,6 +52,9 @@ bench-loaders: $(VENV)/installed-test
 
 bench-styles: $(VENV)/installed-test
 	$(BIN)/python benchmarks/styles.py
+
+bench-small: $(VENV)/installed-test
+	$(BIN)/python benchmarks/small_data.py
 
 data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py

@@ -1,0 +1,216 @@
+"""Small data: 100 epochs of 20 steps on a small table, ten times with other seeds in one process.
+
+    PYTHONPATH=src python benchmarks/small_data.py [--trainings 10] [--epochs 100] [--only fit] [--json PATH]
+
+A loop by hand as a user writes it (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
+nothing written) against `fit` with its defaults and a `TrainerModule` with `ModelCheckpoint`; same
+perceptron, Adam, arrays and batch size. The variants take turns, seed by seed. Each training makes its model, optimizer
+and loss anew. `start` is the time to the end of the first epoch less that of a later one, `end` what comes after the
+last epoch. The first training of each compiles and imports, the others should not. A report, not a test.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jax_trainer as jt
+from jax_trainer.callbacks import Callback, ModelCheckpointConfig
+
+SIZES, BATCH_SIZE, STEPS, EXAMPLES = (16, 64, 64, 1), 32, 20, 160  # of the layers; per batch, per epoch, to evaluate
+LIMIT, START = 1.5, 1.0  # times the loop by hand, and seconds besides
+
+
+class Mlp(nn.Module):
+    """A perceptron for a table."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        for size in SIZES[1:-1]:
+            x = nn.relu(nn.Dense(size)(x))
+        return nn.Dense(SIZES[-1])(x)[:, 0]
+
+
+class Measured(NamedTuple):
+    """Seconds of one training, and the loss that it ends with."""
+
+    start: float
+    epoch: float
+    end: float
+    total: float
+    loss: float
+
+    @classmethod
+    def of(cls, began: float, ends: list[float], loss: float) -> "Measured":
+        """From when it began, and when each of its epochs ended."""
+        now = time.perf_counter()
+        epoch = statistics.median(np.diff(ends)) if len(ends) > 1 else 0.0
+        return cls(ends[0] - began - epoch, epoch, now - ends[-1], now - began, loss)
+
+
+class Clock(Callback):
+    """Notes when epochs end."""
+
+    def reset(self) -> None:
+        """Has noted nothing."""
+        self.ends: list[float] = []
+
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        """An epoch has ended, evaluation included."""
+        self.ends.append(time.perf_counter())
+
+
+def squared(outputs: Any, targets: Any) -> jax.Array:
+    """The loss."""
+    return ((outputs - targets) ** 2).mean()
+
+
+def data() -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """A table for training and one for evaluation."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCH_SIZE * STEPS + EXAMPLES, SIZES[0]), np.float32)
+    y = np.sin(x[:, 0]) + x[:, 1] * x[:, 2]
+    return (x[EXAMPLES:], y[EXAMPLES:]), (x[:EXAMPLES], y[:EXAMPLES])
+
+
+@jax.jit
+def hand_init(key: jax.Array, x: Any) -> Any:
+    """Parameters and the optimizer's state."""
+    params = Mlp().init(key, x)
+    return params, optax.adam(1e-3).init(params)
+
+
+@jax.jit(donate_argnums=0)
+def hand_step(state: Any, x: Any, y: Any) -> Any:
+    """One step."""
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(lambda params: squared(Mlp().apply(params, x), y))(params)
+    updates, opt_state = optax.adam(1e-3).update(grads, opt_state)
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+
+@jax.jit
+def hand_loss(state: Any, x: Any, y: Any) -> Any:
+    """The loss of an evaluation."""
+    return squared(Mlp().apply(state[0], x), y)
+
+
+def by_hand(seed: int, epochs: int) -> Measured:
+    """A dispatch per step."""
+    (x, y), (test_x, test_y) = data()
+    began, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
+    state = hand_init(jax.random.key(seed), x[:BATCH_SIZE])
+    for _ in range(epochs):
+        rows, losses = order.permutation(len(x)).reshape(STEPS, BATCH_SIZE), []
+        for row in rows:
+            state, loss = hand_step(state, x[row], y[row])
+            losses.append(loss)
+        np.mean(jax.device_get(losses))
+        parts = [hand_loss(state, test_x[i : i + 32], test_y[i : i + 32]) for i in range(0, EXAMPLES, BATCH_SIZE)]
+        found = float(np.mean(jax.device_get(parts)))
+        ends.append(time.perf_counter())
+    return Measured.of(began, ends, found)
+
+
+def fitted(seed: int, epochs: int, **options: Any) -> Measured:
+    """`fit`, with its defaults unless told otherwise."""
+    clock = Clock()
+    train, test = data()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        result = jt.fit(
+            Mlp(),
+            train,
+            test,
+            loss_fn=lambda outputs, targets: squared(outputs, targets),
+            optimizer=optax.adam(1e-3),
+            num_epochs=epochs,
+            seed=seed,
+            callbacks=[clock],
+            log_dir=folder,
+            **options,
+        )
+        return Measured.of(began, clock.ends, result.history[epochs]["val/loss"])
+
+
+class Regression(jt.TrainerModule):
+    """The same as a subclass."""
+
+    def batch_to_input(self, batch: Any) -> Any:
+        """What the model is given."""
+        return batch[0]
+
+    def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+        """The loss."""
+        outputs, mutable = self.model_linen_apply(params, state, batch[0], rng, train=train)
+        return squared(outputs, batch[1]), (mutable, {})
+
+
+def trained(seed: int, epochs: int) -> Measured:
+    """`TrainerModule` with `ModelCheckpoint`."""
+    clock = Clock()
+    train, test = data()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        loader = jt.ArrayLoader(train, BATCH_SIZE, shuffle=True, seed=seed)
+        trainer = Regression(
+            model=Mlp(),
+            optimizer=optax.adam(1e-3),
+            exmp_input=next(loader.epoch(1)),
+            callbacks=[clock, ModelCheckpointConfig(monitor="val/loss", mode="min")],
+            train_epochs=epochs,
+            seed=seed,
+            logger=jt.LoggerConfig(log_dir=folder),
+        )
+        trainer.train_model(loader, jt.ArrayLoader(test, BATCH_SIZE))
+        return Measured.of(began, clock.ends, float("nan"))
+
+
+VARIANTS: dict[str, Callable[[int, int], Measured]] = {
+    "by hand": by_hand,
+    "fit": fitted,
+    "TrainerModule": trained,
+}
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainings", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the loop by hand")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
+    names = [name for name in VARIANTS if name in ("by hand", *asked.only)]
+    found: dict[str, list[Measured]] = {name: [] for name in names}
+    for seed in range(asked.trainings):
+        for name in names:
+            found[name].append(VARIANTS[name](seed, asked.epochs))
+    hand = found["by hand"]
+    print(
+        f"\n| {asked.epochs} epochs x {STEPS} steps | first, s | start | ms per epoch | end | limit | later, s | start |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        first, later = runs[0], runs[1:] or runs
+        limit = LIMIT * hand[0].total + START
+        total, start = (statistics.median(getattr(run, part) for run in later) for part in ("total", "start"))
+        ratio = statistics.median(run.total / by.total for run, by in zip(later, hand[1:] or hand, strict=True))
+        parts = [f"{number:.2f}" for number in (first.total, first.start, 1e3 * first.epoch, first.end, limit)]
+        print(f"| {name} | {' | '.join(parts)} | {total:.2f} ({ratio:.2f} x) | {start:.2f} |")
+    if asked.json:
+        asked.json.write_text(json.dumps({name: [run._asdict() for run in runs] for name, runs in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
