@@ -197,9 +197,7 @@ def main() -> None:
         for name in names:
             found[name].append(VARIANTS[name](seed, asked.epochs))
     hand = found["by hand"]
-    print(
-        f"\n| {asked.epochs} epochs x {STEPS} steps | first, s | start | ms per epoch | end | limit | later, s | start |"
-    )
+    print(f"\n| {asked.epochs} epochs of {STEPS} | first, s | start | ms per epoch | end | limit | later, s | start |")
     print("|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         first, later = runs[0], runs[1:] or runs

@@ -77,8 +77,9 @@ def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
     assert [digest(store.restore(one, like)[0]) for one in (0, 3, 6)] == before
 
 
-def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warning(store, caplog, monkeypatch):
+def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(store, caplog, monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.store._NOTICEABLE", 0.5)
+    monkeypatch.setattr("jax_trainer.checkpoint.store._MOST_WAITING", 1)
     with fault(SLOWLY), caplog.at_level(logging.WARNING, "jax_trainer"):
         began = time.perf_counter()
         path = store.save(state(4), AT, {}, wait=False)
@@ -86,14 +87,71 @@ def test_save_returns_before_it_is_written_and_the_next_one_waits_with_one_warni
         assert store.is_saving and not path.exists()
         store.check()
         store.save(state(5), AT, {}, wait=False)
+        assert not path.exists() and time.perf_counter() - began < 0.9
+        store.save(state(6), AT, {}, wait=False)
         assert path.is_dir() and time.perf_counter() - began >= 1
         store.wait()
     with fault("before_manifest:sleep=0.4"), caplog.at_level(logging.WARNING, "jax_trainer"):
-        store.save(state(6), AT, {}, wait=False)
-        store.save(state(7), AT, {})
+        store.save(state(7), AT, {}, wait=False)
+        store.save(state(8), AT, {})
     [warning] = caplog.records
     assert "Saving takes longer than the time between two saves: so far training waited" in warning.getMessage()
-    assert not store.is_saving and store.steps() == [6, 7]
+    assert not store.is_saving and store.steps() == [7, 8]
+
+
+KEPT = {
+    "latest": {"keep_latest": 2},
+    "best": {"keep_latest": 1, "keep_best": 1, "monitor": "loss"},
+    "three best, slim": {"keep_latest": 2, "keep_best": 3, "monitor": "loss", "mode": "max", "slim_best": True},
+    "every": {"keep_latest": 1, "keep_every": 5},
+    "by a function": {"keep_best": 2, "better": lambda new, old: new["loss"] < old["loss"]},
+}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_which_checkpoints_a_run_leaves_does_not_depend_on_how_fast_they_are_written(kept, tmp_path):
+    losses = [0.9, 0.5, 0.7, float("nan"), 0.1, 0.8, 0.1, 0.4, 0.6, 0.3, 0.2, 0.7]
+    found, written = {}, {}
+    for speed in ("waits", "fast", "slow"):
+        store, written[speed] = CheckpointStore(tmp_path / speed, **kept), []
+        with fault("before_manifest:sleep=0.2") if speed == "slow" else nullcontext():
+            for step, loss in enumerate(losses, start=1):
+                store.save(
+                    state(step, w=jnp.arange(3.0) + step),
+                    AT,
+                    {"loss": loss},
+                    run=lambda step=step, speed=speed: written[speed].append(step) or {},
+                    wait=speed == "waits",
+                )
+                if speed == "fast":
+                    time.sleep(0.01)
+            store.completed()
+        restored = [store.restore(saved, state(0, w=jnp.zeros(3)))[0] for saved in store.all()]
+        found[speed] = [(saved.step, tuple(saved.without)) for saved in store.all()], digest(restored)
+    assert found["waits"] == found["fast"] == found["slow"]
+    assert len(written["slow"]) < len(written["waits"]) == len(losses)
+
+
+def test_what_waits_is_written_after_a_failure_which_is_raised(store):
+    with fault("before_rename:raise"):
+        store.save(state(4), AT, {}, wait=False)
+        store.save(state(5), AT, {}, wait=False)
+        store.save(state(6), AT, {}, wait=False)
+        with pytest.raises(SaveError, match="step 4 could not be saved") as error:
+            store.wait()
+    assert error.value.step == 4
+    store.wait()
+    assert store.steps() == [5, 6]
+
+
+def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tmp_path):
+    store = CheckpointStore(tmp_path, monitor="loss", keep_latest=1)
+    with fault("before_manifest:sleep=0.2"):
+        store.save(state(1), AT, {}, wait=False)
+        store.save(state(2), AT, {}, wait=False)
+        store.save(state(2), AT, {"loss": 0.5}, wait=False)
+        store.save(state(3), AT, {"loss": 0.6}, wait=False)
+    assert [(saved.step, dict(saved.metrics)) for saved in store.all()] == [(2, {"loss": 0.5}), (3, {"loss": 0.6})]
 
 
 def test_restoring_waits_for_what_is_being_saved(store):

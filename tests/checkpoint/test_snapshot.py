@@ -39,6 +39,9 @@ def test_memory_is_used_again_and_only_where_it_fits():
     first = snapshots.take(state)
     changed = {**state, "plain": state["plain"] * 2, "one": jnp.ones(7)}
     del changed["half"]
+    beside = snapshots.take(state)
+    assert all(beside[name] is not first[name] for name in state)
+    snapshots.give_back(first)
     second = snapshots.take(changed)
     assert all(second[name] is first[name] for name in ("plain", "split", "host"))
     assert second["one"] is not first["one"] and "half" not in second

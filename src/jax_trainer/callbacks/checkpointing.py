@@ -108,6 +108,7 @@ class ModelCheckpoint(Callback):
         self._judged: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
         self._wants = False  # to save at the next point
         self._saved: tuple[Any, ...] = ()  # what was saved last
+        self._last = -1  # its step
         self._lost: SaveError | None = None  # the last save, if it failed
 
     @property
@@ -166,7 +167,9 @@ class ModelCheckpoint(Callback):
         try:
             (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()
         except SaveError as error:
-            self._lost = error
+            self._note(error)
+            if self._lost is None:
+                LOG.warning(str(error))
         if self._lost is None:
             return
         if status == "failed":  # what it failed with is on its way
@@ -187,7 +190,7 @@ class ModelCheckpoint(Callback):
         if what != self._saved:
             position = mark.standing.position
             self._checkpoints.save(self.state, position, metrics, callbacks=mark.states, run=mark.data, wait=False)
-            self._saved, self._lost = what, None
+            self._saved, self._lost, self._last = what, None, self.event.step
 
     def _tolerating(self, act: Callable[[], object]) -> None:
         """Does `act`; where the configuration says so, what could not be saved is no reason to stop."""
@@ -196,5 +199,10 @@ class ModelCheckpoint(Callback):
         except SaveError as error:
             if self.config.on_save_failure == "stop":
                 raise
-            self._saved, self._lost = (), error
+            self._note(error)
             LOG.warning(f"{error} Training goes on, and the next state is tried again.")
+
+    def _note(self, error: SaveError) -> None:
+        """Takes note of a state that could not be saved; one that waits to be written may be newer."""
+        if self.config.on_save_failure == "stop" or error.step in (None, self._last):
+            self._saved, self._lost = (), error

@@ -45,7 +45,7 @@ def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> S
     """`error` as it is told: with the step, the path and, where the disk is full, how much is needed and free."""
     full = _shortage(path, needed) if errno_of(error) in _FULL else ""
     told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {full}{in_one_line(error)}")
-    told.__cause__ = error
+    told.__cause__, told.step = error, step
     return told
 
 

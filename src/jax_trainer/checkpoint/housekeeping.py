@@ -1,6 +1,6 @@
 """Keeps the folder of a run's checkpoints in order: deletes, after a new one is there, what need not stay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jax_trainer.checkpoint.catalogue import Catalogue, Listing
@@ -23,12 +23,19 @@ class Housekeeping:
         self._overtaken: set[int] = set()  # later steps than that, of a run that is not continued
         self._newest: int | None = None  # the last step that was saved here
         self._specs: Mapping[str, Spec] = {}
+        self._known: tuple[Saved, ...] = ()  # what counted at the last look
 
     def listing(self) -> Listing:
         """What counts."""
         listing, overtaken = self._catalogue.scan(), self._overtaken
         found = {step: saved for step, saved in listing.found.items() if step not in overtaken}
+        self._known = tuple(found.values())
         return Listing(found, listing.replaced, listing.damaged)
+
+    def kept_with(self, coming: Sequence[Saved]) -> set[int]:
+        """The steps that will stay once `coming`, the newest last, are saved as well; does not look at the disk."""
+        found = {saved.step: saved for saved in (*self._known, *coming)}
+        return self._retention.kept(found.values(), coming[-1].step, self._base)
 
     def goes_on_from(self, saved: Saved) -> None:
         """Keeps `saved`; what was saved later than it no longer counts, and goes once something new is there."""
@@ -56,6 +63,7 @@ class Housekeeping:
         for path in (*listing.replaced, *(saved.path for saved in listing.found.values() if saved.step not in kept)):
             discard(path)
         self._overtaken = set()
+        self._known = tuple(saved for saved in found if saved.step in kept)
         sync_folder(self._folder)
         if self._slims_best:
             whole = self._retention.whole(found, newest, self._base)

@@ -30,6 +30,8 @@ class CheckpointError(ValueError):
 class SaveError(CheckpointError):
     """A checkpoint that could not be saved. What went wrong is its cause; nothing that was there before is lost."""
 
+    step: int | None = None  # of the checkpoint, where one step is concerned
+
 
 class UnknownFormatError(CheckpointError):
     """A checkpoint that another version of this library wrote, in a way that this one does not know."""

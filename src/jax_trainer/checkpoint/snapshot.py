@@ -12,38 +12,43 @@ _ROOM = 2  # times the state must be free on a device that is to hold a copy: th
 
 
 class Snapshots:
-    """Takes one snapshot at a time: the memory of the last one is used again, which is several times faster."""
+    """Takes snapshots into memory that was given back, where there is some: that is several times faster."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, np.ndarray] = {}
+        self._free: list[dict[str, np.ndarray]] = []
+        self._is_reused = False  # the memory; not where the last one was fetched from a device
 
     def allocate(self, leaves: Mapping[str, Any]) -> None:
         """Gets memory for a snapshot of `leaves`, and touches it, so that the first one is as fast as the others."""
         if _is_on_host(leaves):
-            self._resize(leaves)
-            for buffer in self._buffers.values():
-                buffer.fill(0)
+            self._free = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}]
+            for buffer in self._free[0].values():
+                buffer.fill(0)  # zeros are not there before somebody looks
         else:
             self.take(leaves)  # copies on a device are compiled when they are first made
 
     def take(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The values of `leaves` as they are now, on the host or, where there is room, on their devices."""
-        if _is_on_host(leaves):
-            self._resize(leaves)
+        self._is_reused = _is_on_host(leaves)
+        if self._is_reused:
+            held = self._free.pop() if self._free else {}
+            taken = {name: _buffer(held.get(name), leaf) for name, leaf in leaves.items()}
             for name, leaf in leaves.items():
-                _copy(leaf, self._buffers[name])
-            return dict(self._buffers)
+                _copy(leaf, taken[name])
+            return taken
         if have_room(leaves):
             return {name: _copied(leaf) for name, leaf in leaves.items()}
         return {name: np.array(leaf) for name, leaf in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
 
-    def _resize(self, leaves: Mapping[str, Any]) -> None:
-        self._buffers = {name: self._buffer(name, leaf) for name, leaf in leaves.items()}
+    def give_back(self, taken: dict[str, Any]) -> None:
+        """Nobody needs `taken` any more."""
+        if self._is_reused:
+            self._free = [taken]  # one is enough for who saves more slowly than it is written
 
-    def _buffer(self, name: str, leaf: Any) -> np.ndarray:
-        held = self._buffers.get(name)
-        fits = held is not None and (held.shape, held.dtype) == (tuple(leaf.shape), np.dtype(leaf.dtype))
-        return held if fits and held is not None else np.empty(leaf.shape, leaf.dtype)
+
+def _buffer(held: np.ndarray | None, leaf: Any) -> np.ndarray:
+    fits = held is not None and (held.shape, held.dtype) == (tuple(leaf.shape), np.dtype(leaf.dtype))
+    return held if fits and held is not None else np.empty(leaf.shape, leaf.dtype)
 
 
 def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,7 @@ Which = Saved | Path | int | Literal["latest", "best"] | None
 Remembered = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _FIELDS = tuple(TrainState.__dataclass_fields__)
 _MOST_BYTES = 16  # of a number
+_MOST_WAITING = 1 << 28  # bytes of all saves that wait to be written, where there is more than one
 _NOTICEABLE = 2.0  # seconds, all together, that saves have waited for the one before
 _log = logging.getLogger("jax_trainer")
 
@@ -152,10 +153,15 @@ class CheckpointStore:
             record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
             if not callable(run):
                 record = record.with_run(run)
-        self._wait_for_the_one_before()
+        size = _bytes_of(words)
+        self._wait_for_room(size)
         with self._telling_of_absence():
-            taken, specs = self._taken(words), {name: Spec.of(leaf) for name, leaf in named.items()}
-        self._thread.start(lambda: self._write(taken, specs, record, run, _bytes_of(words)))
+            specs = {name: Spec.of(leaf) for name, leaf in named.items()}
+            save = _Save(self, self._taken(words), specs, record, run, size)
+        if self._saving.are_several:
+            self._thread.start(save)
+        else:
+            self._thread.submit(save, self._needed)
         if wait:
             self.wait()
         return self.folder / name_of(record.step)
@@ -286,8 +292,17 @@ class CheckpointStore:
             return taken_share(words, is_lead=self._saving.is_lead)
         return self._snapshots.take(words)
 
-    def _wait_for_the_one_before(self) -> None:
-        self._waited += self._thread.settle(insist=True)
+    def _wait_for_room(self, size: int) -> None:
+        """Waits until no save waits for the one that is being written, or those that do are small.
+
+        Of several processes: until none is being written. They could not agree on which to leave out.
+        """
+
+        def has_room(waiting: Sequence[Any]) -> bool:
+            return not waiting or size + sum(save.size for save in waiting) <= _MOST_WAITING
+
+        several = self._saving.are_several
+        self._waited += self._thread.settle(insist=True) if several else self._thread.wait_for(has_room)
         if self._waited > _NOTICEABLE and not self._has_told_of_waiting:
             self._has_told_of_waiting = True
             _log.warning(
@@ -296,6 +311,26 @@ class CheckpointStore:
                 *(self._waited, self.folder),
             )
         self._thread.check()
+
+    def _needed(self, current: Any, waiting: list[Any]) -> list[Any]:
+        """Those saves of `waiting`, the newest last, that would still be there after all of them were written.
+
+        What is left out would have been deleted again: which checkpoints there are in the end does not depend on how
+        fast they are written.
+        """
+        *before, new = waiting
+        own = [save for save in before if save.store is self and save.record.step != new.record.step]
+        if before:
+            coming = [save.saved for save in (*([current] if current else ()), *own, new) if save.store is self]
+            try:
+                kept = self._keeping.kept_with(coming)
+            except ValueError as error:  # of a function that compares checkpoints
+                raise as_save_error(error, new.record.step, new.saved.path, new.size) from error
+            own = [save for save in own if save.record.step in kept]
+        for save in before:
+            if save.store is self and save not in own:
+                self._snapshots.give_back(save.arrays)
+        return [*(save for save in before if save.store is not self or save in own), new]
 
     def _write(
         self, arrays: Mapping[str, Any], specs: Mapping[str, Spec], record: Record, run: Remembered, size: int
@@ -387,6 +422,30 @@ class CheckpointStore:
         steps = [saved.step for saved in self._counted()]
         offered = f"There are the steps {', '.join(map(str, steps))}." if steps else "Nothing has been saved there."
         return f"There is no checkpoint {asked} in {self.folder}. {offered}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Save:
+    """A state that is to be written."""
+
+    store: CheckpointStore
+    arrays: dict[str, Any]
+    specs: Mapping[str, Spec]
+    record: Record
+    run: Remembered
+    size: int  # in bytes
+
+    def __call__(self) -> None:
+        try:
+            self.store._write(self.arrays, self.specs, self.record, self.run, self.size)
+        finally:
+            self.store._snapshots.give_back(self.arrays)
+
+    @property
+    def saved(self) -> Saved:
+        """As it will be compared with others."""
+        metrics = {name: float(value) for name, value in self.record.metrics.items()}
+        return Saved(self.record.step, Position(), metrics, self.store.folder / name_of(self.record.step))
 
 
 def _bytes_of(arrays: Mapping[str, Any]) -> int:
