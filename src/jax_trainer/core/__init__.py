@@ -27,7 +27,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.own_line import with_own_line
+from jax_trainer.core.own_line import explaining, with_own_line
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
@@ -101,6 +101,7 @@ __all__ = [
     "copied",
     "copy_state",
     "examine",
+    "explaining",
     "failpoint",
     "grad_of",
     "layout_of",

@@ -11,7 +11,7 @@ from jax import lax
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
-from jax_trainer.core.own_line import with_own_line
+from jax_trainer.core.own_line import explaining
 from jax_trainer.core.placing import leads_example
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import Guarded, OnRecompile
@@ -117,14 +117,12 @@ class CompiledProgram:
 
         Steps that are traced here are not traced again when they run on a batch of the same shapes.
         """
-        try:
+        with explaining(example):
             state = jax.eval_shape(self._program.init, key, example)
             if self.layout is not None:
                 self.layout.state_shardings(state)  # what cannot be laid out shows here
             trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
             return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
-        except Exception as error:
-            raise with_own_line(error)  # noqa: B904 - the same error, with a note
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
         """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""

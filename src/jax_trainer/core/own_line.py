@@ -1,29 +1,135 @@
-"""Where in the user's own code an error came from, among all the frames of libraries."""
+"""What a failure in the user's code is reported with: the line, what the batch looks like, and the likely cure."""
 
+import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
+
+from jax_trainer.core.metrics import Batch
 
 Error = TypeVar("Error", bound=BaseException)
 
+MOST_LEAVES = 12  # of a batch that a message describes
 _paths = sysconfig.get_paths()
 # jax and flax may be installed anywhere that is on the path; what is installed is not the user's own
 _OTHERS = tuple({str(Path(path)) for path in (_paths["stdlib"], _paths["purelib"], _paths["platlib"])})
 _OURS = str(Path(__file__).parent.parent)
 
+_COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes, but no values."
+# what an error of JAX, Flax or Optax most often comes from, by its type and text; the first that matches counts
+_CURES = {
+    "TracerArrayConversionError": f"{_COMPILED} Compute with `jax.numpy` (`jnp.…`) instead of numpy.",
+    "TracerBoolConversionError": (
+        f"{_COMPILED} Write `jnp.where(condition, a, b)` or `jax.lax.cond` instead of `if`, `and`, `or`, `not`."
+    ),
+    "TracerIntegerConversionError|NonConcreteBooleanIndexError": (
+        f"{_COMPILED} Sizes and Python indices must be known; use `jnp.where`, or take them from a shape."
+    ),
+    "ConcretizationTypeError": (
+        f"{_COMPILED} Leave out `float(…)`, `int(…)`, `.item()` and `.tolist()`: return the array itself."
+    ),
+    "UnexpectedTracerError": (
+        "An array of an earlier traced step was kept, for example on `self`. Return what is to be kept as a metric, or "
+        "as state of the model."
+    ),
+    r"subdtype of .*numpy\.integer.*got float": (
+        "Integer labels are expected here, and these are floats: use `labels.astype(int)`, and `labels.argmax(-1)` for "
+        "one-hot labels."
+    ),
+    r"subdtype of .*numpy\.floating.*got u?int": (
+        "Floats are expected here, and these are integers: are the arguments swapped?"
+    ),
+    r"ScopeParamShapeError|dot_general requires contracting dimensions": (
+        "The layer was made for inputs of another width than those of this batch. Give it the right number of "
+        "features, or flatten the inputs: `x.reshape(len(x), -1)`."
+    ),
+    r"indices and arr must have the same number of dimensions|with_integer_labels|axis \d+ is out": (
+        "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
+        "many, and `labels.argmax(-1)` for one-hot labels."
+    ),
+    r"[Ii]ncompatible shapes|got incompatible shapes|must have the same shape|shapes must be equal": (
+        "The arrays in this line do not go together: compare the shapes of what the model returns with those of the "
+        "targets."
+    ),
+    r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
+        "Something here is None: does the model's call, or a function, lack its `return`?"
+    ),
+    r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
+    r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
+}
 
-def with_own_line(error: Error) -> Error:
-    """`error` with a first note that says where in the user's code it was raised; as it is, where it was not."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
-    if frames:
-        last = frames[-1]
-        note = f'In your code: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
-        notes = getattr(error, "__notes__", [])
-        if note not in notes:
-            error.__notes__ = [note, *notes]
+
+def with_own_line(error: Error, batch: Batch = None) -> Error:
+    """`error` with first notes that say where in the user's code it was raised, on what batch, and the likely cure.
+
+    It stays as it is where it was not raised in the user's code; of the batch only shapes and dtypes are named.
+    """
+    notes = getattr(error, "__notes__", [])
+    added = [_own_line(error), "" if batch is None else f"The batch: {described(batch)}.", _cure(error)]
+    new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
+    if new:
+        error.__notes__ = [*new, *notes]
     return error
 
 
-def _is_own(file: str) -> bool:
-    return not (file.startswith((*_OTHERS, _OURS, "<frozen")) or "site-packages" in file)
+@contextmanager
+def explaining(batch: Batch = None) -> Iterator[None]:
+    """Adds to whatever is raised inside what `with_own_line` adds."""
+    try:
+        yield
+    except Exception as error:
+        with_own_line(error, batch)
+        raise
+
+
+def described(batch: Batch) -> str:
+    """The shapes and dtypes of a batch.
+
+    >>> import numpy as np
+    >>> described((np.zeros((8, 4), np.float32), np.zeros(8, np.int32)))
+    'batch[0] float32[8, 4], batch[1] int32[8]'
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    told = [f"batch{jax.tree_util.keystr(path)} {_kind(leaf)}" for path, leaf in leaves[:MOST_LEAVES]]
+    more = [f"and {len(leaves) - MOST_LEAVES} more"] if len(leaves) > MOST_LEAVES else []
+    return ", ".join([*told, *more]) or "nothing"
+
+
+def _kind(leaf: Any) -> str:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+    return f"a {type(leaf).__name__}"
+
+
+def _own_line(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f'In your code: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
+
+
+def _cure(error: BaseException) -> str:
+    if _raised_here(error):
+        return ""  # our own messages name the cure
+    text = f"{type(error).__name__}: {error}"
+    for pattern, cure in _CURES.items():
+        if found := re.search(pattern, text):
+            return f"Likely cure: {cure.format(*found.groups())}"
+    return ""
+
+
+def _raised_here(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_OURS)
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    is_made = file == "<string>" and frame.name.startswith("__")  # a method that `dataclass` has made
+    return not (is_made or file.startswith((*_OTHERS, _OURS, "<frozen")) or "site-packages" in file)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, leaf_path
+from jax_trainer.core import Batch, leaf_path, with_own_line
 from jax_trainer.datasets.foreign import DataError, check_batch
 
 
@@ -128,7 +128,7 @@ class Cursor:
         try:
             batch = next(self._batches, None)
         except Exception as error:
-            error.add_note(f"This happened while {self.where(self.position + ahead)} was made.")
+            with_own_line(error).add_note(f"This happened while {self.where(self.position + ahead)} was made.")
             raise
         if self._state_of is not None and batch is not None:
             self._state = self._state_of()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of
+from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of, with_own_line
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
@@ -191,7 +191,7 @@ def _told(observers: Sequence[Observer], event: Event) -> tuple[list[StopTrainin
         except StopTraining as stop:
             stops.append(stop)
         except Exception as failure:
-            failures.append(failure)
+            failures.append(with_own_line(failure))
     return stops, failures
 
 

@@ -306,7 +306,7 @@ def eval_events(
                         reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER)
                     tape, loose = program.judge(at.held, tape, taken.batch)
                 except Exception as error:
-                    raise named(error, in_words(taken.number, 1, name))  # noqa: B904 - the same error, with a note
+                    raise named(error, in_words(taken.number, 1, name), taken.batch)  # noqa: B904 - the same error, with a note
                 done += 1
                 reader.wrote(tape, loose, done, 1, stacked=False)
                 in_flight.add(tape)

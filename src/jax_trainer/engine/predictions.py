@@ -56,7 +56,7 @@ def _asked(program: CompiledProgram, held: HeldState, taken: Taken, name: str) -
     try:
         outputs = program.ask(held, taken.batch, taken.number)
     except Exception as error:
-        raise named(error, where())  # noqa: B904 - the same error, with a note
+        raise named(error, where(), taken.batch)  # noqa: B904 - the same error, with a note
     for leaf in jax.tree.leaves(outputs):
         if isinstance(leaf, jax.Array):
             with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit

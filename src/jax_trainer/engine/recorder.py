@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_trainer.core import (
+    Batch,
     BatchChangedError,
     CompiledProgram,
     HeldState,
@@ -73,7 +74,7 @@ class Recorder:
             else:
                 held, tape, (loose, grads) = self._advance(held, self._tape, batch, *self._store)
         except Exception as error:
-            raise named(error, self.where())  # noqa: B904 - the same error, with a note
+            raise named(error, self.where(), self._sample(taken))  # noqa: B904 - the same error, with a note
         self._tape = tape
         reader.wrote(tape, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(tape)
@@ -131,13 +132,19 @@ class Recorder:
 
     def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
         """Lays out the tape for what a step on such a batch reports; once, before the first step."""
-        batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
-        if self._loader is not None:  # these are rows; any batch of this size will do
-            batch = resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
+        batch = self._sample(taken)
         check_divides(self._program.layout, batch, self.where())
         fmt, self._tape = self._program.train_tape(held.state, batch, self._every + self._chunk - 1)
         self._reader = TapeReader(fmt, self._every, max(1, READ_AFTER // self._chunk))
         return self._reader
+
+    def _sample(self, taken: Taken) -> Batch:
+        """A batch that looks like each of those in `taken`."""
+        batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
+        if self._loader is None:
+            return batch
+        # these are rows; any batch of this size will do
+        return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
 
 
 class InFlight:
@@ -162,13 +169,13 @@ class InFlight:
                 self._waiting.popleft().block_until_ready()
 
 
-def named(error: Exception, batch: str) -> Exception:
+def named(error: Exception, where: str, batch: Batch) -> Exception:
     """The error, saying in which line of the user's code and on which batch it happened."""
     if isinstance(error, BatchChangedError):
-        changed = DataError(f"The {batch} differs from those before it: {error}")
+        changed = DataError(f"The {where} differs from those before it: {error}")
         changed.__cause__ = error
         return changed
-    with_own_line(error).add_note(f"This happened on {batch}.")
+    with_own_line(error, batch).add_note(f"This happened on {where}.")
     return error
 
 

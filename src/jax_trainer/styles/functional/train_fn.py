@@ -23,9 +23,9 @@ from jax_trainer.core import (
     Program,
     TrainState,
     compile_program,
+    explaining,
     with_finite_check,
     with_finite_guard,
-    with_own_line,
 )
 from jax_trainer.datasets import Data, Position
 from jax_trainer.datasets.peek import peeked
@@ -237,12 +237,11 @@ def _reported(
     if val_example is not None and _look(example) == _look(val_example):
         _, trained, judged = compiled.shapes(key, example)
         return _names(trained, judged)
-    try:
+    with explaining(example):
         state = jax.eval_shape(program.init, key, example)
         trained = jax.eval_shape(program.train_step, state, example)[1].metrics
+    with explaining(val_example):
         judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
-    except Exception as error:
-        raise with_own_line(error)  # noqa: B904 - the same error, with a note
     return None if judged is None else _names(trained, judged)
 
 
