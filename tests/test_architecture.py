@@ -26,15 +26,15 @@ MAY_IMPORT = {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "processes", "runs", "redaction"),
     },
-    "config": {"settings", "redaction"},
+    "config": {"settings", "redaction", "registration"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "processes", "runs", "config", "generative"),
+        *("checkpoint", "callbacks", "processes", "runs", "config", "generative", "registration"),
     },
     "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint"},
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "processes", "runs", "redaction"),
+        *("checkpoint", "processes", "runs", "redaction", "registration"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

@@ -24,6 +24,7 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 from flax import linen as nn
 from flax import nnx
 
+from jax_trainer.registration import same_section
 from jax_trainer.settings import ValueSettings, listed
 
 ModelMode = Literal["nnx", "linen"]
@@ -152,6 +153,8 @@ def on_inputs(config: BaseModelConfig, key: jax.Array, inputs: Any) -> Any:
 
 
 _INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {"nnx": BaseModelNNX, "linen": BaseModelLinen}
+for _interfaces in (_INTERFACES.values(), _ON_INPUTS[:2], _ON_INPUTS[2:]):
+    same_section(*_interfaces)
 
 
 def model_mode(config: BaseModelConfig) -> ModelMode:

@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 
 from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
+
+from jax_trainer.registration import implementation_of, path_in_files
 
 Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
 
@@ -206,20 +208,29 @@ def config_of(cls: Any) -> type:
     return cls.config_class if cls.config_class is not None else hints_of(cls)["config"]
 
 
-def candidates(hint: Any) -> list[tuple[str, type]]:
+class Candidate(NamedTuple):
+    """What a section may be: the name of a class, its configuration, and the path that may stand for the name."""
+
+    name: str
+    config: type
+    path: str
+
+
+def candidates(hint: Any) -> list[Candidate]:
     """What `hint` allows a section to be: the names of registered classes, or of a dataclass, with the configuration.
 
     The names are the registry's. A configuration class knows only one name, that of the class which was registered
     with it last, and a class that derives from another one may share its configuration.
     """
-    found: list[tuple[str, type]] = []
+    found: list[Candidate] = []
     for option in options(hint):
         if isinstance(option, LazyConfigUnion):
             interface = option.registry_class
-            names = registered(interface)
-            found += [(name, config_of(Registry.get_class(interface, name))) for name in names]
+            classes = {name: Registry.get_class(interface, name) for name in registered(interface)}
+            found += [Candidate(name, config_of(cls), path_in_files(cls)) for name, cls in classes.items()]
         elif isinstance(option, type) and is_dataclass(option):
-            found.append((getattr(option, "class_name", "") or option.__name__, option))
+            name = getattr(option, "class_name", "") or option.__name__
+            found.append(Candidate(name, option, ""))
         elif isinstance(option, type) and issubclass(option, RegistrableConfigInterface):
             raise TypeError(f"Annotate with `{option.__name__}.cfgtype`, not with the interface itself.")
     return list(dict.fromkeys(found))
@@ -227,7 +238,22 @@ def candidates(hint: Any) -> list[tuple[str, type]]:
 
 def config_classes(hint: Any) -> tuple[type, ...]:
     """The configuration classes that `hint` allows: those registered for an interface, or a dataclass itself."""
-    return tuple(dict.fromkeys(config for _, config in candidates(hint)))
+    return tuple(dict.fromkeys(one.config for one in candidates(hint)))
+
+
+def classes_in(value: Any, path: str = "") -> Iterator[tuple[str, type]]:
+    """The registered class of every configuration in `value`, by its dotted key."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if is_dataclass(value) and not isinstance(value, type):
+        cls = implementation_of(value)
+        yield from [(path, cls)] if cls is not None else []
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for name, part in parts:
+        yield from classes_in(part, f"{path}.{name}".lstrip("."))
 
 
 def fits(hint: Any, value: Any) -> bool:
@@ -299,7 +325,7 @@ def _expected_one(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {expected(args[0])}"
     if isinstance(hint, LazyConfigUnion):
-        names = listed(name for name, _ in candidates(hint))
+        names = listed(one.name for one in candidates(hint))
         return f"a section with a `class_name` of {names or 'those registered, and there is none'}"
     name = getattr(hint, "class_name", "") or getattr(hint, "__name__", str(hint))
     return "anything" if hint is Any else f"a section of {name.removesuffix('Config')}"

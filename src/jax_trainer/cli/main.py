@@ -29,6 +29,7 @@ from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.processes import leave
 from jax_trainer.redaction import environment_secrets
+from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -158,7 +159,7 @@ def _done(given: Sequence[str]) -> int:
         count = len(error.problems) + error.more
         heading = f"{count} problems:\n" if count > 1 else ""
         return _tell(asked, WRONG_INPUT, str(error), heading, problems=[one.as_data() for one in error.problems])
-    except (WrongInput, UserCodeError, SettingsError) as error:
+    except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
         return _tell(asked, WRONG_INPUT, str(error))
     except SaveError as error:  # what was trained since the last checkpoint is lost, and the notes say where it is
         return _tell(asked, FAILED, " ".join((str(error), *getattr(error, "__notes__", ()))))

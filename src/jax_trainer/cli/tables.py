@@ -50,6 +50,10 @@ def dry_run(console: Console, report: DryRun) -> None:
     }
     for name, text in lines.items():
         _line(console, f"{name:>12}: {text}")
+    table = Table(Column("section", overflow="fold"), Column("class", overflow="fold"), title="Classes")
+    for path, name in report.classes.items():
+        table.add_row(escape(path), escape(name))
+    console.print(table)
     if report.layout is not None:
         _line(console, f"\n{report.layout.text()}")
 

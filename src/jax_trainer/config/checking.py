@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
-from jax_trainer.settings import SettingsError, candidates, expected, fits, hints_of, listed, options
+from jax_trainer.registration import full_name
+from jax_trainer.settings import Candidate, SettingsError, candidates, expected, fits, hints_of, listed, options
 
 CLASS = "class_name"
-Candidate = tuple[str, type]  # the name of a class, and its configuration
 INVALID = object()  # stands for a value with problems, which are written down already
 
 
@@ -33,7 +33,7 @@ class Checker:
         allowed = candidates(hint)
         if allowed and (node.is_section or (likely and node.value is None)):
             chosen = self._choose(allowed, node, path, likely)
-            return INVALID if chosen is None else self._configuration(*chosen, node, path)
+            return INVALID if chosen is None else self._configuration(chosen.name, chosen.config, node, path)
         for option in map(_bare, options(hint)):
             if isinstance(node.value, list) and _is(option, Sequence):
                 return self._list(option, node.value, node, path)
@@ -108,26 +108,27 @@ class Checker:
         named = node.section.get(CLASS)
         if named is not None:
             return self._choose_named(allowed, named, node, path)
-        likely_ones = [candidate for candidate in allowed if candidate[0] == likely] or allowed
-        fitting = [candidate for candidate in likely_ones if _could_be(candidate[1], node)]
+        allowed = [one for one in allowed if one.name != one.path]  # whoever lost its name must be asked for by path
+        likely_ones = [one for one in allowed if one.name == likely] or allowed
+        fitting = [one for one in likely_ones if _could_be(one.config, node)]
         if len(likely_ones) == 1 or len(fitting) == 1:
             return [*fitting, *likely_ones][0]
         why = "several classes have these keys:" if fitting else "no class has just these keys; there are"
-        names = listed(name for name, _ in fitting or likely_ones)
-        near = self._problems.suggestion(likely, [name for name, _ in allowed])
+        names = listed(one.name for one in fitting or likely_ones)
+        near = self._problems.suggestion(likely, [one.name for one in allowed])
         self._complain(node, _under(path, CLASS), f"the key `{CLASS}` is missing, and {why} {names}.{near}")
         return None
 
     def _choose_named(self, allowed: Sequence[Candidate], named: Node, node: Node, path: str) -> Candidate | None:
-        namesakes = [candidate for candidate in allowed if candidate[0] == named.value]
-        fitting = [candidate for candidate in namesakes if _could_be(candidate[1], node)]
+        namesakes = [one for one in allowed if named.value and named.value in (one.name, one.path)]
+        fitting = [one for one in namesakes if _could_be(one.config, node)]
         if len(namesakes) == 1 or len(fitting) == 1:
             return [*fitting, *namesakes][0]
         if namesakes:
-            twins = listed(f"{config.__module__}.{config.__qualname__}" for _, config in namesakes)
+            twins = listed(full_name(one.config) for one in namesakes)
             self._complain(named, _under(path, CLASS), f"several classes have this name, those of {twins}. Rename one.")
         elif named.value is not BROKEN:
-            names = [name for name, _ in allowed]
+            names = [one.name for one in allowed]
             near = self._problems.suggestion(named.value, names) if isinstance(named.value, str) else ""
             found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")

@@ -45,15 +45,15 @@ def registered_classes() -> Iterator[Described]:
     seen: set[type] = set()
     interfaces = sorted(registered(), key=lambda interface: (len(interface.__mro__), interface.__name__))
     for interface in interfaces:
-        classes = [Registry.get_class(interface, name) for name in registered(interface)]
-        yield from (describe(interface, cls) for cls in classes if cls not in seen)
-        seen.update(classes)
+        classes = {name: Registry.get_class(interface, name) for name in registered(interface)}
+        yield from (describe(interface, cls, name) for name, cls in classes.items() if cls not in seen)
+        seen.update(classes.values())
 
 
-def describe(interface: type, cls: type) -> Described:
-    """What there is to know about a class that is registered for `interface`."""
+def describe(interface: type, cls: type, name: str = "") -> Described:
+    """What there is to know about a class that is registered for `interface`, under `name` or its own."""
     summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-    return Described(cls.__name__, interface.__name__, summary, keys_of(config_of(cls)))
+    return Described(name or cls.__name__, interface.__name__, summary, keys_of(config_of(cls)))
 
 
 def keys_of(config: type) -> tuple[Key, ...]:

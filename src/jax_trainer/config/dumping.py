@@ -8,6 +8,7 @@ import yaml
 
 from jax_trainer.config.yaml_text import key_problem, scalar_of
 from jax_trainer.redaction import redact
+from jax_trainer.registration import stored_name
 from jax_trainer.settings import Settings, hints_of, options
 
 
@@ -23,7 +24,7 @@ def as_data(config: Any) -> Any:
 
 
 def _named(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    name = getattr(config, "class_name", "")
+    name = stored_name(config)
     plain = {key: as_data(value) for key, value in values.items()}
     return {"class_name": name, **plain} if name else plain
 

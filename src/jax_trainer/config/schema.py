@@ -76,7 +76,8 @@ class _SchemaWriter:
             return {"type": "array", "items": self.schema(args[0])}
         if isinstance(hint, LazyConfigUnion):
             names = {
-                config: [name for name, kind in candidates(hint) if kind is config] for config in config_classes(hint)
+                config: [one.name for one in candidates(hint) if one.config is config]
+                for config in config_classes(hint)
             }
             return {"anyOf": [self._reference(config, names[config]) for config in names]}
         return self._reference(hint, ()) if is_dataclass(hint) and isinstance(hint, type) else {}

@@ -57,7 +57,7 @@ def _named(given: Given, taken: set[str]) -> Iterator[tuple[str, Any]]:
         yield from given.items()
         return
     for one in given:
-        base = name = getattr(one, "class_name", "") or type(one).__name__
+        base = name = getattr(one, "class_name", "").rpartition(".")[2] or type(one).__name__
         number = 1
         while name in taken:
             number += 1

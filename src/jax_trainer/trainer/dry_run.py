@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class DryRun:
     steps: int | None
     devices: str
     layout: LayoutTable | None = None  # None: one device has everything
+    classes: Mapping[str, str] = field(default_factory=dict)  # the module path of every class, by its key
 
     @property
     def parameter_count(self) -> int:

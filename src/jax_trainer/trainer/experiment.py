@@ -1,7 +1,7 @@
 """`Experiment`: everything that one YAML file says, and how it becomes a trainer with its data."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +15,13 @@ import jax_trainer.models  # noqa: F401 - both register what a file can name
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded, load_config
 from jax_trainer.config.files import read_tree
+from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.registration import displaced, full_name
 from jax_trainer.runs import Given
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
@@ -78,7 +80,23 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
     if style is not None and not style.is_section:
         text = f"{folder.path} is a run of `{style.data()}`, which was begun in Python. Go on with it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
-    return load_config(folder.config_file, StoredRun, overrides, may_include=False)
+    loaded = load_config(folder.config_file, StoredRun, overrides, may_include=False)
+    found = [(path, displaced(name)) for path, name in _class_names(loaded.tree, "") if isinstance(name, str)]
+    taken = [
+        (path, f"this run was trained with {full_name(ours)}, whose name a class of yours has taken. Do not import it.")
+        for path, ours in found
+        if ours is not None
+    ]
+    if taken:
+        raise loaded.error(SettingsError(taken))
+    return loaded
+
+
+def _class_names(node: Node, path: str) -> Iterator[tuple[str, Any]]:
+    """Every `class_name` in a file, with its dotted path."""
+    for name, child in node.children():
+        below = f"{path}.{name}".lstrip(".")
+        yield from [(below, child.value)] if name == "class_name" else _class_names(child, below)
 
 
 def trainer_class(run: StoredRun) -> type[Any]:

@@ -63,7 +63,7 @@ def _mode(given: Any) -> ModelMode:
 
 def _name(given: Any) -> str:
     if isinstance(given, BaseModelConfig):
-        return given.class_name
+        return given.class_name.rpartition(".")[2]
     return getattr(given, "__name__", type(given).__name__).strip("<>")
 
 

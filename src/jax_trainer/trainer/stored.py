@@ -6,13 +6,12 @@ from copy import copy
 from dataclasses import fields
 from typing import Any
 
-from compoconf import registered
-
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import dump_config, redact
 from jax_trainer.config.dumping import as_data
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.logger.values import flat
+from jax_trainer.registration import registered_name
 from jax_trainer.runs import Place
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import StoredRun
@@ -22,14 +21,15 @@ HPARAMS = "hparams.json"
 
 def configs_of(trainer: Any) -> dict[str, Any]:
     """All configurations of a trainer, as they are stored with its runs; what was given in Python has none."""
-    own = {"trainer": _of_class(trainer.config, stored_as(type(trainer)))}
+    kind = stored_as(type(trainer))
+    own = {"trainer": _of_class(trainer.config, registered_name(kind, BaseTrainer) or "")}
     if trainer.model_config is not None:
         own["model"] = trainer.model_config
     if trainer.optimizer_config is not None:
         own["optimizer"] = trainer.optimizer_config
     dataset = trainer.dataset
-    if dataset is not None and type(dataset).__name__ in registered(DatasetModule):
-        own["dataset"] = _of_class(dataset.config, type(dataset))
+    if dataset is not None and (name := registered_name(type(dataset), DatasetModule)):
+        own["dataset"] = _of_class(dataset.config, name)
     return {**own, **trainer.other_configs}
 
 
@@ -47,7 +47,7 @@ def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_as(kind: type[Any]) -> type[Any]:
     """The class by which runs of a trainer are stored: itself, or its parent where it was never registered."""
-    return next(base for base in kind.__mro__ if base.__name__ in registered(BaseTrainer))
+    return next(base for base in kind.__mro__ if registered_name(base, BaseTrainer))
 
 
 def kind_for(asked: type[Any], stored: type[Any], folder: RunFolder) -> type[Any]:
@@ -67,8 +67,8 @@ def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(other_configs)
 
 
-def _of_class(config: Any, kind: type[Any]) -> Any:
-    """`config` with the name of this class: several may share a configuration, which by itself knows one of them."""
+def _of_class(config: Any, name: str) -> Any:
+    """`config` with the name of its class: several may share a configuration, which by itself knows one of them."""
     named = copy(config)
-    named.class_name = kind.__name__
+    named.class_name = name
     return named

@@ -19,8 +19,9 @@ from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
+from jax_trainer.registration import full_name
 from jax_trainer.runs import Given, Place, agreed, restored, standing_of
-from jax_trainer.settings import SettingsError, config_of
+from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
 from jax_trainer.trainer.given import one_of
@@ -131,7 +132,8 @@ class TrainerModule(Keeper):
         report = traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
         has_validation = self.dataset is not None and self.dataset.val_loader is not None
         self._check_monitored(named_sets("val", [] if has_validation else None), report.judged)
-        return report
+        classes = {path: full_name(cls) for path, cls in classes_in(self.configs)}
+        return replace(report, classes={**classes, "trainer": full_name(type(self))})
 
     def _steps_per_epoch(self, train_loader: Any) -> int | None:
         limits = (_length(train_loader), self.config.max_steps_per_epoch, self.config.overfit_batches or None)
