@@ -67,13 +67,14 @@ def test_a_loss_that_reports_itself_counts_by_its_own_count():
     assert report.metrics.weight_of("loss") == 99
 
 
-def test_a_loss_that_is_not_one_number_is_an_error_that_names_its_shape():
+@pytest.mark.parametrize("step", ["train_step", "eval_step"])
+def test_a_loss_that_is_not_one_number_is_an_error_that_names_its_shape(step):
     def loss(params, batch, *, rng, train):
         return (batch["x"] @ params["w"] - batch["y"]) ** 2
 
     program = function_program(init, loss, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"one number, got shape \(6,\).*mean"):
-        program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
+    with pytest.raises(ValueError, match=r"one number, got shape \(6,\) from batch.x \(6, .*mean"):
+        getattr(program, step)(program.init(jax.random.key(0), BATCH), BATCH)
 
 
 def test_optimizers_that_ask_for_the_loss_get_it():

@@ -39,6 +39,7 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
+from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.tracing import like_params
 
@@ -265,14 +266,14 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
 def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
     def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         model = split.join(state.params, state.model_state, rng, train=True)
-        with _sowing_is_fine():
+        with _sowing_is_fine(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
                 f"`train_step` must return the loss and the gradients, got {_in_words(returned)}. Return "
                 "`nnx.value_and_grad(loss_fn)(model, …)`, or `((loss, metrics), grads)`."
             )
-        reported = _reported("train_step", returned[0])
+        reported = _reported("train_step", returned[0], batch)
         if "loss" not in reported:
             raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
         _, changed = split.arrays(model)
@@ -297,21 +298,21 @@ def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
         model = split.join(state.params, state.model_state, rng, train=False)
         with _sowing_is_fine():
             returned = val_step(model, stream(rng, "user"), batch)
-        return as_metrics(_reported("val_step", returned), batch_weight(batch))
+        return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
 
     return eval_step
 
 
-def _reported(name: str, returned: Any) -> dict[str, Any]:
+def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     """What a user's step tells, with its loss among it."""
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(more, Mapping):
         raise TypeError(f"What `{name}` returns with the loss must be a dict of metrics, got a {type(more).__name__}.")
-    if isinstance(loss, tuple) or jnp.shape(loss):
-        what = f"{len(loss)} things" if isinstance(loss, tuple) else f"shape {jnp.shape(loss)}"
-        raise ValueError(f"The loss that `{name}` returns must be one number, got {what}. Take its mean.")
+    if isinstance(loss, tuple):
+        raise ValueError(f"The loss that `{name}` returns must be one number, got {len(loss)} things.")
+    check_loss(loss, {"batch": batch})
     return {"loss": loss, **more}
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.rng import stream
@@ -87,6 +88,7 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
         params = gathered(params)  # after the cast, as fewer bytes
         told = {"step": step} if wants_step else {}
         loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
+        check_loss(loss, {"batch": batch})
         loss, reported = cast_floats((loss, dict(reported)), precision.output)
         # running statistics keep their own type: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), reported)
@@ -99,10 +101,7 @@ def grad_of(loss_fn: SteppedLossFn) -> GradFn:
 
     def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         def scalar_loss(params: PyTree) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-            loss, aux = loss_fn(params, state.model_state, batch, rng, train=True, step=state.step)
-            if jnp.shape(loss):
-                raise ValueError(f"The loss must be one number, got shape {jnp.shape(loss)}. Take its mean.")
-            return loss, aux
+            return loss_fn(params, state.model_state, batch, rng, train=True, step=state.step)
 
         (loss, (model_state, reported)), grads = jax.value_and_grad(scalar_loss, has_aux=True)(state.params)
         return Gradients(like_params(grads), model_state, _with_loss(loss, reported, batch))

@@ -15,6 +15,7 @@ from jax_trainer.core import (
     as_metrics,
     batch_weight,
 )
+from jax_trainer.core.loss_shape import explaining_shapes
 
 Step = Callable[[Any, Batch], Any]
 
@@ -31,7 +32,9 @@ def with_own_steps(
         return FlaxState(**vars(state), apply_fn=apply_fn, tx=tx)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        match train(dressed(state), batch):
+        with explaining_shapes(batch):
+            returned = train(dressed(state), batch)
+        match returned:
             case (FlaxState() as new, reported):
                 pass
             case other:

@@ -1,6 +1,7 @@
 """What a loss and an evaluation want is found out from their parameters, and told before anything is trained."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_what_is_asked_for_is_given_and_nothing_else():
 
 def test_a_loss_per_example_is_averaged_with_all_that_is_reported_so():
     each = jnp.array([1.0, 2.0, 6.0])
-    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(0, 0, KEY, True, 0)
+    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(each, each, KEY, True, 0)
     assert (value, reported) == (3.0, {"loss": 3.0, "one": 5.0})
 
 
@@ -113,3 +114,10 @@ def test_an_evaluation_gives_a_number_or_several_by_name():
 def test_an_evaluation_that_cannot_be_called_is_an_error(function, words):
     with pytest.raises(TypeError, match=words):
         checked_eval_step(function)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 1), (4,), (3, 2)])
+def test_a_loss_that_is_neither_one_number_nor_one_per_example_is_refused(shape):
+    loss = Loss.of(lambda a, b: jnp.ones(shape))
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        loss.on_outputs(jnp.ones((3, 5)), jnp.ones(3), KEY, True, 0)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_trainer.core.loss_shape import check_loss, check_pairing
+
 LOG = logging.getLogger("jax_trainer")
 OFFERED = ("rng", "step", "train")  # what a loss may ask for by name
 _FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)` (nnx) or `loss_fn(params, batch)` (linen)"
@@ -46,7 +48,9 @@ class Loss:
     ) -> tuple[Any, dict[str, Any]]:
         """The loss of a model's outputs, and what else to report; one that is given per example is averaged."""
         loss, reported = self.on_batch(outputs, targets, rng, train, step)
-        shape = jnp.shape(loss)
+        seen, shape = {"predictions": outputs, "targets": targets}, jnp.shape(loss)
+        check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
+        check_pairing(lambda a, b: self.on_batch(a, b, rng, train, step)[0], outputs, targets)
         if not shape:
             return loss, reported
         same = {name: jnp.mean(value) for name, value in reported.items() if _shape(value) == shape}

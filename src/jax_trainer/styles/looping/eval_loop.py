@@ -19,6 +19,7 @@ from jax_trainer.core import (
     compile_program,
     stream,
 )
+from jax_trainer.core.loss_shape import check_pairing
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Feed
 from jax_trainer.engine import EvalEnd, Event, Plan, eval_events
@@ -95,6 +96,8 @@ def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         inputs, targets = split(batch)
         outputs, _ = call(state.params, state.model_state, inputs, stream(state.key, "eval"), train=False)
+        for label, metric in task.metrics.items():
+            check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
         measured = {label: jnp.mean(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
         return as_metrics(measured, batch_weight(batch))
 

@@ -26,6 +26,7 @@ from jax_trainer.core import (
     streams,
     with_finite_check,
 )
+from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import Data, Position
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Standing
@@ -233,6 +234,8 @@ def _program(
         if isinstance(loss, tuple | dict):
             kind = type(loss).__name__
             raise TypeError(f"`TrainTask.loss` returned a {kind}. Return one number; an `EvalTask` measures others.")
+        check_loss(loss, {"predictions": outputs, "targets": targets})
+        check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
