@@ -99,11 +99,6 @@ def test_a_run_without_a_store_is_refused(folder_run):
         ModelCheckpoint(ModelCheckpointConfig(), folder_run)
 
 
-def test_auto_is_decided_by_the_name_of_the_metric():
-    assert ModelCheckpointConfig(monitor="val/acc", mode="auto").best_mode == "max"
-    assert ModelCheckpointConfig(monitor="val/loss", mode="auto").best_mode == "min"
-
-
 def test_the_section_of_the_seed_document_is_read():
     section = {"monitor": "val/acc", "mode": "max", "save_top_k": 1, "save_optimizer_state": False}
     config: Any = parse_config(Callback.cfgtype, {"class_name": "ModelCheckpoint", **section})
@@ -216,7 +211,7 @@ def test_what_a_run_went_on_from_is_given_up_when_it_is_done(folder_run):
 
 
 def test_a_run_that_compares_states_otherwise_needs_no_monitor(folder_run):
-    config, store = ModelCheckpointConfig(monitor="val/nothing"), Saves()
+    config, store = ModelCheckpointConfig(monitor="val/no_such_loss"), Saves()
     fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store, monitors=False)))
     assert [step for step, _, _ in store.kept] == [STEPS, 2 * STEPS]
 
@@ -232,8 +227,8 @@ def test_a_second_run_begins_at_its_own_beginning(folder_run):
     assert [step for step, _, _ in stores[0].kept] == [3, 6, 6]
 
 
-def test_the_real_store_keeps_the_latest_and_the_best(folder_run):
-    config, seen = ModelCheckpointConfig(monitor="val/acc", mode="auto"), Recorder()
+def test_the_best_weights_of_an_accuracy_are_those_with_the_highest(folder_run):
+    config, seen = ModelCheckpointConfig(monitor="val/acc"), Recorder()
     store = CheckpointStore(folder_run.folder / "checkpoints", **config.store_options())
     plan = Plan(max_epochs=4, eval_every=Every(epochs=1))
     last = fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store)), seen, plan=plan)

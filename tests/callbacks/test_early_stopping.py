@@ -30,7 +30,7 @@ def stops_at(values, **options) -> int | None:
         ([5, 6, 6, 4, 6, 6, 6], {}, 7),  # a better one begins the count anew
         ([5, 6, 6, 6], {"patience": 1}, 2),
         ([1, 2, 3, 3, 3, 3], {"mode": "max"}, 6),
-        ([1, 2, 3, 3, 3, 3], {"monitor": "val/acc", "mode": "auto"}, 6),
+        ([1, 2, 3, 3, 3, 3], {"monitor": "val/acc"}, 6),
         ([5, 4.6, 4.2, 3.9, 3.9], {"min_delta": 1.0, "patience": 2}, 3),
         ([5, 4.6, 3.9, 3.5, 3.0], {"min_delta": 1.0, "patience": 2}, 5),  # measured from the best, 3.9
         ([5, 4, 3], {"stopping_threshold": 4.0}, 2),

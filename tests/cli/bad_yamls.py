@@ -110,6 +110,8 @@ WRONG_VALUES = [
          "expected a number of at least 0 and below 1, found 1.0"),
     _one("a word that is none of the choices", changed("mode: max}", "mode: mxa}"),
          f"{FILE}:7: trainer.callbacks.ModelCheckpoint.mode: ", "one of min, max, auto, found 'mxa'", "mean `max`?"),
+    _one("a metric whose name does not say which way it is good", changed("val/acc, mode: max}", "val/score}"),
+         f"{FILE}:7: trainer.callbacks.ModelCheckpoint.mode: ", "'val/score'", "`mode: min` or `mode: max`"),
     _one("no regular expression", changed("  class_name: AdamW\n", "  class_name: AdamW\n  freeze: (a\n"),
          f"{FILE}:15: optimizer.freeze: ", "expected text that is a regular expression, found '(a'"),
     _one("values that do not go together", changed(SAVER, f"{SAVER}\n    again: {{class_name: ModelCheckpoint}}"),

@@ -260,7 +260,9 @@ def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tm
             judged.append((mode, epoch_idx, metrics[f"{mode}/loss"]))
             return {**metrics, f"{mode}/batches": len(data_loader)}
 
-    trainer = plain_for("nnx", tmp_path, kind=Counting, callbacks={"s": ModelCheckpointConfig(monitor="val/batches")})
+    trainer = plain_for(
+        "nnx", tmp_path, kind=Counting, callbacks={"s": ModelCheckpointConfig(monitor="val/batches", mode="max")}
+    )
     results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(32))
     assert (results[1]["val/batches"], results["test"]["test/batches"]) == (2, 1)
     assert list(values(trainer, "val/batches")) == [2]
@@ -285,7 +287,7 @@ class Worst(Plain):
         return old_metrics is None or new_metrics["val/loss"] > old_metrics["val/loss"]
 
 
-@pytest.mark.parametrize("callbacks", [{}, {"saver": ModelCheckpointConfig(monitor="nothing/of/that")}])
+@pytest.mark.parametrize("callbacks", [{}, {"saver": ModelCheckpointConfig(monitor="val/no_such_loss")}])
 def test_is_new_model_better_decides_which_weights_are_tested(tmp_path, callbacks):
     trainer = plain_for("nnx", tmp_path, kind=Worst, train_epochs=3, callbacks=callbacks)
     results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))

@@ -124,7 +124,7 @@ def test_trials_are_compared_by_what_the_experiment_saves_by(
 @pytest.mark.parametrize(
     ("overrides", "monitor", "error", "text"),
     [
-        ((), "val/accc", StudyError, "No metric 'val/accc' to monitor. There are val/acc"),
+        ((), "val/f1", StudyError, "No metric 'val/f1' to monitor. There are val/acc"),
         (
             ("trainer.check_val_every_n_epoch=0",),
             None,

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.monitored import Mode, best_mode, monitored
+from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import Run
 from jax_trainer.checkpoint.failures import SaveError
 from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
@@ -20,7 +20,7 @@ LOG = logging.getLogger("jax_trainer")
 
 
 @dataclass
-class ModelCheckpointConfig(CallbackConfig):
+class ModelCheckpointConfig(MonitoringConfig):
     """What is saved, when, and which states are kept.
 
     Args:
@@ -28,7 +28,8 @@ class ModelCheckpointConfig(CallbackConfig):
         every_n_minutes: save every so many minutes as well; -1 or 0: not by time.
         every_n_steps: save every so many steps as well; 0: not by steps.
         monitor: the metric by which states are compared, by its full name.
-        mode: whether a small value is good or a large one; auto: large for names with "acc", "f1" or "auc".
+        mode: min: a small value is good; max: a large one; auto: as the metric's name says (loss, error, …: small;
+            accuracy, f1, …: large). A name that does not say needs one of the others.
         save_top_k: how many of the best states are kept, besides the latest.
         save_optimizer_state: keep the optimizer's state in the best checkpoints as well; otherwise they drop it once
             they are no longer the latest. The latest always have it: training cannot go on without.
@@ -40,19 +41,12 @@ class ModelCheckpointConfig(CallbackConfig):
     """
 
     every_n_steps: Annotated[int, AtLeast(0)] = 0
-    monitor: str = "val/loss"
-    mode: Mode = "min"
     save_top_k: Annotated[int, AtLeast(0)] = 1
     save_optimizer_state: bool = False
     keep_latest: Annotated[int, AtLeast(1)] = 2
     keep_every_n_steps: Annotated[int, AtLeast(0)] = 0
     save_on_exception: bool = True
     on_save_failure: Literal["stop", "continue"] = "stop"
-
-    @property
-    def best_mode(self) -> Literal["min", "max"]:
-        """`mode`, with "auto" decided by the metric's name."""
-        return best_mode(self.mode, self.monitor)
 
     @property
     def saves_at_all(self) -> bool:

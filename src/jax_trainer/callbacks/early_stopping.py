@@ -4,12 +4,12 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.monitored import Mode, best_mode, monitored
+from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import Run
 from jax_trainer.engine import StopTraining
 from jax_trainer.settings import AtLeast, Problem
@@ -18,14 +18,15 @@ LOG = logging.getLogger("jax_trainer")
 
 
 @dataclass
-class EarlyStoppingConfig(CallbackConfig):
+class EarlyStoppingConfig(MonitoringConfig):
     """When training no longer helps.
 
     Args:
         every_n_epochs: look in every so many epochs only; -1: in every epoch, 0: never.
         every_n_minutes: has no meaning here.
         monitor: the metric that decides, by its full name.
-        mode: whether a small value is good or a large one; auto: large for names with "acc", "f1" or "auc".
+        mode: min: a small value is good; max: a large one; auto: as the metric's name says (loss, error, …: small;
+            accuracy, f1, …: large). A name that does not say needs one of the others.
         patience: after so many validations in a row without a better value, training ends.
         min_delta: a value must be better than the best one by more than this to count as better.
         stopping_threshold: training ends as soon as the metric is this good.
@@ -34,8 +35,6 @@ class EarlyStoppingConfig(CallbackConfig):
         check_on_train_epoch_end: look at the metrics of training epochs, such as train/loss, instead of validations.
     """
 
-    monitor: str = "val/loss"
-    mode: Mode = "min"
     patience: Annotated[int, AtLeast(1)] = 3
     min_delta: Annotated[float, AtLeast(0)] = 0.0
     stopping_threshold: float | None = None
@@ -43,15 +42,12 @@ class EarlyStoppingConfig(CallbackConfig):
     check_finite: bool = True
     check_on_train_epoch_end: bool = False
 
-    @property
-    def best_mode(self) -> Literal["min", "max"]:
-        """`mode`, with "auto" decided by the metric's name."""
-        return best_mode(self.mode, self.monitor)
-
     def problems(self) -> Iterator[Problem]:
-        """Thresholds that every value is beyond."""
+        """A metric whose name does not say which way it is good, or thresholds that every value is beyond."""
+        unclear = list(super().problems())
+        yield from unclear
         goal, limit = self.stopping_threshold, self.divergence_threshold
-        if goal is not None and limit is not None and not self.is_better(goal, limit):
+        if not unclear and goal is not None and limit is not None and not self.is_better(goal, limit):
             text = f"`divergence_threshold` {limit} must be worse than `stopping_threshold` {goal}"
             yield "divergence_threshold", f"{text} (mode {self.best_mode}): every value would end the run."
 

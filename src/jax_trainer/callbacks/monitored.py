@@ -1,23 +1,44 @@
 """The metric that a callback goes by: its value, and whether a small one is good or a large one."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-Mode = Literal["min", "max", "auto"]
+from jax_trainer.callbacks.callback import CallbackConfig
+from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, direction_words
+from jax_trainer.settings import Problem, SettingsError
+
+__all__ = ["Direction", "Mode", "MonitoringConfig", "best_mode", "direction_words", "monitored"]
 
 
-def best_mode(mode: Mode, monitor: str) -> Literal["min", "max"]:
-    """`mode`, with "auto" decided by the metric's name: large is good for names with "acc", "f1" or "auc".
+@dataclass
+class MonitoringConfig(CallbackConfig):
+    """What callbacks that go by a metric are told.
 
-    >>> best_mode("auto", "val/acc"), best_mode("auto", "val/loss")
-    ('max', 'min')
+    Args:
+        every_n_epochs: look in every so many epochs only; -1: in every epoch, 0: never.
+        every_n_minutes: has no meaning here.
+        monitor: the metric, by its full name.
+        mode: min: a small value is good; max: a large one; auto: as the metric's name says (loss, error, …: small;
+            accuracy, f1, …: large). A name that does not say needs one of the others.
     """
-    if mode != "auto":
-        return mode
-    name = monitor.rpartition("/")[2].lower()
-    return "max" if any(word in name for word in ("acc", "f1", "auc")) and "loss" not in name else "min"
+
+    monitor: str = "val/loss"
+    mode: Mode = "auto"
+
+    def problems(self) -> Iterator[Problem]:
+        """A metric whose name does not say which way it is good."""
+        try:
+            best_mode(self.mode, self.monitor)
+        except SettingsError as error:
+            yield from error.problems
+
+    @property
+    def best_mode(self) -> Direction:
+        """`mode`, with "auto" decided by the metric's name."""
+        return best_mode(self.mode, self.monitor)
 
 
 def monitored(metrics: Mapping[str, Any], monitor: str) -> float:

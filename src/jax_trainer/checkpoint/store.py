@@ -22,6 +22,7 @@ from jax_trainer.checkpoint.background import saving_thread
 from jax_trainer.checkpoint.catalogue import name_of, read_saved
 from jax_trainer.checkpoint.choosing import first_whole, lacks, newest_with, of_step, problem_of, whole
 from jax_trainer.checkpoint.content import write_checkpoint
+from jax_trainer.checkpoint.direction import Mode, best_mode
 from jax_trainer.checkpoint.failures import as_save_error, with_retries
 from jax_trainer.checkpoint.fitting import Fitting
 from jax_trainer.checkpoint.housekeeping import Housekeeping
@@ -71,7 +72,7 @@ class CheckpointStore:
         keep_every: those whose step is a multiple of this stay besides; 0: none.
         monitor: the metric that decides, for example "val/acc"; a save with any metrics must then have it. None: only
             the newest.
-        mode: whether its smallest values are the best, or its largest ("max").
+        mode: whether its smallest values are the best, or its largest ("max"); "auto": as the metric's name says.
         better: `better(new, old)` decides instead, from the metrics that were saved with two checkpoints.
         slim_best: a checkpoint that stays only as one of the best, and is no more among the latest, is rewritten
             without the optimizer's state: it can be used, and not be gone on from.
@@ -87,7 +88,7 @@ class CheckpointStore:
         keep_best: int = 1,
         keep_every: int = 0,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "auto",
         better: Better | None = None,
         slim_best: bool = False,
         patience: float = PATIENCE,
@@ -98,7 +99,7 @@ class CheckpointStore:
             keep_best=keep_best,
             keep_every=keep_every,
             monitor=monitor,
-            mode=mode,
+            mode="min" if monitor is None else best_mode(mode, monitor),
             better=better,
         )
         self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)

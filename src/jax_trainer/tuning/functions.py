@@ -39,11 +39,17 @@ class Objective(Protocol):
 
 
 class FunctionTrials:
-    """A function of the user's as an objective."""
+    """A function of the user's as an objective. What it returns is minimised, as by Optuna, unless something says else.
+
+    Args:
+        function: of the values and the trial.
+        monitor: what it returns; None: a value without a name.
+        mode: whether a small value is good or a large one; auto: as the name says, and small without one.
+    """
 
     def __init__(self, function: Function, monitor: str | None = None, mode: Mode = "auto") -> None:
         self._function, self.monitor = function, monitor or "value"
-        self.mode = best_mode(mode, self.monitor)
+        self.mode = "min" if monitor is None and mode == "auto" else best_mode(mode, self.monitor)
 
     @property
     def secrets(self) -> frozenset[str]:

@@ -214,7 +214,8 @@ def test_without_a_rate_in_the_optimizers_state_none_is_shown(tmp_path, capsys):
     ("metric", "best"), [("val/accuracy", max), ("loss", min), pytest.param("spread", min, marks=pytest.mark.slow)]
 )
 def test_the_best_checkpoint_is_that_of_the_metric(done, tmp_path, metric, best):
-    result: Any = done if metric == "val/accuracy" else trained(tmp_path, metric=metric)
+    wish = {"metric": metric, **({"mode": "min"} if metric == "spread" else {})}
+    result: Any = done if metric == "val/accuracy" else trained(tmp_path, **wish)
     full = metric if "/" in metric else f"val/{metric}"
     values = {epoch: metrics[full] for epoch, metrics in result.history.items()}
     assert result.best.metrics[full] == best(values.values())
@@ -239,6 +240,8 @@ def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path):
         trained(tmp_path / "runs", metric="val/acc")
     with pytest.raises(ValueError, match="only those of training"):
         trained(tmp_path / "runs", test=None, metric="val/accuracy")
+    with pytest.raises(ValueError, match="'val/spread'.*`mode: min` or `mode: max`"):
+        trained(tmp_path / "runs", metric="spread")
     assert not (tmp_path / "runs").exists()
 
 

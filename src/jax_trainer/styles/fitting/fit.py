@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.core import (
     CompiledProgram,
     GivenMesh,
@@ -48,7 +49,7 @@ def fit(
     optimizer: Any = None,
     batch_size: int = 32,
     metric: str | None = None,
-    mode: Literal["min", "max", "auto"] = "auto",
+    mode: Mode = "auto",
     callbacks: Given = (),
     resume: Resume = False,
     seed: int = 0,
@@ -85,7 +86,8 @@ def fit(
         batch_size: of arrays, and of data that gives single examples and can batch them.
         metric: by which the best checkpoint is chosen: left out, "val/accuracy" if there is one, or "val/loss"; without
             `test_ds`, "train/loss".
-        mode: whether a small value of it is good or a large one; "auto": large for names with "acc", "f1" or "auc".
+        mode: whether a small value of it is good or a large one; "auto": as its name says (loss, error, …: small;
+            accuracy, f1, …: large). A name that does not say needs "min" or "max".
         callbacks: who else watches: callbacks, or configurations of them, in a list or by name.
         resume: True: go on with the newest run of this name that was told the same; "auto": that, or a new one; a path:
             with the run in that folder, or from that checkpoint of it.

@@ -15,6 +15,7 @@ from jax_trainer.callbacks import (
     Run,
     logger_observers,
 )
+from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainState
@@ -193,9 +194,7 @@ def saver_among(callbacks: Mapping[str, Any]) -> ModelCheckpointConfig:
     return next(config for config in map(_config_of, callbacks.values()) if config is not None)
 
 
-def with_saver(
-    callbacks: Mapping[str, Any], metric: str, mode: Literal["min", "max", "auto"], *, is_wish: bool
-) -> dict[str, Any]:
+def with_saver(callbacks: Mapping[str, Any], metric: str, mode: Mode, *, is_wish: bool) -> dict[str, Any]:
     """`callbacks` with one that saves by `metric`, unless there is one among them; `is_wish`: the user named it."""
     if not any(_config_of(one) is not None for one in callbacks.values()):
         return {**callbacks, SAVER: ModelCheckpointConfig(monitor=metric, mode=mode)}

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jax_trainer.adapters.nnx import nnx_state, write_back
 from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
+from jax_trainer.checkpoint import direction
+from jax_trainer.checkpoint.direction import Mode
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, SaveError
 from jax_trainer.core import PyTree, TrainState, step_of
 from jax_trainer.datasets import Position
@@ -31,7 +33,7 @@ def get_default_checkpointer(
     save_every_n_steps: int,
     max_to_keep: int = 5,
     criterion_key: str = "val/loss",
-    best_mode: Literal["min", "max"] = "min",
+    best_mode: Mode = "auto",
 ) -> tuple["SaveHook", Restore, Restore]:
     """A hook for `train_fn` that saves checkpoints, and the functions `restore_best` and `restore_last`.
 
@@ -46,11 +48,10 @@ def get_default_checkpointer(
             comes to that is interrupted or fails.
         max_to_keep: how many of the best checkpoints stay, besides the two latest.
         criterion_key: the metric that tells the best, among those that hooks are given.
-        best_mode: whether its smallest values are the best, or its largest ("max").
+        best_mode: whether its smallest values are the best, or its largest ("max"); "auto": as the metric's name says.
     """
-    store = CheckpointStore(
-        Path(outfolder), keep_latest=2, keep_best=max_to_keep, monitor=criterion_key, mode=best_mode
-    )
+    mode = direction.best_mode(best_mode, criterion_key, key="best_mode")
+    store = CheckpointStore(Path(outfolder), keep_latest=2, keep_best=max_to_keep, monitor=criterion_key, mode=mode)
 
     def restore_best(*objects: Any) -> Any:
         """The best checkpoint, put into a model and its optimizer."""

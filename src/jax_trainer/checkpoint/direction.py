@@ -1,0 +1,92 @@
+"""Whether a small value of a metric is good or a large one, by the words of its name."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from jax_trainer.settings import SettingsError
+
+Direction = Literal["min", "max"]
+Mode = Literal["min", "max", "auto"]
+
+_LARGE_IS_GOOD = """
+    acc accuracy accuracies correct hit hits hitrate match matches success win wins top precision recall sensitivity
+    specificity tpr tnr ppv npv f1 f2 fbeta auc auroc auprc aupr aucpr rocauc prauc roc ap map mar mrr ndcg dcg
+    r2 rsquared correlation corr pearson spearman kendall concordance cindex kappa mcc matthews iou miou giou diou
+    jaccard dice similarity psnr snr sdr sisnr sisdr ssim msssim pesq stoi bleu sacrebleu rouge rougel rougelsum meteor
+    chrf cider bertscore elbo likelihood loglikelihood logprob logp ll reward rewards return returns silhouette
+    throughput
+"""
+_SMALL_IS_GOOD = """
+    loss losses error errors err cost costs penalty regret residual residuals mistakes misclassified mse rmse nmse nrmse
+    mae mape smape msle rmsle l1 l2 huber hinge logloss nll ce bce xent crossentropy kl kld divergence deviance
+    discrepancy distance dist wasserstein emd mmd chamfer hausdorff perplexity ppl bpc bpb bpd bits wer cer eer fid kid
+    lpips ece brier crps epe ade fde fpr fnr false std time latency seconds duration
+"""
+_DIRECTIONS: dict[str, Direction] = {
+    **dict.fromkeys(_LARGE_IS_GOOD.split(), "max"),
+    **dict.fromkeys(_SMALL_IS_GOOD.split(), "min"),
+}
+_NEGATED = frozenset(("neg", "negative"))
+_QUALIFYING = frozenset(("at", "per"))  # what follows says where the metric is taken
+_CHUNK = re.compile(r"[A-Za-z0-9]+|@")
+_PIECE = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
+
+
+def best_mode(mode: Mode, monitor: str, *, key: str = "mode") -> Direction:
+    """`mode`, with "auto" decided by the words of the metric's name; a name that does not say is an error.
+
+    `key` is what the user calls `mode`.
+
+    >>> best_mode("auto", "val/acc"), best_mode("auto", "val/top1_error"), best_mode("auto", "val/F1Score")
+    ('max', 'min', 'max')
+    >>> best_mode("auto", "val/score")
+    Traceback (most recent call last):
+    jax_trainer.settings.SettingsError: `mode: auto` cannot tell whether a small or a large 'val/score' is good. \
+Check the name, or set `mode: min` or `mode: max`.
+    """
+    found = _direction(monitor.rpartition("/")[2]) if mode == "auto" else mode
+    if found is None:
+        text = f"`{key}: auto` cannot tell whether a small or a large {monitor!r} is good."
+        raise SettingsError([(key, f"{text} Check the name, or set `{key}: min` or `{key}: max`.")])
+    return found
+
+
+def direction_words(mode: Direction) -> str:
+    """Which way a metric is good, for people."""
+    return "higher is better" if mode == "max" else "lower is better"
+
+
+def _direction(name: str) -> Direction | None:
+    """What the words of a name say. If they disagree, "min" where the last of them does: the loss of an accuracy."""
+    if name == "val_metric":  # of `is_new_model_better`
+        return "min"
+    whole = _DIRECTIONS.get("".join(_CHUNK.findall(name)).lower())
+    words = list(_words(name))
+    said: list[Direction] = [whole] if whole else [one for one in map(_of_word, words) if one]
+    if not said or ("max" in said and "min" in said and said[-1] == "max"):
+        return None
+    if "false" not in words and not _NEGATED.isdisjoint(words):
+        return "min" if said[-1] == "max" else "max"
+    return said[-1]
+
+
+def _words(name: str) -> Iterator[str]:
+    """The words of a name, up to "at" or "per"; one in camelCase is taken apart only if it is no word as a whole."""
+    for chunk in _CHUNK.findall(name):
+        if chunk == "@" or chunk.lower() in _QUALIFYING:
+            return
+        pieces = [chunk] if _of_word(chunk.lower()) else _PIECE.findall(chunk)
+        yield from (piece.lower() for piece in pieces)
+
+
+def _of_word(word: str) -> Direction | None:
+    """Which way a word says; digits at its end need not be known."""
+    for known in (word, word.rstrip("0123456789")):
+        if known in _DIRECTIONS:
+            return _DIRECTIONS[known]
+        if known.endswith(("loss", "error")):
+            return "min"
+        if known.endswith("accuracy"):
+            return "max"
+    return None
