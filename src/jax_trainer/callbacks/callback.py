@@ -47,6 +47,16 @@ class CallbackConfig(Settings):
         return self.every_n_epochs == -1 or (self.every_n_epochs > 0 and epoch % self.every_n_epochs == 0)
 
 
+def state_in_use() -> RuntimeError:
+    """What is raised where somebody assigns the state of a run in the middle of it."""
+    return RuntimeError(
+        "`state` cannot be assigned while a run trains it: the next step begins with the run's own. Before training, "
+        "assign it, take other weights by `load_weights`, or override `init_model`; in a run `on_training_start` may "
+        "still assign it. What is to change with the step belongs into the optimizer (a schedule of the learning rate, "
+        "a transformation of updates) or into a step of your own (`create_training_function`)."
+    )
+
+
 @register_interface
 class Callback(RegistrableConfigInterface):
     """Watches a run: override the hooks you need. Epochs count from 1; metrics have full names, as in "val/acc".
@@ -143,6 +153,10 @@ class Callback(RegistrableConfigInterface):
     def state(self) -> TrainState:
         """The state after it; the next step reuses its memory, so copy what is to stay."""
         return self.event.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        raise state_in_use()
 
     def handle(self, event: Event) -> None:
         """Calls the hooks that belong to `event`."""

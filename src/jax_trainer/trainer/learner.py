@@ -13,6 +13,7 @@ from rich.console import Console
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.adapters.nnx import Split
 from jax_trainer.callbacks import merged_names
+from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
     Batch,
@@ -62,6 +63,7 @@ class Learner(Task):
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
         self._held: HeldState | None = None
+        self._state_is_in_use = False
         self._just_judged: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
 
     # the model and its first weights
@@ -100,7 +102,22 @@ class Learner(Task):
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        if self._state_is_in_use:
+            raise state_in_use()
+        self.hold(state)
+
+    def hold(self, state: TrainState) -> None:
+        """Makes `state` the present one; a run does so itself."""
         self._held = HeldState.of(state)
+
+    @contextmanager
+    def having_state_in_use(self) -> Iterator[None]:
+        """Meanwhile a run trains the state: nobody else may assign it."""
+        self._state_is_in_use = True
+        try:
+            yield
+        finally:
+            self._state_is_in_use = False
 
     @property
     def _key(self) -> jax.Array:

@@ -96,10 +96,11 @@ class Session:
         with driving(watching, self.trainer.state, self.at) as driver, closing(self._training()) as self._events:  # type: ignore[type-var]
             self._driver = driver
             try:
-                while driver.goes_on and driver.feed(self._events, until=EpochStart):
-                    self._train_epoch(driver)
-                if self.tests and (driver.stopped is None or driver.stopped.then is None):
-                    driver.feed(self._testing())
+                with self.trainer.having_state_in_use():
+                    while driver.goes_on and driver.feed(self._events, until=EpochStart):
+                        self._train_epoch(driver)
+                    if self.tests and (driver.stopped is None or driver.stopped.then is None):
+                        driver.feed(self._testing())
             finally:
                 self._driver = None
         return self.results.metrics
@@ -151,7 +152,8 @@ class Session:
         self.store.wait()
         if self.store.latest() is None or not Feed(self.data.train, "train").can_go_back:
             return None
-        self.trainer.state, saved = self.store.restore("latest", like=self.trainer.state)
+        state, saved = self.store.restore("latest", like=self.trainer.state)
+        self.trainer.hold(state)
         self.remember(saved)
         self.plan = replace(self.plan, left_out=self.plan.left_out | {error.place})
         LOG.warning(
