@@ -110,8 +110,8 @@ def test_a_run_draws_what_it_judged(tmp_path, flavour):
         plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
         fit(callback, program=matrix_program(flavour), plan=plan, evals={"val": numbered_loader(64)})
     assert [(name, step) for name, _, step in gallery.shown] == [
-        ("val/confusion_matrix", 1),
-        ("val/confusion_matrix", 2),
+        ("val/confusion_matrix", 4),
+        ("val/confusion_matrix", 8),
     ]
     counts = np.array(cells(gallery.shown[-1][1]), int)
     assert counts.sum(axis=1).tolist() == np.bincount(labels, minlength=CLASSES).tolist()

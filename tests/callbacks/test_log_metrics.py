@@ -90,6 +90,22 @@ def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
     assert logged[-1]["val_far/time"] == saved["val_far/time"]
 
 
+def test_every_validation_inside_an_epoch_has_a_file_with_its_step(tmp_path):
+    logger = Logger(LoggerConfig(log_steps_every=0), tmp_path)
+    plan = Plan(max_epochs=2, eval_every=Every(steps=12, epochs=1))
+    fit(*logger_observers(logger), program=PROGRAM, train=numbered_loader(), plan=plan)  # 32 steps
+    logger.close("completed")
+    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "metrics").iterdir()}
+    inside = [f"val_step_{step:06d}" for step in (12, 24, 36, 48, 60)]
+    assert sorted(files) == ["val_epoch_0001", "val_epoch_0002", *inside]
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    by_step = {row["step"]: row["val/loss"] for row in logged if "val/loss" in row}
+    assert {name: one["val/loss"] for name, one in files.items() if "step" in name} == {
+        f"val_step_{step:06d}": by_step[step] for step in (12, 24, 36, 48, 60)
+    }
+    assert (files["val_epoch_0001"]["val/loss"], files["val_epoch_0002"]["val/loss"]) == (by_step[32], by_step[64])
+
+
 class Rows:
     """A writer that remembers."""
 

@@ -31,10 +31,10 @@ def test_a_terminal_sees_steps_speed_and_the_latest_metrics():
 def test_without_a_terminal_there_is_one_line_per_epoch_and_evaluation():
     lines = shown(terminal=False).splitlines()
     assert [line.split("loss")[0].split() for line in lines] == [
-        ["epoch", "1", "train"],
-        ["epoch", "1", "val"],
-        ["epoch", "2", "train"],
-        ["epoch", "2", "val"],
+        ["epoch", "1", "step", "32", "train"],
+        ["epoch", "1", "step", "32", "val"],
+        ["epoch", "2", "step", "64", "train"],
+        ["epoch", "2", "step", "64", "val"],
     ]
 
 
@@ -58,11 +58,11 @@ def test_a_notebook_gets_one_line_drawn_over_and_no_escape_sequences():
     assert "starting" in text
     # what a notebook shows in the end: of each line, what was written last at every place
     lines = [line for line in map(as_shown, text.split("\n")) if line]
-    assert [line.split()[:3] for line in lines] == [
-        ["epoch", "1", "train"],
-        ["epoch", "1", "val"],
-        ["epoch", "2", "train"],
-        ["epoch", "2", "val"],
+    assert [line.split()[:5] for line in lines] == [
+        ["epoch", "1", "step", "32", "train"],
+        ["epoch", "1", "step", "32", "val"],
+        ["epoch", "2", "step", "64", "train"],
+        ["epoch", "2", "step", "64", "val"],
     ]
     assert all("━" not in line for line in lines)
 
@@ -106,7 +106,7 @@ def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_
             fit(callback)
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == f"Run folder: {run.folder}"
-        assert [line.split()[:3] for line in lines[1:]] == [
+        assert [[line.split()[i] for i in (0, 1, 4)] for line in lines[1:]] == [
             ["epoch", "1", "train"],
             ["epoch", "1", "val"],
             ["epoch", "2", "train"],

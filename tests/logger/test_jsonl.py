@@ -156,7 +156,7 @@ def test_a_line_without_room_leaves_no_half_of_itself(tmp_path, monkeypatch):
         tool._writer._file = type("Half", (), {"fileno": file.fileno, "truncate": file.truncate, "write": half(file)})()
         shortened.append(file)
         try:
-            tool.row(2, {"loss": 0.25})
+            tool.write(2, {"loss": 0.25})
         finally:
             tool._writer._file = file
 

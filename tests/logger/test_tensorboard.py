@@ -37,13 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_is_read_back_with_steps_and_epochs_as_x_axes(folder):
+def test_training_and_validation_share_the_step_as_their_x_axis(folder):
     shown = scalars_in(folder)
     for tag in ("train/acc_step", "optimizer/grad_global_norm_step"):
         assert [x for x, _ in shown[tag]] == [2, 4, 6, 8]
     for tag in ("train/acc_epoch", "train/time_epoch", "optimizer/grad_global_norm_max_epoch", "val/acc", "val/time"):
-        assert [x for x, _ in shown[tag]] == [1, 2]
-    assert [x for x, _ in shown["optimizer/lr"]] == [0, 1, 2]
+        assert [x for x, _ in shown[tag]] == [4, 8]
+    assert [x for x, _ in shown["optimizer/lr"]] == [0, 4, 8]
+    assert {(4, 1), (8, 2)} <= set(shown["epoch"])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["epoch"]) for row in rows if "val/acc" in row] == [(4, 1), (8, 2)]
     for tag, points in shown.items():
@@ -115,19 +116,19 @@ def test_tensorboard_shows_all_tags(ask):
     shown = {tag for tag in ask("scalars/tags")["."] if "_global_norm_" not in tag}
     assert shown == {
         *("train/loss_step", "train/acc_step", "train/loss_epoch", "train/acc_epoch", "train/time_epoch"),
-        *("val/loss", "val/acc", "val/time", "optimizer/lr", "mine/value", "hparam/test/acc"),
+        *("val/loss", "val/acc", "val/time", "optimizer/lr", "mine/value", "hparam/test/acc", "epoch"),
     }
     assert set(ask("images/tags")["."]) == {"val/example", "val/curve"}
     assert set(ask("histograms/tags")["."]) == {"param/kernel"}
     assert ask("text/tags")["."] == ["notes"]
 
 
-def test_tensorboard_shows_steps_and_epochs_where_they_belong(ask):
+def test_tensorboard_shows_all_curves_over_the_steps(ask):
     xs = lambda tag: [x for _, x, _ in ask("scalars/scalars", run=".", tag=tag)]
     assert xs("train/loss_step") == [2, 4, 6, 8, 50]
-    assert xs("train/loss_epoch") == [1, 2]
-    assert xs("val/loss") == [1, 2, 1]
-    assert xs("optimizer/lr") == [0, 1, 2]
+    assert xs("train/loss_epoch") == [4, 8]
+    assert xs("val/loss") == [4, 8, 70]
+    assert xs("optimizer/lr") == [0, 4, 8]
 
 
 def test_tensorboard_shows_pictures_and_texts(ask, folder):

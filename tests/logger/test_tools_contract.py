@@ -61,8 +61,8 @@ def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_p
 
 FAULTS = {
     "init": ("__init__", 0, 4),
-    "every write": ("row", 0, 3),
-    "one write": ("row", 2, 1),
+    "every write": ("write", 0, 3),
+    "one write": ("write", 2, 1),
     "close": ("close", 0, 1),
 }
 
@@ -95,7 +95,7 @@ def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
         real(calls[0][0], "completed")
 
 
-@pytest.mark.parametrize("method", ["__init__", "row", "close"])
+@pytest.mark.parametrize("method", ["__init__", "write", "close"])
 def test_it_may_block(tool, method, tmp_path, caplog, monkeypatch):
     kind = kind_of(tool)
     real = getattr(kind, method)

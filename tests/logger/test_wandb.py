@@ -49,19 +49,15 @@ def logged(file: WandbFile, name: str) -> dict[str, Any]:
     return row
 
 
-def test_numbers_bring_their_own_x_axes(shown):
+def test_all_numbers_share_the_step_as_their_x_axis(shown):
     _, file = shown
     assert file.history()[:3] == [
-        {"axis/step": 50, "axis/epoch": 1, "train/loss_step": 0.5},
-        {"axis/step": 70, "axis/epoch": 1, "val/loss": 0.25},
-        {"axis/x": 7, "mine/value": 0.125},
+        {"axis/step": 50, "epoch": 1, "train/loss_step": 0.5},
+        {"axis/step": 70, "epoch": 1, "val/loss": 0.25},
+        {"axis/step": 7, "mine/value": 0.125},
     ]
-    assert {name: file.axes()[name] for name in ("train/loss_step", "val/loss", "mine/value", "val/example")} == {
-        "train/loss_step": "axis/step",
-        "val/loss": "axis/epoch",
-        "mine/value": "axis/x",
-        "val/example": "axis/x",
-    }
+    names = ("train/loss_step", "val/loss", "epoch", "mine/value", "val/example")
+    assert {file.axes()[name] for name in names} == {"axis/step"}
 
 
 def test_pictures_are_shown_pixel_by_pixel(shown):
@@ -69,7 +65,7 @@ def test_pictures_are_shown_pixel_by_pixel(shown):
     image = file.files / logged(file, "val/example")["val/example"]["path"]
     np.testing.assert_array_equal(image_in(image), PIXELS)
     curve = logged(file, "val/curve")
-    assert (curve["val/curve"]["width"], curve["val/curve"]["height"], curve["axis/x"]) == (60, 40, 1)
+    assert (curve["val/curve"]["width"], curve["val/curve"]["height"], curve["axis/step"]) == (60, 40, 1)
 
 
 def test_histograms_texts_and_hyperparameters_are_shown(shown):

@@ -1,5 +1,11 @@
-from trainer_runs import plain_for, rows, train_plain
+import json
+from typing import Any
 
+import pytest
+from trainer_runs import Plain, WatcherConfig, first_examples, plain_for, rows, train_plain, values
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.testing import numbered_loader
 from jax_trainer.trainer.results import named_sets
 
 
@@ -15,3 +21,52 @@ def test_of_several_validations_in_an_epoch_the_last_counts(tmp_path):
     first, last = (row for row in rows(trainer) if "val/loss" in row)
     assert results == {1: {name: value for name, value in last.items() if name.startswith("val")}}
     assert first["val/loss"] != last["val/loss"]
+
+
+INSIDE: dict[str, Any] = {"train_epochs": 2, "val_every_n_steps": 3}  # 4 steps per epoch
+
+
+def test_every_validation_is_returned_with_its_epoch_and_step(tmp_path):
+    trainer = plain_for("nnx", tmp_path, **INSIDE)
+    results = train_plain(trainer)
+    assert [(one.epoch, one.step) for one in results.validations] == [(1, 3), (1, 4), (2, 6), (2, 8)]
+    assert [one.metrics["val/loss"] for one in results.validations] == list(values(trainer, "val/loss"))
+    assert results == {1: results.validations[1].metrics, 2: results.validations[3].metrics}
+
+
+class Adding(Plain):
+    """Adds a metric to every validation."""
+
+    def on_validation_epoch_end(self, eval_metrics, epoch_idx):
+        eval_metrics["val/double"] = 2 * eval_metrics["val/loss"]
+
+
+def test_several_sets_and_what_a_hook_adds_are_one_validation(tmp_path):
+    trainer = plain_for("nnx", tmp_path, kind=Adding, **INSIDE)
+    sets = {"val": first_examples(64), "near": first_examples(32)}
+    results = trainer.train_model(numbered_loader(128), sets)
+    assert [one.step for one in results.validations] == [3, 4, 6, 8]
+    for one in results.validations:
+        assert one.metrics["val/double"] == 2 * one.metrics["val/loss"]
+        assert "val_near/loss" in one.metrics
+
+
+@pytest.mark.parametrize("stopped_at", [3, 4, 5, 6, 7])
+def test_a_resumed_run_has_every_validation_and_every_file_of_it(tmp_path, stopped_at):
+    saver = {"saver": ModelCheckpointConfig(monitor="val/loss")}
+    whole = plain_for("nnx", tmp_path / "whole", callbacks=saver, **INSIDE)
+    expected = train_plain(whole)
+    watcher = {"watcher": WatcherConfig(interrupt_at=stopped_at)}
+    cut = plain_for("nnx", tmp_path / "cut", callbacks={**saver, **watcher}, **INSIDE)
+    with pytest.raises(KeyboardInterrupt):
+        train_plain(cut)
+    again = plain_for("nnx", tmp_path / "cut", callbacks=saver, **INSIDE)
+    results = train_plain(again, resume=cut.folder.path)
+    assert (results, results.validations) == (expected, expected.validations)
+    assert saved(again) == saved(whole)
+
+
+def saved(trainer: Plain) -> dict[str, dict[str, float]]:
+    assert trainer.folder is not None
+    files = {path.name: json.loads(path.read_text()) for path in (trainer.folder.path / "metrics").iterdir()}
+    return {name: {key: one for key, one in file.items() if "time" not in key} for name, file in files.items()}

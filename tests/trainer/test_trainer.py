@@ -96,7 +96,7 @@ def test_a_progress_bar_and_a_tool_change_no_trained_bit(done, tmp_path, capsys)
     logger = LoggerConfig(tool_config=tool, log_steps_every=1)
     shown = trainer_for(done.flavour, tmp_path, enable_progress_bar=True, logger=logger)
     train(shown)
-    assert "epoch   4  val" in capsys.readouterr().err
+    assert "epoch   4  step     16  val" in capsys.readouterr().err
     assert list((tmp_path / "shown").rglob("events.out.tfevents*"))
     assert_same_bits(shown.state, done.trainer.state)
 

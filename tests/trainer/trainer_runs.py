@@ -21,7 +21,13 @@ from jax_trainer.logger import LoggerConfig
 from jax_trainer.models import SimpleClassifierConfig, SimpleClassifierLinenConfig
 from jax_trainer.optimizer import AdamWConfig, WarmupCosineDecayScheduleConfig
 from jax_trainer.testing import numbered_data, numbered_loader
-from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig, TrainerConfig, TrainerModule
+from jax_trainer.trainer import (
+    ImgClassifierTrainer,
+    ImgClassifierTrainerConfig,
+    TrainerConfig,
+    TrainerModule,
+    TrainResults,
+)
 
 STEPS, EPOCHS = 4, 4  # steps per epoch, and epochs of a run on digits
 MODELS = {"nnx": SimpleClassifierConfig, "linen": SimpleClassifierLinenConfig}
@@ -147,7 +153,7 @@ def first_examples(count: int) -> ArrayLoader:
     return ArrayLoader({name: array[:count] for name, array in NUMBERS.items()}, 32)
 
 
-def train_plain(trainer: TrainerModule, **options: Any) -> dict[Any, Any]:
+def train_plain(trainer: TrainerModule, **options: Any) -> TrainResults:
     return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
 
 

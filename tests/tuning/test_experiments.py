@@ -8,7 +8,7 @@ import pytest
 from tuning_runs import RATE, RATES, TINY, tiny_file
 
 from jax_trainer.config import ConfigError
-from jax_trainer.trainer import build, load_experiment
+from jax_trainer.trainer import Validation, build, load_experiment
 from jax_trainer.tuning import StudyError, Tuned, read_space, tune
 from jax_trainer.tuning.experiments import ExperimentTrials, NotFinite, best_value
 
@@ -67,7 +67,7 @@ def test_the_best_experiment_gives_the_same_value_to_the_last_bit(found: Tuned, 
     experiment = load_experiment(found.config, [f"trainer.logger.log_dir={tmp_path}"]).value
     trainer = build(experiment)
     results = trainer.train_model(trainer.dataset.train_loader, trainer.dataset.val_loader, quiet=True)
-    assert best_value(results, "val/acc", "max") == found.value
+    assert best_value(results.validations, "val/acc", "max") == found.value
     assert experiment.optimizer.learning_rate.peak_value == found.params[RATE]
     first = found.config.read_text().splitlines()[0]
     assert first == f"# Trial {found.trial} of the study 'tiny': val/acc was {found.value:.6g}."
@@ -90,7 +90,7 @@ def test_a_training_that_diverges_is_a_failed_trial(tmp_path: Path):
     options: dict[str, Any] = {"sampler": "grid", "overrides": ["trainer.train_epochs=1"], "quiet": True}
     found = tune(tiny_file(tmp_path), {RATE: [1e-1, 1e30]}, folder=tmp_path / "out", **options)
     assert [trial["state"] for trial in found.trials] == ["complete", "failed"]
-    assert found.trials[1]["error"] == "NotFinite: `val/loss` is nan in epoch 1."
+    assert found.trials[1]["error"].startswith("NotFinite: `val/loss` is nan in epoch 1, step ")
 
 
 # without training
@@ -162,15 +162,17 @@ def test_another_experiment_under_the_same_name_is_told(tmp_path: Path, caplog: 
 
 
 def test_the_best_of_all_validations_counts_not_the_last():
-    results: dict[Any, Any] = {1: {"val/x": 2.0}, 2: {"val/x": 3.0}, 3: {"val/x": 2.5}, "test": {"test/x": 9.0}}
+    results = [Validation(1 + step // 3, step, {"val/x": x}) for step, x in ((1, 2.0), (2, 3.0), (3, 2.5))]
     assert (best_value(results, "val/x", "max"), best_value(results, "val/x", "min")) == (3.0, 2.0)
 
 
 def test_a_value_that_is_no_number_fails_the_trial():
-    with pytest.raises(NotFinite, match="`val/loss` is nan in epoch 2."):
-        best_value({1: {"val/loss": 1.0}, 2: {"val/loss": float("nan")}}, "val/loss", "min")
+    with pytest.raises(NotFinite, match="`val/loss` is nan in epoch 2, step 8"):
+        best_value(
+            [Validation(1, 4, {"val/loss": 1.0}), Validation(2, 8, {"val/loss": float("nan")})], "val/loss", "min"
+        )
     with pytest.raises(ValueError, match="No validation has reported `val/loss`."):
-        best_value({"test": {"test/loss": 1.0}}, "val/loss", "min")
+        best_value([Validation(1, 4, {"val/acc": 1.0})], "val/loss", "min")
 
 
 def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -77,7 +77,8 @@ class Callback(RegistrableConfigInterface):
     ...     config: PatienceConfig
     ...
     ...     def on_validation_epoch_end(self, eval_metrics, epoch):
-    ...         self.run.logger.log_scalar("patience/left", self.config.limit - eval_metrics["val/loss"], epoch)
+    ...         left = self.config.limit - eval_metrics["val/loss"]
+    ...         self.run.logger.log_scalar("patience/left", left, self.event.step)
     """
 
     config: Any

@@ -93,13 +93,13 @@ class ConfusionMatrixCallback(Callback):
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Draws the matrix of every validation set."""
-        self._log(eval_metrics, epoch)
+        self._log(eval_metrics)
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
         """Draws the matrix of every test set."""
-        self._log(test_metrics, epoch)
+        self._log(test_metrics)
 
-    def _log(self, metrics: dict[str, Any], epoch: int) -> None:
+    def _log(self, metrics: dict[str, Any]) -> None:
         found = {name: value for name, value in metrics.items() if name.rpartition("/")[2] == METRIC}
         if not found:
             raise ValueError(
@@ -113,7 +113,7 @@ class ConfusionMatrixCallback(Callback):
                 raise ValueError(f"The metric {name!r} must have the shape [classes, classes], got {list(shape)}.")
             if self._plots is not None and self.is_lead:
                 figure = self._draw(np.asarray(value))
-                self.run.logger.log_figure(f"{name.rpartition('/')[0]}/{FIGURE}", figure, epoch)
+                self.run.logger.log_figure(f"{name.rpartition('/')[0]}/{FIGURE}", figure, self.event.step)
 
     def _draw(self, matrix: np.ndarray) -> Any:
         assert self._plots is not None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, RowMeter, StepRows
-from jax_trainer.engine import EpochEnd, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
+from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
 from jax_trainer.logger import Logger, MetricWriter
 
 
@@ -49,7 +49,8 @@ class LogMetrics:
         writer: takes the numbers.
         every_n_steps: steps between two rows of step metrics.
         closes: the writer is closed when training ends; otherwise whoever made it goes on to use it and closes it.
-        save: also given all metrics of every evaluation, arrays among them, with a name such as "val_epoch_0007".
+        save: also given all metrics of every evaluation, arrays among them, with a name such as "val_epoch_0007", which
+            is the epoch's last one. Those inside an epoch are saved as "val_step_000150", too.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LogMetrics:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
         self._writer, self._closes, self._save = writer, closes, save
         self._windows = Windows(every_n_steps) if every_n_steps else None
-        self._eval_began = 0.0
+        self._eval_began, self._in_epoch = 0.0, False
 
     def handle(self, event: Event) -> None:
         """Writes what `event` reports."""
@@ -72,7 +73,10 @@ class LogMetrics:
             case StepMetrics() if self._windows:
                 for step, metrics in self._windows.add(event.rows):
                     self._write(step, event.epoch, metrics, "train", "_step")
+            case EpochStart():
+                self._in_epoch = True
             case EpochEnd():
+                self._in_epoch = False
                 timed = {**event.metrics, "time": event.seconds}
                 self._write(event.step, event.epoch, timed, "train", "_epoch")
             case EvalStart():
@@ -81,18 +85,26 @@ class LogMetrics:
                 timed = {**event.metrics, "time": time.perf_counter() - self._eval_began}
                 self._write(event.step, event.epoch, timed, event.name, "")
                 if self._save is not None:
-                    self._save(f"{event.name}_epoch_{event.epoch:04d}", full_names(timed, event.name))
+                    for name in self._file_names(event):
+                        self._save(name, full_names(timed, event.name))
             case FitEnd() if self._closes:
                 self._writer.close(event.status)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on after an interruption: the steps that no row tells of yet."""
-        return {} if self._windows is None else self._windows.state_dict()
+        """What it must know to resume: the steps that no row has yet, and whether an epoch is under way."""
+        windows = {} if self._windows is None else self._windows.state_dict()
+        return {**windows, "in_epoch": self._in_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave; comes before training does."""
-        if self._windows is not None and state:
+        self._in_epoch = state.get("in_epoch", False)
+        if self._windows is not None and "window" in state:
             self._windows.load_state_dict(state)
+
+    def _file_names(self, event: EvalEnd) -> Iterator[str]:
+        yield f"{event.name}_epoch_{event.epoch:04d}"
+        if self._in_epoch:
+            yield f"{event.name}_step_{event.step:06d}"
 
     def _write(self, step: int, epoch: int, metrics: dict[str, Any], prefix: str, suffix: str) -> None:
         named = full_names(metrics, prefix)

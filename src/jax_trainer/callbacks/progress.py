@@ -41,7 +41,7 @@ class ProgressBar:
     Args:
         title: the first line.
         epochs: how many there will be, where that is known.
-        in_steps: lines say after which step they were found out, for runs that nobody counts in epochs.
+        in_steps: lines carry the step alone, without the epoch, for runs that nobody counts in epochs.
         refresh_seconds: seconds between two drawings.
         console: where to; left out, the standard error output.
         is_notebook: whether that is in a notebook; None: as the console says.
@@ -102,7 +102,8 @@ class ProgressBar:
                 self._write("")
 
     def _when(self, event: Event) -> str:
-        return f"step {event.step:>6}" if self._in_steps else f"epoch {event.epoch:>3}"
+        step = f"step {event.step:>6}"
+        return step if self._in_steps else f"epoch {event.epoch:>3}  {step}"
 
     def _epoch(self, event: Event) -> str:
         if self._in_steps:

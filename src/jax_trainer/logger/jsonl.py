@@ -38,7 +38,7 @@ class JSONLToolLogger(ToolLoggerInterface):
         super().__init__(config, folder)
         self._writer = JsonlWriter(folder / METRICS_FILE)
 
-    def row(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the row as it is."""
         self._append({"step": step, **values})
 

@@ -51,8 +51,8 @@ class LoggerConfig(Settings):
 class Logger(RegistrableConfigInterface):
     """Writes all that is logged to `metrics.jsonl` in the run's folder, and to the tools where there are some.
 
-    Rows keep step and epoch. A tool has one x-axis per name: steps for rows in which every name ends in "_step",
-    otherwise the row's epoch, where it has one; for anything else the `step` that it is logged with.
+    Every row has its step, and those of training and evaluation their epoch. All curves of a tool share one x-axis, the
+    step; "epoch" is a curve of its own.
 
     Each tool works in a thread of its own, the record, too. Nothing that is logged can end a run: what fails, blocks or
     is not installed costs one warning, and `failures` counts what was lost. Only the lead process writes; elsewhere
@@ -184,7 +184,7 @@ class Logger(RegistrableConfigInterface):
 
     def _row(self, step: int, numbers: dict[str, float]) -> None:
         self._rows, self._step = self._rows + 1, step
-        self._hand_over(lambda tool: tool.row(step, numbers))
+        self._hand_over(lambda tool: tool.write(step, numbers))
 
     def _sized(self, kind: str, step: int, name: str, thing: Any) -> None:
         size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing)

@@ -17,10 +17,10 @@ from jax_trainer.logger.files import write_whole
 from jax_trainer.logger.pictures import png_of
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of
-from jax_trainer.logger.writers import Axis, ToolLoggerInterface, axis_of
+from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Above, Settings
 
-ID_FILE = "wandb-id.txt"
+ID_FILE, AXIS = "wandb-id.txt", "axis/step"
 _ID = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -57,9 +57,9 @@ class WandBConfig(Settings):
 class WandBToolLogger(ToolLoggerInterface):
     """Shows the run in Weights & Biases; also spelled WandbToolLogger.
 
-    wandb has one counter of its own, so every row brings its x-axes along: "axis/step", "axis/epoch", or "axis/x" for
-    what stands at a place of its own. A run that is resumed goes on as the same one of wandb. Of the machine, the
-    command line and the environment nothing is told, and wandb says nothing and asks nothing on the screen.
+    wandb has one counter of its own, so every row brings its x-axis along: "axis/step". A run that is resumed
+    stays the same run of wandb. Nothing of the machine, the command line and the environment is sent, and wandb shows
+    and asks nothing on the screen.
     """
 
     config: WandBConfig
@@ -90,17 +90,13 @@ class WandBToolLogger(ToolLoggerInterface):
         """Raises `ImportError` if wandb is missing."""
         load_late("wandb", extra="wandb")
 
-    def row(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the row with its step and epoch."""
-        shown = {name: value for name, value in values.items() if name != "epoch"}
-        if "epoch" in values:
-            self._log(axis_of(values), {"step": step, "epoch": int(values["epoch"])}, shown)
-        else:
-            self._log(axis_of(values), {axis_of(values): step}, shown)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs `values` at a place of its own."""
-        self._log("x", {"x": step}, values)
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Logs `values` with their step."""
+        for name in values.keys() - self._known:
+            self._run.define_metric(AXIS, hidden=True)
+            self._run.define_metric(name, step_metric=AXIS)
+            self._known.add(name)
+        self._run.log({AXIS: step, **values})
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Logs the image."""
@@ -128,15 +124,6 @@ class WandBToolLogger(ToolLoggerInterface):
     def close(self, status: str) -> None:
         """Ends the run, in wandb's eyes well unless it failed or was interrupted."""
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
-
-    def _log(self, axis: Axis, places: Mapping[str, int], values: Mapping[str, Any]) -> None:
-        if not values:
-            return
-        for name in values.keys() - self._known:
-            self._run.define_metric(f"axis/{axis}", hidden=True)
-            self._run.define_metric(name, step_metric=f"axis/{axis}")
-            self._known.add(name)
-        self._run.log({**{f"axis/{name}": place for name, place in places.items()}, **values})
 
     def _silence(self) -> None:
         """Without it, wandb would ask on the screen for an account, and wait for an answer."""

@@ -6,14 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.logger.values import json_safe
-
-Axis = Literal["step", "epoch", "x"]
 
 
 class MetricWriter(Protocol):
@@ -32,7 +30,7 @@ class MetricWriter(Protocol):
 class ToolLoggerInterface(RegistrableConfigInterface):
     """A `MetricWriter` that hands numbers to a tool; made of its configuration and the run's folder.
 
-    `step` is the place on the x-axis, which may be an epoch. A tool has to have `write`; what else it cannot show, it
+    `step` is the place on the x-axis, which all curves share. A tool has to have `write`; what else it cannot show, it
     ignores. All of it is called in one thread, which is not that of the training. Whatever a tool raises costs the run
     one warning, and the tool what it was given.
     """
@@ -46,14 +44,8 @@ class ToolLoggerInterface(RegistrableConfigInterface):
     def require(cls) -> None:
         """Raises `ImportError` if a package is missing; called before training, in its thread."""
 
-    def row(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a whole row of the run: shows it at its place on the x-axis. Override it to have step and epoch."""
-        shown = {name: value for name, value in values.items() if name != "epoch"}
-        if shown:
-            self.write(int(values["epoch"]) if axis_of(values) == "epoch" else step, shown)
-
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows `values` at `step`."""
+        """Shows `values`, a row of the run, at `step`; its epoch is among them as "epoch"."""
         raise NotImplementedError(f"{type(self).__name__} has no `write(step, values)`.")
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
@@ -76,19 +68,6 @@ class ToolLoggerInterface(RegistrableConfigInterface):
 
     def close(self, status: str) -> None:
         """Nothing more will come."""
-
-
-def axis_of(values: Mapping[str, float]) -> Axis:
-    """What the x-axis of a row counts: steps where every name ends in "_step", otherwise its epoch.
-
-    A row without an epoch stands at a place of its own choice, "x".
-
-    >>> axis_of({"epoch": 2, "train/loss_step": 0.5}), axis_of({"epoch": 2, "val/loss": 0.5}), axis_of({"mine": 1})
-    ('step', 'epoch', 'x')
-    """
-    if all(name.endswith("_step") for name in values if name != "epoch"):
-        return "step"
-    return "epoch" if "epoch" in values else "x"
 
 
 class JsonlWriter:

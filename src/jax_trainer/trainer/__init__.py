@@ -13,6 +13,7 @@ from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_ex
 from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
 from jax_trainer.trainer.img_classifier import ImgClassifierTrainer, ImgClassifierTrainerConfig
 from jax_trainer.trainer.language_model import LanguageModelTrainer, LanguageModelTrainerConfig
+from jax_trainer.trainer.results import TrainResults, Validation
 from jax_trainer.trainer.trainer import TrainerModule
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "LanguageModelTrainer",
     "LanguageModelTrainerConfig",
     "StoredRun",
+    "TrainResults",
     "TrainState",
     "TrainerConfig",
     "TrainerModule",
+    "Validation",
     "build",
     "load_experiment",
     "stored_run",

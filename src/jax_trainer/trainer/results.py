@@ -1,7 +1,7 @@
 """What a training gives back: the metrics of its validations and tests."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_trainer.callbacks import full_names
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
@@ -10,33 +10,64 @@ from jax_trainer.engine.events import Status
 TEST = "test"
 
 
-class Results:
-    """Remembers the metrics of every validated epoch, those of the tests under "test", and how training ended."""
+class Validation(NamedTuple):
+    """One validation: after which epoch (or within it) and step, and all its metrics."""
+
+    epoch: int
+    step: int
+    metrics: dict[str, Any]
+
+
+class TrainResults(dict[int | str, dict[str, Any]]):
+    """The metrics of a training, by epoch (those of its last validation), and those of the test under "test".
+
+    Attributes:
+        validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
+        status: "completed", or "stopped" if a callback ended the training.
+    """
 
     def __init__(self) -> None:
-        self.metrics: dict[int | str, dict[str, Any]] = {}
+        super().__init__()
+        self.validations: list[Validation] = []
         self.status: Status = "failed"
+
+
+class Results:
+    """Collects the metrics of a training's validations and tests, and how it ended."""
+
+    def __init__(self) -> None:
+        self.metrics = TrainResults()
+
+    @property
+    def status(self) -> Status:
+        """How training ended."""
+        return self.metrics.status
 
     def handle(self, event: Event) -> None:
         """Takes the metrics of an evaluation."""
         match event:
             case EvalEnd():
-                place = TEST if event.name.startswith("test") else event.epoch
-                self._add(place, full_names(event.metrics, event.name))
+                metrics = full_names(event.metrics, event.name)
+                self._test(metrics) if event.name.startswith(TEST) else self._validate(event.epoch, event.step, metrics)
             case FitEnd():
-                self.status = event.status
+                self.metrics.status = event.status
 
     def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
         """Takes what was found out besides about the weights of an evaluation."""
-        self._add(TEST if all(name.startswith("test") for name in event.metrics) else event.epoch, metrics)
+        is_test = all(name.startswith(TEST) for name in event.metrics)
+        self._test(metrics) if is_test else self._validate(event.epoch, event.step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """All metrics so far."""
-        return {"metrics": self.metrics}
+        others = {place: metrics for place, metrics in self.metrics.items() if place == TEST}
+        return {"metrics": others, "validations": [list(one) for one in self.metrics.validations]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with those of a run that was interrupted."""
-        self.metrics = dict(state["metrics"])
+        """Resumes with those of a run that was interrupted."""
+        self.metrics = TrainResults()
+        self.metrics.update(state["metrics"])
+        for epoch, step, metrics in state.get("validations", ()):
+            self._validate(epoch, step, metrics)
 
     @property
     def final(self) -> dict[str, Any]:
@@ -44,8 +75,16 @@ class Results:
         validated = [epoch for epoch in self.metrics if isinstance(epoch, int)]
         return {**(self.metrics[max(validated)] if validated else {}), **self.metrics.get(TEST, {})}
 
-    def _add(self, place: int | str, metrics: Mapping[str, Any]) -> None:
-        self.metrics[place] = {**self.metrics.get(place, {}), **metrics}
+    def _test(self, metrics: Mapping[str, Any]) -> None:
+        self.metrics[TEST] = {**self.metrics.get(TEST, {}), **metrics}
+
+    def _validate(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
+        """Several sets, and what hooks add, are one validation."""
+        known = self.metrics.validations
+        if not known or known[-1][:2] != (epoch, step):
+            known.append(Validation(epoch, step, {}))
+        known[-1].metrics.update(metrics)
+        self.metrics[epoch] = {**self.metrics.get(epoch, {}), **metrics}
 
 
 def named_sets(kind: str, loaders: Any) -> dict[str, Any]:

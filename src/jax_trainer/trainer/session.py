@@ -28,7 +28,7 @@ from jax_trainer.logger import Logger
 from jax_trainer.runs import WatchedEvaluations, Watching, explained, standing_of
 from jax_trainer.trainer.best import BestWeights
 from jax_trainer.trainer.hooks import TrainerHooks
-from jax_trainer.trainer.results import Results
+from jax_trainer.trainer.results import Results, TrainResults
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -89,7 +89,7 @@ class Session:
             epochs=self._epochs,
         )
 
-    def go(self, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
+    def go(self, *, quiet: bool) -> TrainResults:
         """Trains, tests the best weights, and returns all metrics of evaluations."""
         watching = self._observers(quiet)
         self.plan = self.plan.seen_by(watching)

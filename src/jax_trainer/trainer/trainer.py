@@ -27,7 +27,7 @@ from jax_trainer.trainer.dry_run import DryRun, traced
 from jax_trainer.trainer.given import one_of
 from jax_trainer.trainer.keeper import Keeper, scalars_of
 from jax_trainer.trainer.learner import Learner
-from jax_trainer.trainer.results import named_sets
+from jax_trainer.trainer.results import TrainResults, named_sets
 from jax_trainer.trainer.resuming import Resume, place_of
 from jax_trainer.trainer.session import Session, Work
 from jax_trainer.trainer.stored import configs_of, hparams_of, write_configs
@@ -176,8 +176,10 @@ class TrainerModule(Keeper):
         resume: Resume = False,
         fork: bool = False,
         quiet: bool = False,
-    ) -> dict[int | str, dict[str, Any]]:
+    ) -> TrainResults:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
+
+        `validations` of the result has every validation with its epoch and step, also those inside epochs.
 
         Args:
             val_loader, test_loader: one loader, or several by name.
@@ -199,7 +201,7 @@ class TrainerModule(Keeper):
             data = self._data(train_loader, evals)
             return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
 
-    def _train(self, place: Place, work: Work, *, quiet: bool) -> dict[int | str, dict[str, Any]]:
+    def _train(self, place: Place, work: Work, *, quiet: bool) -> TrainResults:
         store = self._store(place.folder, validates=bool(work.data.evals))
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all

@@ -12,7 +12,7 @@ from jax_trainer.callbacks.monitored import Mode, best_mode
 from jax_trainer.config import Loaded, as_data, dump_config, redact
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
-from jax_trainer.trainer import TrainerModule, build, load_experiment
+from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
 from jax_trainer.tuning.checking import checked, placed
 from jax_trainer.tuning.choosing import StudyError
 from jax_trainer.tuning.dimensions import Space, Values, as_overrides
@@ -96,23 +96,23 @@ class ExperimentTrials:
             results = trainer.train_model(data.train_loader, data.val_loader, quiet=True)
         except SettingsError as error:
             raise placed(loaded.error(error), self._space) from None
-        return best_value(results, self.monitor, self.mode)
+        return best_value(results.validations, self.monitor, self.mode)
 
     def config_text(self, values: Values) -> str:
         """The whole experiment with these values, as a file."""
         return dump_config(self._load(values).value)
 
 
-def best_value(results: Mapping[Any, Mapping[str, Any]], monitor: str, mode: str) -> float:
-    """The best value of a metric over the validations in `results`, all of which must be finite.
+def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> float:
+    """The best value of a metric over these validations, in all of which it must be finite.
 
-    >>> best_value({1: {"val/acc": 0.5}, 2: {"val/acc": 0.75}, "test": {}}, "val/acc", "max")
+    >>> best_value([Validation(1, 40, {"val/acc": 0.5}), Validation(1, 80, {"val/acc": 0.75})], "val/acc", "max")
     0.75
     """
-    found = {place: float(metrics[monitor]) for place, metrics in results.items() if monitor in metrics}
-    for place, value in found.items():
+    found = {one[:2]: float(one.metrics[monitor]) for one in validations if monitor in one.metrics}
+    for (epoch, step), value in found.items():
         if not math.isfinite(value):
-            raise NotFinite(f"`{monitor}` is {value} in epoch {place}.")
+            raise NotFinite(f"`{monitor}` is {value} in epoch {epoch}, step {step}.")
     if not found:
         raise ValueError(f"No validation has reported `{monitor}`.")
     return (max if mode == "max" else min)(found.values())
