@@ -110,6 +110,7 @@ class Saves:
         self.runs: list[Any] = []
         self.failures: list[SaveError] = []  # one for each save that is to fail
         self.asked: list[str] = []
+        self.coalesced: list[int] = []  # the steps that may be skipped
 
     def prepare(self, state: TrainState) -> None:
         self.asked.append("prepare")
@@ -123,8 +124,10 @@ class Saves:
         callbacks: Mapping[str, Any] | None = None,
         run: Any = None,
         wait: bool = True,
+        coalesce: bool = False,
     ) -> Path:
         assert not wait
+        self.coalesced += [step_of(state)] if coalesce else []
         self.kept.append((step_of(state), position, dict(metrics)))
         self.callbacks.append(json.loads(json.dumps(callbacks, allow_nan=False)))
         self.runs.append(run() if callable(run) else run)

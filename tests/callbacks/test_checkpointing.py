@@ -140,6 +140,14 @@ def test_states_are_saved_every_so_many_steps_and_at_the_end(folder_run):
     assert [step for step, _, _ in kept] == [3, 6, 2 * STEPS]
 
 
+def test_saves_after_epochs_may_be_skipped_for_newer_ones_and_those_by_steps_may_not(folder_run):
+    run = replace(folder_run, checkpoints=(store := Saves()))
+    plan = Plan(max_steps=2 * STEPS, eval_every=Every(epochs=1))
+    fit(ModelCheckpoint(ModelCheckpointConfig(every_n_steps=3), run), plan=plan)
+    assert [step for step, _, _ in store.kept] == [3, STEPS, 6, 2 * STEPS]
+    assert store.coalesced == [STEPS, 2 * STEPS]
+
+
 def test_states_are_saved_every_so_many_minutes(folder_run):
     config = ModelCheckpointConfig(every_n_minutes=1e-6)
     kept = saved(folder_run, config, Plan(max_steps=STEPS))

@@ -82,18 +82,18 @@ def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(stor
     monkeypatch.setattr("jax_trainer.checkpoint.store._MOST_WAITING", 1)
     with fault(SLOWLY), caplog.at_level(logging.WARNING, "jax_trainer"):
         began = time.perf_counter()
-        path = store.save(state(4), AT, {}, wait=False)
+        path = store.save(state(4), AT, {}, wait=False, coalesce=True)
         assert time.perf_counter() - began < 0.9
         assert store.is_saving and not path.exists()
         store.check()
-        store.save(state(5), AT, {}, wait=False)
+        store.save(state(5), AT, {}, wait=False, coalesce=True)
         assert not path.exists() and time.perf_counter() - began < 0.9
-        store.save(state(6), AT, {}, wait=False)
+        store.save(state(6), AT, {}, wait=False, coalesce=True)
         assert path.is_dir() and time.perf_counter() - began >= 1
         store.wait()
     with fault("before_manifest:sleep=0.4"), caplog.at_level(logging.WARNING, "jax_trainer"):
-        store.save(state(7), AT, {}, wait=False)
-        store.save(state(8), AT, {})
+        store.save(state(7), AT, {}, wait=False, coalesce=True)
+        store.save(state(8), AT, {}, coalesce=True)
     [warning] = caplog.records
     assert "Saving takes longer than the time between two saves: so far training waited" in warning.getMessage()
     assert not store.is_saving and store.steps() == [7, 8]
@@ -122,6 +122,7 @@ def test_which_checkpoints_a_run_leaves_does_not_depend_on_how_fast_they_are_wri
                     {"loss": loss},
                     run=lambda step=step, speed=speed: written[speed].append(step) or {},
                     wait=speed == "waits",
+                    coalesce=speed != "waits",
                 )
                 if speed == "fast":
                     time.sleep(0.01)
@@ -134,9 +135,9 @@ def test_which_checkpoints_a_run_leaves_does_not_depend_on_how_fast_they_are_wri
 
 def test_what_waits_is_written_after_a_failure_which_is_raised(store):
     with fault("before_rename:raise"):
-        store.save(state(4), AT, {}, wait=False)
-        store.save(state(5), AT, {}, wait=False)
-        store.save(state(6), AT, {}, wait=False)
+        store.save(state(4), AT, {}, wait=False, coalesce=True)
+        store.save(state(5), AT, {}, wait=False, coalesce=True)
+        store.save(state(6), AT, {}, wait=False, coalesce=True)
         with pytest.raises(SaveError, match="step 4 could not be saved") as error:
             store.wait()
     assert error.value.step == 4
@@ -147,10 +148,10 @@ def test_what_waits_is_written_after_a_failure_which_is_raised(store):
 def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tmp_path):
     store = CheckpointStore(tmp_path, monitor="loss", keep_latest=1)
     with fault("before_manifest:sleep=0.2"):
-        store.save(state(1), AT, {}, wait=False)
-        store.save(state(2), AT, {}, wait=False)
-        store.save(state(2), AT, {"loss": 0.5}, wait=False)
-        store.save(state(3), AT, {"loss": 0.6}, wait=False)
+        store.save(state(1), AT, {}, wait=False, coalesce=True)
+        store.save(state(2), AT, {}, wait=False, coalesce=True)
+        store.save(state(2), AT, {"loss": 0.5}, wait=False, coalesce=True)
+        store.save(state(3), AT, {"loss": 0.6}, wait=False, coalesce=True)
     assert [(saved.step, dict(saved.metrics)) for saved in store.all()] == [(2, {"loss": 0.5}), (3, {"loss": 0.6})]
 
 

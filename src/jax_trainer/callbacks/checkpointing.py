@@ -145,7 +145,7 @@ class ModelCheckpoint(Callback):
         wanted, self._wants = self._wants or (event.due and event.step > self._first), False
         if wanted and self.config.saves_at_all and self._saves_for(event.reason):
             self._tolerating(self._checkpoints.check)
-            self._tolerating(self._save)
+            self._tolerating(lambda: self._save(due=event.due))
 
     def on_training_end(self) -> None:
         """Waits until everything is saved: a test may want the best state."""
@@ -175,7 +175,8 @@ class ModelCheckpoint(Callback):
         failed = isinstance(reason, Exception) and not isinstance(reason, StopTraining | SaveError)
         return self.config.save_on_exception if failed else not isinstance(reason, SaveError)
 
-    def _save(self) -> None:
+    def _save(self, *, due: bool) -> None:
+        """Saves; what is due by steps or time, or because the run ends, is written before the next one is taken."""
         mark, (step, found) = self._mark, self._judged
         assert mark is not None
         metrics = {name: float(value) for name, value in found.items() if np.ndim(value) == 0}
@@ -183,7 +184,8 @@ class ModelCheckpoint(Callback):
         what = (mark.standing.place, self.event.step, bool(metrics))
         if what != self._saved:
             position = mark.standing.position
-            self._checkpoints.save(self.state, position, metrics, callbacks=mark.states, run=mark.data, wait=False)
+            more: dict[str, Any] = {"callbacks": mark.states, "run": mark.data, "wait": False, "coalesce": not due}
+            self._checkpoints.save(self.state, position, metrics, **more)
             self._saved, self._lost, self._last = what, None, self.event.step
 
     def _tolerating(self, act: Callable[[], object]) -> None:

@@ -26,6 +26,7 @@ class Checkpoints(Protocol):
         callbacks: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         wait: bool = True,
+        coalesce: bool = False,
     ) -> Path:
         """Saves `state`, which stands at `position` in the data and was judged by `metrics`, in the background."""
         ...

@@ -133,6 +133,7 @@ class CheckpointStore:
         callbacks: Mapping[str, Any] | None = None,
         run: Remembered = None,
         wait: bool = True,
+        coalesce: bool = False,
     ) -> Path:
         """Saves `state` as the checkpoint of its step. Raises a `SaveError` where the save before this one failed.
 
@@ -144,6 +145,8 @@ class CheckpointStore:
             run: what else the run has to remember; or a function that gives it, called by the thread when the arrays
                 are written, which may wait for something.
             wait: return when the checkpoint is on the disk; otherwise a thread writes it meanwhile.
+            coalesce: do not wait for a checkpoint that is being written: this one waits in memory, and is skipped if
+                newer ones come meanwhile after which it would be deleted. Of several processes none is skipped.
         """
         with self._telling_of_absence():
             self._check_monitored(metrics)
@@ -154,15 +157,15 @@ class CheckpointStore:
             record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
             if not callable(run):
                 record = record.with_run(run)
-        size = _bytes_of(words)
-        self._wait_for_room(size)
+        size, coalesce = _bytes_of(words), coalesce and not self._saving.are_several  # who could not agree on one
+        self._wait_for_room(size, coalesce=coalesce)
         with self._telling_of_absence():
             specs = {name: Spec.of(leaf) for name, leaf in named.items()}
             save = _Save(self, self._taken(words), specs, record, run, size)
-        if self._saving.are_several:
-            self._thread.start(save)
-        else:
+        if coalesce:
             self._thread.submit(save, self._needed)
+        else:
+            self._thread.start(save)
         if wait:
             self.wait()
         return self.folder / name_of(record.step)
@@ -293,17 +296,13 @@ class CheckpointStore:
             return taken_share(words, is_lead=self._saving.is_lead)
         return self._snapshots.take(words)
 
-    def _wait_for_room(self, size: int) -> None:
-        """Waits until no save waits for the one that is being written, or those that do are small.
-
-        Of several processes: until none is being written. They could not agree on which to leave out.
-        """
+    def _wait_for_room(self, size: int, *, coalesce: bool) -> None:
+        """Waits until nothing is being written, or, to `coalesce`, nothing waits or what does is small."""
 
         def has_room(waiting: Sequence[Any]) -> bool:
             return not waiting or size + sum(save.size for save in waiting) <= _MOST_WAITING
 
-        several = self._saving.are_several
-        self._waited += self._thread.settle(insist=True) if several else self._thread.wait_for(has_room)
+        self._waited += self._thread.wait_for(has_room) if coalesce else self._thread.settle(insist=True)
         if self._waited > _NOTICEABLE and not self._has_told_of_waiting:
             self._has_told_of_waiting = True
             _log.warning(
