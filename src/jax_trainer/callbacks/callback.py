@@ -1,13 +1,14 @@
 """`Callback`: an observer with a hook for everything that happens in a run, and what it may use."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
 from compoconf import RegistrableConfigInterface, register_interface
 
+from jax_trainer.callbacks.hook_calls import call_hook, calling, check_hooks
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, Run
 from jax_trainer.core import StepRows, TrainState
@@ -61,8 +62,10 @@ def state_in_use() -> RuntimeError:
 class Callback(RegistrableConfigInterface):
     """Watches a run: override the hooks you need. Epochs count from 1; metrics have full names, as in "val/acc".
 
-    While a hook runs, `self.event` is what happened and `self.state` the state after it; both are gone afterwards. A
-    hook may raise `StopTraining`; whatever else it raises ends the run with that error.
+    A hook is called by the names of its parameters, which may stand in any order, and may leave some out; a method
+    called `on_…` that is no hook is refused. While a hook runs, `self.event` is what happened and `self.state` is the
+    state after it; both are gone afterwards. A hook may raise `StopTraining`; whatever else it raises ends the run with
+    that error.
 
     Args:
         config: when it acts, and its own keys; left out, their defaults.
@@ -84,6 +87,7 @@ class Callback(RegistrableConfigInterface):
     config: Any
 
     def __init__(self, config: Any = None, run: Run | None = None) -> None:
+        check_hooks(self, Callback)
         self.config = _default_config(type(self)) if config is None else config
         self._run: Run | None = None
         self._event: Event | None = None
@@ -174,6 +178,10 @@ class Callback(RegistrableConfigInterface):
         return self._overrides("on_step_end")  # it comes at every step, and most callbacks do not want it
 
     @cached_property
+    def _call_step_end(self) -> Callable[[Mapping[str, Any]], Any]:
+        return calling(self.on_step_end, ("event",))
+
+    @cached_property
     def _wants_step_metrics(self) -> bool:
         return self._overrides("on_training_step")
 
@@ -184,25 +192,25 @@ class Callback(RegistrableConfigInterface):
         due = self.config.due_at(event.epoch)
         match event:
             case StepEnd():
-                self.on_step_end(event)
+                self._call_step_end({"event": event})
             case StepMetrics():
-                self.on_steps_reported(event)
+                call_hook(self.on_steps_reported, event=event)
                 if self._wants_step_metrics:
                     self._tell_steps(event.rows, event.epoch)
             case SavePoint():
-                self.on_save_point(event)
+                call_hook(self.on_save_point, event=event)
             case FitStart():
                 self._is_running = self._is_training = True
                 self.on_training_start()
             case EpochStart():
-                self.on_training_epoch_start(event.epoch)
+                call_hook(self.on_training_epoch_start, epoch=event.epoch)
                 if due:
-                    self.on_filtered_training_epoch_start(event.epoch)
+                    call_hook(self.on_filtered_training_epoch_start, epoch=event.epoch)
             case EpochEnd():
                 metrics = full_names(event.metrics, "train")
-                self.on_training_epoch_end(metrics, event.epoch)
+                call_hook(self.on_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
                 if due:
-                    self.on_filtered_training_epoch_end(metrics, event.epoch)
+                    call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
             case EvalStart() if not self._is_judging:
                 self._is_judging = True
                 self._tell_eval_start(event, due)
@@ -215,25 +223,26 @@ class Callback(RegistrableConfigInterface):
     def _tell_eval_start(self, event: EvalStart, due: bool) -> None:
         if event.name.startswith("test"):
             self._end_training()
-            self.on_test_epoch_start(event.epoch)
+            call_hook(self.on_test_epoch_start, epoch=event.epoch)
             return
-        self.on_validation_epoch_start(event.epoch)
+        call_hook(self.on_validation_epoch_start, epoch=event.epoch)
         if due:
-            self.on_filtered_validation_epoch_start(event.epoch)
+            call_hook(self.on_filtered_validation_epoch_start, epoch=event.epoch)
 
     def _tell_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
         metrics = merged_names(event.metrics)
         if all(name.startswith("test") for name in event.metrics):
-            self.on_test_epoch_end(metrics, event.epoch)
+            call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
             return
-        self.on_validation_epoch_end(metrics, event.epoch)
+        call_hook(self.on_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
         if due:
-            self.on_filtered_validation_epoch_end(metrics, event.epoch)
+            call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
 
     def _tell_steps(self, rows: StepRows, epoch: int) -> None:
+        call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
         for index, step in enumerate(range(rows.first, rows.last + 1)):
             values = {name: column.values[index] for name, column in rows.columns.items()}
-            self.on_training_step(full_names(values, "train"), epoch, step)
+            call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
     def _tell_end(self, event: FitEnd) -> None:
         self._is_running = False
@@ -241,9 +250,9 @@ class Callback(RegistrableConfigInterface):
             if event.status != "failed":
                 self._end_training()
             elif (error := sys.exception()) is not None:  # `drive` tells of the end while the error is on its way
-                self.on_exception(error)
+                call_hook(self.on_exception, exception=error)
         finally:
-            self.finalize(event.status)
+            call_hook(self.finalize, status=event.status)
 
     def _end_training(self) -> None:
         if self._is_training:

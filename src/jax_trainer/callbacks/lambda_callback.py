@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.hook_calls import hooks_of
 
 
 class LambdaCallback(Callback):
@@ -15,7 +16,7 @@ class LambdaCallback(Callback):
     config: CallbackConfig
 
     def __init__(self, **hooks: Callable[..., None]) -> None:
-        names = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize", "set_dataset"]
+        names = [*hooks_of(Callback), "finalize", "set_dataset"]
         for name, function in hooks.items():
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)

@@ -6,9 +6,29 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.callbacks import Callback, CallbackConfig, Run, full_names
+from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
 from jax_trainer.engine import EvalRoundEnd
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import Results
+from jax_trainer.trainer.task import Task
+
+_LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}
+_STEPS = dict.fromkeys(("training_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen")
+_FOREIGN = {  # methods of a LightningModule, and what does their work
+    "configure_optimizers": "init_optimizer",
+    "configure_callbacks": "init_callbacks",
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
+}
+
+
+def check_trainer_hooks(trainer: Any) -> None:
+    """Raises what is wrong with the hooks of a trainer: names that nobody calls, parameters that nobody passes."""
+    kind = type(trainer)
+    has_own_steps = (kind.create_training_function, kind.create_functions) != (
+        Learner.create_training_function,
+        Learner.create_functions,
+    )
+    check_hooks(trainer, Task, _LOADERS, _FOREIGN if has_own_steps else {**_FOREIGN, **_STEPS})
 
 
 class TrainerHooks(Callback):
@@ -30,33 +50,41 @@ class TrainerHooks(Callback):
 
     def on_training_epoch_start(self, epoch: int) -> None:
         """Passes it on."""
-        self.trainer.on_training_epoch_start(epoch)
+        call_hook(self.trainer.on_training_epoch_start, epoch_idx=epoch)
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Passes it on."""
-        self.trainer.on_training_epoch_end(train_metrics, epoch)
+        call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
 
     def on_validation_epoch_start(self, epoch: int) -> None:
         """Passes it on."""
-        self.trainer.on_validation_epoch_start(epoch)
+        call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Passes it on, and takes in what was added."""
         before = dict(eval_metrics)
         eval_metrics |= self._asked_for_more(epoch)
-        self.trainer.on_validation_epoch_end(eval_metrics, epoch)
+        given = {"val_loader": self._loader()}
+        call_hook(self.trainer.on_validation_epoch_end, given, eval_metrics=eval_metrics, epoch_idx=epoch)
         self._add(before, eval_metrics)
 
     def on_test_epoch_start(self, epoch: int) -> None:
         """Passes it on."""
-        self.trainer.on_test_epoch_start(epoch)
+        call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
         """Passes it on, and takes in what was added."""
         before = dict(test_metrics)
         test_metrics |= self._asked_for_more(epoch)
-        self.trainer.on_test_epoch_end(test_metrics, epoch)
+        given = {"test_loader": self._loader()}
+        call_hook(self.trainer.on_test_epoch_end, given, test_metrics=test_metrics, epoch_idx=epoch)
         self._add(before, test_metrics)
+
+    def _loader(self) -> Any:
+        """What was evaluated: a loader, or several by name."""
+        assert isinstance(self.event, EvalRoundEnd)
+        loaders = {name.partition("_")[2] or name: self._loaders[name] for name in self.event.metrics}
+        return next(iter(loaders.values())) if len(loaders) == 1 else loaders
 
     def _asked_for_more(self, epoch: int) -> dict[str, Any]:
         """What `eval_model` of a subclass finds out about the sets besides their metrics, which it need not repeat."""

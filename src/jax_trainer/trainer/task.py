@@ -77,7 +77,8 @@ class Task(BaseTrainer):
             f"{there}. Report one of these, let a ModelCheckpoint monitor one, or override `is_new_model_better`."
         )
 
-    # when something happens; the callbacks are told besides, whether these call `super()` or not
+    # when something happens; callbacks are notified besides, whether these call `super()` or not. A hook is called by
+    # the names of its parameters: any order, `epoch` for `epoch_idx`, and `val_loader` or `test_loader` where it asks
 
     def on_training_start(self) -> None:
         """Training is about to begin."""

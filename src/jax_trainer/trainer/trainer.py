@@ -25,6 +25,7 @@ from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
 from jax_trainer.trainer.given import one_of
+from jax_trainer.trainer.hooks import check_trainer_hooks
 from jax_trainer.trainer.keeper import Keeper, scalars_of
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.results import TrainResults, named_sets
@@ -78,6 +79,7 @@ class TrainerModule(Keeper):
         folder: RunFolder | None = None,
         **settings: Any,
     ) -> None:
+        check_trainer_hooks(self)
         if config is not None and settings:
             raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
         config, objects = taken_in(config_of(type(self))(**settings) if config is None else config, callbacks)

@@ -1,0 +1,72 @@
+"""The hooks of a trainer are checked when it is made, and called by the names of their parameters."""
+# pyright: reportIncompatibleMethodOverride=false - other signatures than the base are what is tested
+
+from typing import Any
+
+import pytest
+from trainer_runs import STEPS, Plain, first_examples, plain_for
+
+from jax_trainer.testing import numbered_loader
+
+FOREIGN = {
+    "on_train_epoch_end": "Did you mean `on_training_epoch_end`",
+    "on_train_start": "Did you mean `on_training_start`",
+    "on_validation_end": "Did you mean `on_validation_epoch_end`",
+    "on_epoch_end": "Did you mean `on_training_epoch_end`",
+    "on_train_batch_end": "A `Callback` can have `on_training_step`",
+    "on_save_checkpoint": "A `Callback` can have `state_dict`",
+    "on_trainig_start": "Did you mean `on_training_start`",
+    "training_step": "Did you mean `loss_function`",
+    "validation_step": "Did you mean `loss_function`",
+    "configure_optimizers": "Did you mean `init_optimizer`",
+    "train_dataloader": "Did you mean `train_model`",
+    "on_wednesdays": "on_test_epoch_end",
+}
+
+
+def made(tmp_path: Any, **methods: Any) -> Any:
+    return plain_for("nnx", tmp_path, kind=type("Own", (Plain,), methods))
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_method_that_nobody_would_call_is_refused_with_the_one_that_is_meant(name: str, tmp_path):
+    with pytest.raises(TypeError, match=rf"`Own\.{name}` .*{FOREIGN[name]}"):
+        made(tmp_path, **{name: lambda self, *_: None})
+
+
+def test_a_trainer_with_steps_of_its_own_may_call_them_as_it_likes(tmp_path):
+    own = {"training_step": lambda self: None, "create_training_function": lambda self: self.training_step}
+    made(tmp_path, **own)
+
+
+@pytest.mark.parametrize(("hook", "right"), [
+    ("on_training_epoch_end", "`train_metrics`, `epoch_idx`"),
+    ("on_validation_epoch_end", "`eval_metrics`, `epoch_idx`, `val_loader`"),
+    ("on_test_epoch_end", "`test_metrics`, `epoch_idx`, `test_loader`"),
+])  # fmt: skip
+def test_a_parameter_that_nothing_is_known_about_is_refused_before_training(hook: str, right: str, tmp_path):
+    with pytest.raises(TypeError, match=rf"parameter `outputs`.*{right}"):
+        made(tmp_path, **{hook: lambda self, outputs, epoch_idx: None})
+
+
+def test_the_hooks_of_the_guide_get_what_they_ask_for(tmp_path):
+    got: list[Any] = []
+
+    class Guide(Plain):
+        """Has the signatures of document 001."""
+
+        def on_training_epoch_end(self, epoch_idx):
+            got.append(("train", epoch_idx))
+
+        def on_validation_epoch_end(self, epoch_idx, eval_metrics, val_loader):
+            got.append(("val", epoch_idx, val_loader is loader))
+            eval_metrics["val/own"] = 2.0
+
+        def on_test_epoch_end(self, epoch, test_loader):
+            got.append(("test", epoch, sorted(test_loader)))
+
+    loader, test = first_examples(64), first_examples(32)
+    trainer = plain_for("nnx", tmp_path, kind=Guide)
+    results = trainer.train_model(numbered_loader(32 * STEPS), loader, {"a": test, "b": test})
+    assert got == [("train", 1), ("val", 1, True), ("test", 1, ["a", "b"])]
+    assert results[1]["val/own"] == 2.0
