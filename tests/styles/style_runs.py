@@ -36,6 +36,7 @@ from jax_trainer.styles import (
 
 SEED, EPOCHS, STEPS, SAVE = 5, 3, 4, 3  # STEPS of an epoch; SAVE: steps between two checkpoints
 TOTAL = EPOCHS * STEPS
+BAD = STEPS + 2  # the step of `SpoiltData` that is not finite
 
 
 def arrays(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -308,6 +309,25 @@ class InterruptedData:
                 wait_for(lambda: any("MANIFEST.json" in files for _, files in saved_in(self._folder)))
                 signal.raise_signal(signal.SIGINT)
             yield batch
+
+
+class SpoiltData:
+    """The same data, with a number in step `BAD` that is not finite."""
+
+    def __init__(self) -> None:
+        self._loader = train_data()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(1)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch."""
+        for index, (x, y) in enumerate(self._loader.epoch(number, start), start):
+            is_bad = (number - 1) * STEPS + index + 1 == BAD
+            yield (np.full_like(x, np.nan) if is_bad else x, y)
 
 
 def saved_in(folder: Path) -> Iterator[tuple[str, list[str]]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from style_runs import SAVE, STEPS, STYLES, TOTAL, InterruptedData, Outcome, failing
+from style_runs import BAD, SAVE, STEPS, STYLES, TOTAL, InterruptedData, Outcome, SpoiltData, failing
 
-from jax_trainer import TrainState
+from jax_trainer import NonFiniteError, TrainState
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 
@@ -102,6 +102,14 @@ def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path)
     first = caught.value.__notes__[0]
     assert first.startswith(f'In your code: File "{inspect.getsourcefile(failing)}", line {line}, in failing')
     assert not STYLES[name](tmp_path).checkpoints
+
+
+@EVERY
+def test_a_loss_that_is_not_finite_ends_every_style_before_it_is_saved(name, tmp_path):
+    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was nan"):
+        STYLES[name](tmp_path).train(SpoiltData())
+    saved = {path.name for path in STYLES[name](tmp_path).checkpoints}
+    assert saved and max(saved) < f"step_{BAD:08d}"
 
 
 @pytest.fixture

@@ -123,10 +123,19 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_where_asked(tmp_path):
     assert list(stopped.train_model(first_examples(128), broken())) == [1]
 
 
-def test_without_detection_training_goes_on_to_nowhere(tmp_path):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_by_itself(tmp_path, value):
     trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0)
+    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was (nan|inf)"):
+        trainer.train_model(broken(value=value))
+
+
+def test_who_wants_to_train_through_says_so(tmp_path):
+    trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0, on_nonfinite="ignore")
     trainer.train_model(broken())
     assert not np.isfinite(trainer.state.params["out"]["bias"]).all()
+    with pytest.raises(SettingsError, match="`ignore`.*`detect_nans`"):
+        plain_for("nnx", tmp_path, on_nonfinite="ignore", detect_nans=True)
 
 
 def test_detecting_changes_no_trained_bit(flavour, tmp_path):

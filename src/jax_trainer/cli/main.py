@@ -27,6 +27,7 @@ from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
+from jax_trainer.core import NonFiniteError
 from jax_trainer.processes import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
@@ -161,7 +162,7 @@ def _done(given: Sequence[str]) -> int:
         return _tell(asked, WRONG_INPUT, str(error), heading, problems=[one.as_data() for one in error.problems])
     except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
         return _tell(asked, WRONG_INPUT, str(error))
-    except SaveError as error:  # what was trained since the last checkpoint is lost, and the notes say where it is
+    except (SaveError, NonFiniteError) as error:  # the notes say where the run is, and how to resume it
         return _tell(asked, FAILED, " ".join((str(error), *getattr(error, "__notes__", ()))))
     except (Failure, CheckpointError, RunInUseError) as error:
         return _tell(asked, FAILED, str(error))

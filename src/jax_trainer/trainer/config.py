@@ -40,11 +40,13 @@ class TrainerConfig(Settings):
         grad_log_modes: which ones.
         log_intermediates: report statistics of what the model sows, as `intermediate/<path>_<mode>`.
         interm_log_modes: which ones.
-        detect_nans: watch for losses and gradients that are not finite; `on_nonfinite` says what happens then.
+        detect_nans: watch gradients and `nan_keys` inside the step as well, and keep the batch and the state before a
+            step that is not finite; costs a little time. A loss that is not finite ends the run in any case.
         nan_keys: the metrics that must be finite, besides the gradients.
         on_nonfinite: raise (keep batch and state, end with an error), stop (the same without the error), skip (leave
-            the update out and go on), rollback (go back to the latest checkpoint and leave the batch out) or null
-            (raise with `detect_nans`, otherwise nothing is watched).
+            the update out and continue), rollback (go back to the latest checkpoint and leave the batch out), ignore
+            (train on, whatever the loss is) or null (raise with `detect_nans`; otherwise a loss that is not finite ends
+            the run with an error as soon as it is read, which costs nothing).
         max_skipped: end with an error after so many skipped updates in a row.
         max_rollbacks: end with an error at the next bad batch after going back so often.
         logger: what is recorded, and where.
@@ -82,7 +84,7 @@ class TrainerConfig(Settings):
     interm_log_modes: tuple[Statistic, ...] = STATISTICS
     detect_nans: bool = False
     nan_keys: tuple[str, ...] = ("train/loss",)
-    on_nonfinite: Literal["raise", "stop", "skip", "rollback"] | None = None
+    on_nonfinite: Literal["raise", "stop", "skip", "rollback", "ignore"] | None = None
     max_skipped: Count = 10
     max_rollbacks: Count = 3
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
@@ -114,6 +116,11 @@ class TrainerConfig(Settings):
                 "on_nonfinite",
                 "`rollback` goes back to a checkpoint: add the callback ModelCheckpoint, which saves some.",
             )
+        if self.on_nonfinite == "ignore" and self.detect_nans:
+            yield (
+                "on_nonfinite",
+                "`ignore` trains on whatever the loss is, and `detect_nans` is on. Leave one of them out.",
+            )
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
@@ -141,7 +148,9 @@ class TrainerConfig(Settings):
 
     @property
     def guards(self) -> Literal["raise", "stop", "skip", "rollback"] | None:
-        """What happens at a loss or gradient that is not finite; None: nobody looks."""
+        """What the guard inside the step does at a loss or gradient that is not finite; None: there is no guard."""
+        if self.on_nonfinite == "ignore":
+            return None
         return self.on_nonfinite or ("raise" if self.detect_nans else None)
 
     @property

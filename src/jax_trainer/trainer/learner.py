@@ -26,6 +26,7 @@ from jax_trainer.core import (
     copied,
     stream,
     with_ema,
+    with_finite_check,
     with_finite_guard,
     with_statistics,
 )
@@ -206,8 +207,8 @@ class Learner(Task):
             program = with_statistics(program, params=params, grads=grads)
         if config.guards is not None:
             limit = config.max_skipped if config.guards == "skip" else 0
-            program = with_finite_guard(program, max_consecutive=limit, watched=config.watched)
-        return program
+            return with_finite_guard(program, max_consecutive=limit, watched=config.watched)
+        return program if config.on_nonfinite == "ignore" else with_finite_check(program)
 
     def _program_without_options(self) -> Program:
         if self._base is None:
