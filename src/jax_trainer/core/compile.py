@@ -58,7 +58,9 @@ class CompiledProgram:
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
         self.layout = None if layout is None else layout.listening_to(program.said)
         self.debug, self.checks = debug, program.checks
-        self.keeps_batches = program.keeps_batches
+        self.keeps_batches, self.transforms = program.keeps_batches, program.transforms
+        self._options = {"donate": donate, "debug": debug, "keep_grads": keep_grads, "on_recompile": on_recompile}
+        self._given_layout, self._changed = layout, {}
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
@@ -79,6 +81,15 @@ class CompiledProgram:
         self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
         self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
         self._ask = self._compile("predict_step", self._predict, ())
+
+    def changed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
+        """The program that `change` makes of this one, compiled in the same way; made once for every object `by`."""
+        if id(by) not in self._changed:
+            made = CompiledProgram(
+                change(self._program), layout=self._given_layout, eval_seed=self._eval_seed, **self._options
+            )
+            self._changed[id(by)] = by, made  # held, so that its id stays its own
+        return self._changed[id(by)][1]
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
         """A fresh state, its shapes taken from an example batch; with a layout, made where it will live.

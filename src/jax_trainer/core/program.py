@@ -1,7 +1,7 @@
 """`Program`: everything of a run that gets traced, and how a loss function becomes one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import optax
@@ -45,6 +45,7 @@ class Program(NamedTuple):
     keeps_batches: bool = False  # whether a check may ask for the batch of a step
     given: InitVariables | None = None  # the existing weights that `init` begins with, as `begin` takes them
     said: Callable[[], Mapping[str, PartitionSpec]] = dict  # how the model splits its parameters; known after `init`
+    transforms: Any = None  # what it does to batches first; None: nothing, so that those of the data may be added
 
 
 class StepOptions(TypedDict, total=False):

@@ -20,10 +20,12 @@ from jax_trainer.datasets.shared_state import joined_states, own_state
 from jax_trainer.datasets.transforms import (
     DeviceTransforms,
     ImageTransform,
+    common_transforms,
     normalize,
     random_crop,
     random_erase,
     random_flip,
+    transforms_of,
     with_transforms,
 )
 
@@ -53,6 +55,7 @@ __all__ = [
     "Supply",
     "Taken",
     "UnusedKeyWarning",
+    "common_transforms",
     "examples",
     "in_words",
     "joined_states",
@@ -64,5 +67,6 @@ __all__ = [
     "random_erase",
     "random_flip",
     "resident_loader",
+    "transforms_of",
     "with_transforms",
 ]

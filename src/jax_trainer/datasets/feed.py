@@ -13,6 +13,7 @@ from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_array
 from jax_trainer.datasets.kinds import source_of
 from jax_trainer.datasets.prefetch import Background, Direct, Supply
 from jax_trainer.datasets.shared_state import check_own
+from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 from jax_trainer.processes import peers
 
 Resident = bool | Literal["auto"]
@@ -121,6 +122,11 @@ class Feed:
     def batch_size(self) -> int | None:
         """Examples per full batch over all processes, where data that is shared tells."""
         return getattr(self._data, "batch_size", None) if self.is_shared else None
+
+    @property
+    def transforms(self) -> DeviceTransforms | None:
+        """What happens to its batches on the device, where the data says so."""
+        return transforms_of(self._data)
 
     def restore(self, state: Any) -> None:
         """Goes to a position that `state` gave."""

@@ -141,6 +141,7 @@ class DatasetModule(RegistrableConfigInterface):
         self.train_loader = self._loader(train, "train", shuffle=True, drop_last=True)
         self.val_loader = self._loader(val, "val")
         self.test_loader = self._loader(test, "test")
+        self._carry_transforms()
         if isinstance(self.train_loader, ArrayLoader):
             why = "the data is in memory, and batches are cut out of it in microseconds."
             config.say_unused("num_workers", "pin_memory", why=why)
@@ -156,6 +157,13 @@ class DatasetModule(RegistrableConfigInterface):
         """The loaders of the sets that exist besides the training set, by name."""
         named = {"val": self.val_loader, "test": self.test_loader}
         return {name: loader for name, loader in named.items() if loader is not None}
+
+    def _carry_transforms(self) -> None:
+        """Gives the loaders their transforms along: whoever is given one of them applies them."""
+        if not self.transforms:
+            return
+        for loader in (self.train_loader, *self.eval_loaders.values()):
+            loader.transforms = self.transforms
 
     def _loader(self, part: PyTree, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
         if part is None or hasattr(part, "epoch"):

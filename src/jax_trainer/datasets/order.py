@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_trainer.datasets.transforms import DeviceTransforms
+
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
@@ -109,9 +111,13 @@ class Order:
 
 
 class Ordered(ABC):
-    """What loaders share whose batches follow an `Order`."""
+    """What loaders share whose batches follow an `Order`.
+
+    `transforms` are what happens to their batches on the device, inside the compiled step; a `DatasetModule` sets them.
+    """
 
     schedule: Order
+    transforms: DeviceTransforms | None = None
 
     @abstractmethod
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:

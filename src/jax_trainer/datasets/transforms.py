@@ -2,6 +2,9 @@
 
 A transform is a function `(key, images) -> images` over a whole batch, [n, h, w, c] or [n, h, w], that JAX can trace.
 Any such function can stand beside those of this file.
+
+Data carries its transforms as `data.transforms`, a `DeviceTransforms`: loaders of a `DatasetModule` do, and one of your
+own may. Every run and evaluation applies them, unless its program has some already (`with_transforms`).
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core import Batch, Metrics, Program, StepReport, TrainState, stream
+from jax_trainer.datasets.foreign import DataError
 
 ImageTransform = Callable[[jax.Array, jax.Array], jax.Array]
 PadMode = Literal["reflect", "constant", "edge", "symmetric", "wrap"]
@@ -48,7 +52,7 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         scaled = (images.astype(wide) - jnp.asarray(one * means, wide)) * jnp.asarray(1 / (one * stds), wide)
         return scaled.astype(dtype)
 
-    return apply
+    return _Made(apply, "normalize", (means.tolist(), stds.tolist(), jnp.dtype(dtype).name))
 
 
 def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
@@ -74,7 +78,7 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
             return cropped
         return _blanked(cropped, ~_rectangle(_within(rows, height), _within(columns, width)))
 
-    return apply
+    return _Made(apply, "random_crop", (padding, mode))
 
 
 def random_flip(probability: float = 0.5) -> ImageTransform:
@@ -87,7 +91,7 @@ def random_flip(probability: float = 0.5) -> ImageTransform:
         columns = jnp.where(flipped, jnp.arange(width)[::-1], jnp.arange(width))
         return _picked(images, jnp.broadcast_to(jnp.arange(height), (count, height)), columns)
 
-    return apply
+    return _Made(apply, "random_flip", (probability,))
 
 
 def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
@@ -108,7 +112,28 @@ def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
         columns = _within(jnp.arange(width) - starts[1], size)
         return _blanked(images, _rectangle(rows, columns))
 
-    return apply
+    return _Made(apply, "random_erase", (size, probability))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Made:
+    """A transform of this file, equal to another one that was made with the same arguments."""
+
+    function: ImageTransform
+    kind: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, key: jax.Array, images: jax.Array) -> jax.Array:
+        return self.function(key, images)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Made) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({', '.join(map(repr, self.arguments))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +168,7 @@ class DeviceTransforms:
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
         """`batch` with its images transformed as for training or as for evaluation; the rest stays as it is."""
-        functions = self.train if train else self.eval
-        if not functions:
+        if not (self.train if train else self.eval):
             return batch
         entries = _entries(batch)
         if self.field not in entries:
@@ -152,10 +176,37 @@ class DeviceTransforms:
                 f"The batch, a {type(batch).__name__}, has no field {self.field!r} to transform. "
                 f"It has {', '.join(map(repr, entries)) or 'no fields'}: set `field` of the transforms accordingly."
             )
-        images = jnp.asarray(entries[self.field])
-        for position, function in enumerate(functions):
+        return _replaced(batch, {self.field: self.apply_to_images(key, entries[self.field], train=train)})
+
+    def apply_to_images(self, key: jax.Array, images: Any, *, train: bool) -> jax.Array:
+        """The same for images alone."""
+        images = jnp.asarray(images)
+        for position, function in enumerate(self.train if train else self.eval):
             images = function(jax.random.fold_in(key, position), images)
-        return _replaced(batch, {self.field: images})
+        return images
+
+
+def transforms_of(data: Any) -> DeviceTransforms | None:
+    """The transforms on the device that data carries, as `data.transforms`; None where it says nothing about them."""
+    found = getattr(data, "transforms", None)
+    return found if isinstance(found, DeviceTransforms) else None  # others may mean something else by this name
+
+
+def common_transforms(trained: DeviceTransforms | None, evals: Mapping[str, Any]) -> DeviceTransforms:
+    """What all batches of a run are seen through: the transforms that the training data carries, if it does.
+
+    Evaluation sets that carry none are seen through the same; one that carries others is a `DataError`.
+    """
+    trained = DeviceTransforms() if trained is None else trained
+    for name, data in evals.items():
+        own = transforms_of(data)
+        if own is not None and own != trained:
+            raise DataError(
+                f"The {name!r} data carries the device transforms {_in_words(own)}, and the training data "
+                f"{_in_words(trained)}. A model must see all data in one way: give all loaders the same `transforms`, "
+                "or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, …)`."
+            )
+    return trained
 
 
 class BatchTransforms(Protocol):
@@ -191,7 +242,12 @@ def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
 
     predict = program.predict_step
     predict_step = None if predict is None else lambda state, batch: predict(state, seen(state, batch))
-    return program._replace(init=init, train_step=train_step, eval_step=eval_step, predict_step=predict_step)
+    changed = {"init": init, "train_step": train_step, "eval_step": eval_step, "predict_step": predict_step}
+    return program._replace(**changed, transforms=transforms)
+
+
+def _in_words(transforms: DeviceTransforms | None) -> str:
+    return f"train={transforms.train}, eval={transforms.eval}" if transforms else "none"
 
 
 def _per_channel(name: str, given: Any) -> np.ndarray:

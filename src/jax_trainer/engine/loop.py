@@ -20,7 +20,7 @@ from jax_trainer.core import (
     failpoint,
     step_of,
 )
-from jax_trainer.datasets import LATE, Data, Feed, Position, Supply, in_words
+from jax_trainer.datasets import LATE, Data, Feed, Position, Supply, common_transforms, in_words, transforms_of
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -41,7 +41,7 @@ from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
 from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
-from jax_trainer.engine.supply import early_end, eval_takes, shorter, slow_data, train_feed
+from jax_trainer.engine.supply import early_end, eval_takes, seeing, shorter, slow_data, train_feed
 from jax_trainer.engine.timing import run_time
 from jax_trainer.processes import peers
 
@@ -57,7 +57,10 @@ def train_events(
     Whatever ends it before, raised in here or thrown in by whoever listens, it first comes to a `SavePoint`.
     """
     check_compiled(program)
-    yield from _Training(program, state, Data.of(data), plan.resolved(), at).events()
+    data = Data.of(data)
+    if program.transforms is None:
+        program = seeing(program, common_transforms(transforms_of(data.train), data.evals))
+    yield from _Training(program, state, data, plan.resolved(), at).events()
 
 
 class _Training:
@@ -281,7 +284,7 @@ def _nothing() -> None:
 
 
 def eval_events(
-    program: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
+    given: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
 ) -> Iterator[EvalStart | EvalStep | EvalEnd | EvalRoundEnd | Waiting | Notice]:
     """The evaluation loop: judges `at.state` on every evaluation set, each whole or up to `plan.eval_batches`.
 
@@ -290,6 +293,7 @@ def eval_events(
     judged: dict[str, dict[str, Any]] = {}
     for name, source in evals.items():
         feed = source if isinstance(source, Feed) else Feed(source, name, may_be_empty=True)
+        program = seeing(given, feed.transforms)
         reader, meter, in_flight = None, RowMeter(_phase(name)), InFlight(program, plan)
         tape, done = None, 0
         with closing(eval_takes(program, feed, plan.eval_batches, in_flight.is_empty)) as batches:

@@ -12,7 +12,7 @@ from jax_trainer.core import CompiledProgram, HeldState, PyTree, TrainState
 from jax_trainer.datasets import LATE, Feed, Taken, in_words
 from jax_trainer.engine.loop import PATIENCE, check_compiled
 from jax_trainer.engine.recorder import named
-from jax_trainer.engine.supply import eval_takes
+from jax_trainer.engine.supply import eval_takes, seeing
 
 
 def predictions(
@@ -31,7 +31,7 @@ def predictions(
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
     feed = source if isinstance(source, Feed) else Feed(source, "predict")
-    return _outputs(program, HeldState.of(state), feed, max_batches)
+    return _outputs(seeing(program, feed.transforms), HeldState.of(state), feed, max_batches)
 
 
 def _outputs(program: CompiledProgram, held: HeldState, feed: Feed, limit: int | None) -> Iterator[PyTree]:

@@ -12,12 +12,14 @@ from jax_trainer.datasets import (
     Cursor,
     Data,
     DataError,
+    DeviceTransforms,
     Feed,
     FirstBatches,
     Supply,
     Taken,
     in_words,
     nearby_multiples,
+    with_transforms,
 )
 from jax_trainer.engine.gathering import Gathered
 from jax_trainer.engine.parts import Agreed, EqualParts, Where
@@ -38,6 +40,13 @@ def train_feed(data: Data, plan: Plan) -> Feed:
     if feed.is_one_shot and plan.steps_per_epoch is None:
         _check_stream(feed, plan, type(data.train).__name__)
     return feed
+
+
+def seeing(program: CompiledProgram, transforms: DeviceTransforms | None) -> CompiledProgram:
+    """`program` on batches that are transformed as their data asks, unless it transforms batches already."""
+    if program.transforms is not None or not transforms:
+        return program
+    return program.changed(transforms, lambda plain: with_transforms(plain, transforms))
 
 
 def takes(

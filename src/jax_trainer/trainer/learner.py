@@ -31,7 +31,7 @@ from jax_trainer.core import (
     with_statistics,
 )
 from jax_trainer.core.layout_table import LayoutTable, layout_table
-from jax_trainer.datasets import DatasetModule, with_transforms
+from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.settings import Settings, SettingsError
@@ -65,6 +65,7 @@ class Learner(Task):
         self._program: CompiledProgram | None = None
         self._held: HeldState | None = None
         self._state_is_in_use = False
+        self._carried: DeviceTransforms | None = None  # by the data; None: none was seen yet
         self._just_judged: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
 
     # the model and its first weights
@@ -173,8 +174,25 @@ class Learner(Task):
         return self._program
 
     def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
-        """What happens to a batch on the device, before the model sees it: what the dataset says."""
-        return batch if self.dataset is None else self.dataset.transforms.apply(key, batch, train=train)
+        """What happens to a batch on the device, before the model sees it: what `device_transforms` say."""
+        return self.device_transforms.apply(key, batch, train=train)
+
+    @property
+    def device_transforms(self) -> DeviceTransforms:
+        """The transforms of the dataset; without one, those that the training data carries."""
+        return (self._carried or DeviceTransforms()) if self.dataset is None else self.dataset.transforms
+
+    def _see_through(self, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> None:
+        """Takes over the transforms of the data, which all of `evals` must share, unless a dataset has the word."""
+        if self.dataset is None and transforms is not None:
+            before, self._carried = self.device_transforms, common_transforms(transforms, evals)
+            if self._carried != before:
+                self._program = None
+
+    def _see_evals(self, sets: Mapping[str, Any]) -> None:
+        """The same before an evaluation: the first set that carries transforms decides, where none were seen yet."""
+        carried = (self._carried, *map(transforms_of, sets.values()))
+        self._see_through(next((found for found in carried if found is not None), None), sets)
 
     def create_training_function(self) -> Callable[[Any, Batch], Any]:
         """The step, uncompiled: `(state, batch) -> (state, metrics)`; one of your own has `state.apply_gradients`."""
@@ -274,6 +292,7 @@ class Learner(Task):
 
         A single batch is given as `[batch]`.
         """
+        self._see_evals({"predict": data_loader})
         state = self.state  # first: an nnx model is built while it is made
         outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
@@ -304,6 +323,7 @@ class Learner(Task):
     def _metrics_on(self, sets: Mapping[str, Any], max_batches: int | None = None) -> dict[str, Any]:
         if not sets:
             raise ValueError("There is no data to judge the weights on.")
+        self._see_evals(sets)
         state = self.state  # first: an nnx model is built while it is made
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
@@ -318,9 +338,8 @@ class _Transforms:
         self._learner = learner
 
     def __bool__(self) -> bool:
-        dataset = self._learner.dataset
         is_own = type(self._learner).transform_batch is not Learner.transform_batch
-        return is_own or (dataset is not None and bool(dataset.transforms))
+        return is_own or bool(self._learner.device_transforms)
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
         return self._learner.transform_batch(key, batch, train)

@@ -15,7 +15,7 @@ from rich.progress import track
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
-from jax_trainer.datasets import Data, DatasetModule, Position
+from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
@@ -53,7 +53,8 @@ class TrainerModule(Keeper):
             of the model and of the data; instead of it, `config` may have one.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
         optimizer: an optax optimizer.
-        dataset: its device transforms (such as normalising images) become part of every step.
+        dataset: its device transforms (such as normalising images) become part of every step; without one, those that
+            the loaders carry do.
         callbacks: who watches, besides those that `config` names: callbacks or configurations of them, in a list or by
             name.
         other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. That of a
@@ -123,6 +124,7 @@ class TrainerModule(Keeper):
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """The program that trains on this data; nothing has run yet."""
+        self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
         return self._use_optimizer(self.init_optimizer(num_epochs, self._steps_per_epoch(train_loader)))
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
@@ -194,14 +196,16 @@ class TrainerModule(Keeper):
         """
         plan = self.config.plan(num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
+        tests = named_sets("test", test_loader)
         program = self.prepare(train_loader, num_epochs)
+        self._see_evals({**evals, **tests})
         self._check(program, evals)
         place = agreed(lambda: place_of(self, resume, fork=fork))
         self._start(program, resume=place.goes_on is not None)
         with place.locked():
             self.folder = place.folder
             data = self._data(train_loader, evals)
-            return self._train(place, Work(program, plan, data, named_sets("test", test_loader)), quiet=quiet)
+            return self._train(place, Work(program, plan, data, tests), quiet=quiet)
 
     def _train(self, place: Place, work: Work, *, quiet: bool) -> TrainResults:
         store = self._store(place.folder, validates=bool(work.data.evals))
@@ -250,6 +254,7 @@ class TrainerModule(Keeper):
         """
         sets = named_sets("test", test_loader)
         if apply_callbacks and sets:
+            self._see_evals(sets)
             at = Event(int(self.state.step), epoch_idx, HeldState.of(self.state))
             for event in eval_events(self.program, at, sets, self.config.test_plan):
                 for callback in self.callbacks.values():

@@ -19,14 +19,14 @@ from jax_trainer.core import (
     with_finite_check,
     with_finite_guard,
 )
-from jax_trainer.datasets import Data, DataError, Feed
+from jax_trainer.datasets import Data, DataError, Feed, transforms_of
 from jax_trainer.engine import Every, Plan
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.runs import agreed, named_callbacks
 from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
 from jax_trainer.styles.fitting.learning_rate import with_learning_rate
-from jax_trainer.styles.fitting.program import Trained, Wishes, trained_of
+from jax_trainer.styles.fitting.program import Trained, Wishes, seen_through, trained_of
 from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, saver_among, with_saver
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.styles.fitting.told import name_of, plain_hparams
@@ -121,6 +121,7 @@ def fit(
     evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
     total = _total_steps(train.data, plan)
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
+    trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, validates=bool(evals))
     saving = with_saver(named, found, mode, is_wish=metric is not None)

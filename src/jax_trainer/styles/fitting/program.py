@@ -17,9 +17,10 @@ from jax_trainer.adapters.linen import flax_state_program
 from jax_trainer.adapters.nnx import Split
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
 from jax_trainer.core.rng import key_data
+from jax_trainer.datasets import DataError, DeviceTransforms, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.settings import Settings
-from jax_trainer.styles.fitting.data import SplitBatch, inputs_of, split_of
+from jax_trainer.styles.fitting.data import Inputs, SplitBatch, inputs_of, split_of
 from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
 
 _KINDS = (
@@ -60,6 +61,30 @@ def trained_of(given: Any, wishes: Wishes) -> Trained:
     if make is not _of_program and wishes.loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
     return make(given, wishes)
+
+
+def seen_through(trained: Trained, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> Trained:
+    """`trained` on batches that are transformed as their data asks, unless its program transforms them already."""
+    if trained.program.transforms is not None:
+        return trained
+    common = common_transforms(transforms, evals)
+    return trained._replace(program=with_transforms(trained.program, _AlsoInputs(common))) if common else trained
+
+
+class _AlsoInputs(NamedTuple):
+    """The transforms of batches, also for inputs that stand alone."""
+
+    transforms: DeviceTransforms
+
+    def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
+        if not isinstance(batch, Inputs):
+            return self.transforms.apply(key, batch, train=train)
+        if isinstance(batch.value, tuple):
+            raise DataError(
+                f"The training data carries device transforms of its field {self.transforms.field!r}, and of several "
+                "inputs it cannot tell which one that is. Pass batches like those of the training: `predict([batch])`."
+            )
+        return Inputs(self.transforms.apply_to_images(key, batch.value, train=train))
 
 
 def _maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:

@@ -27,7 +27,7 @@ from jax_trainer.core import (
     with_finite_check,
     with_finite_guard,
 )
-from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets import Data, DeviceTransforms, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Observer, Plan, run
 from jax_trainer.logger.active_wandb import ActiveWandb
@@ -135,7 +135,7 @@ class _Setup(NamedTuple):
         return self.plan.max_steps
 
     def program(self, job: "_Job") -> Program:
-        program = nnx_step_program(job.model, job.optimizer, *self.fns)
+        program = with_transforms(nnx_step_program(job.model, job.optimizer, *self.fns), job.transforms)
         for one in self.taking_part:
             program = one.wrap(program)
         return with_finite_guard(program, max_consecutive=0) if self.guarded else with_finite_check(program)
@@ -174,6 +174,11 @@ class _Job(NamedTuple):
         if train is None:
             raise TypeError("There is nothing to train on: `train_itr` is None.")
         return cls(key, model, optimizer, train, val)
+
+    @property
+    def transforms(self) -> DeviceTransforms:
+        """What happens to batches on the device, as the data says."""
+        return common_transforms(transforms_of(self.train), {"val": self.val})
 
     @property
     def first(self) -> int:

@@ -27,7 +27,7 @@ from jax_trainer.core import (
     with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
-from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Standing
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
@@ -91,11 +91,12 @@ class TrainLoop:
         began = time.perf_counter()
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_introduced = stdout, False
+        data = Data.of(task.data)
         program = _program(init, task, Collections.of(collections), mutable_collections)
+        program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
         program, layout = with_finite_check(program), _layout(devices)
         compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
         key = jax.random.key(0) if rnkey is None else rnkey
-        data = Data.of(task.data)
         if input_sample is None:
             example, source = peeked(data.train)
             data = replace(data, train=source)
