@@ -110,3 +110,28 @@ def test_a_held_state_is_put_together_only_when_asked_and_once(key):
     again = HeldState(held.leaves, held.structure)
     assert_same_bits(again.state, state)
     assert again.state is again.state
+
+
+def test_fields_of_the_state_are_fields_of_apply_gradients():
+    state, grads = flax_state(batch_stats={"mean": jnp.zeros(2)}), {"w": jnp.ones(3)}
+    after = state.apply_gradients(grads=grads, rng=jax.random.key(9), extra={"seen": jnp.ones(1)})
+    assert_same_bits(after.key, jax.random.key(9))
+    assert_same_bits(after.extra, {"seen": jnp.ones(1)})
+    changed = {"batch_stats": {"mean": jnp.ones(2)}, "intermediates": {"h": jnp.ones(1)}}
+    after = state.apply_gradients(grads=grads, mutable_variables=changed)
+    assert_same_bits(after.mutable_variables, {"batch_stats": {"mean": jnp.ones(2)}})  # what was sown is no state
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_a_model_without_statistics_may_be_given_none_and_has_none(none):
+    state = flax_state(batch_stats=none)
+    assert not state.batch_stats
+    after = state.apply_gradients(grads={"w": jnp.ones(3)}, batch_stats=none)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize(("field", "value"), [("batch_stat", {"mean": jnp.ones(2)}), ("batch_stats", None)])
+def test_what_is_no_field_and_no_collection_is_refused_by_name(field, value):
+    state = flax_state(batch_stats={"mean": jnp.zeros(2)})
+    with pytest.raises(TypeError, match=rf"`{field}\b.*"):
+        state.apply_gradients(grads={"w": jnp.ones(3)}, **{field: value})

@@ -202,7 +202,7 @@ def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: S
         if not train:
             return value, (model_state, reported)
         told = sown_metrics(_sown_by(model), modes) if modes else {}
-        return value, (_kept(model_state, changed), {**reported, **told})
+        return value, (kept_state(model_state, changed), {**reported, **told})
 
     return loss_fn
 
@@ -219,11 +219,11 @@ def _sowing_is_fine() -> Iterator[None]:
         yield
 
 
-def _kept(model_state: PyTree, changed: PyTree) -> PyTree:
+def kept_state(model_state: PyTree, changed: PyTree) -> PyTree:
     """The values that `changed` has for the entries of `model_state`; what the loss added is not state."""
     if not isinstance(model_state, dict):
         return changed
-    return {name: _kept(old, changed[name]) for name, old in model_state.items()}
+    return {name: kept_state(old, changed[name]) for name, old in model_state.items()}
 
 
 def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = None) -> None:
@@ -278,8 +278,8 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
             raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
         _, changed = split.arrays(model)
         metrics = as_metrics(reported, batch_weight(batch))
-        grads = like_params(_fitting(returned[1], state.params, split.trainable))
-        return Gradients(grads, _kept(state.model_state, changed), metrics)
+        grads = like_params(fitting_grads(returned[1], state.params, split.trainable))
+        return Gradients(grads, kept_state(state.model_state, changed), metrics)
 
     return grad_fn
 
@@ -316,12 +316,11 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     return {"loss": loss, **more}
 
 
-def _fitting(grads: Any, params: PyTree, trainable: Any) -> PyTree:
+def fitting_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
     """`grads` as a nested dict like `params`, which must be what they belong to."""
     if not isinstance(grads, nnx.State | nnx.Module):
         raise TypeError(
-            f"The gradients that `train_step` returns must be those of `nnx.grad` or `nnx.value_and_grad`, got a "
-            f"{type(grads).__name__}."
+            f"Gradients of a step must be those of `nnx.grad` or `nnx.value_and_grad`, got a {type(grads).__name__}."
         )
     found = nnx.to_pure_dict(nnx.state(grads, trainable))
     shapes = [
@@ -331,9 +330,9 @@ def _fitting(grads: Any, params: PyTree, trainable: Any) -> PyTree:
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:
         raise ValueError(
-            f"The gradients that `train_step` returns do not belong to the parameters that the optimizer updates: "
+            f"The gradients of a step do not belong to the parameters that the optimizer updates: "
             f"{wrong[0]} has {shapes[0].get(wrong[0], 'no gradient')}, and the parameter is "
-            f"{shapes[1].get(wrong[0], 'not one of them')}. Take them with respect to the model that `train_step` is "
+            f"{shapes[1].get(wrong[0], 'not one of them')}. Take them with respect to the model that the step is "
             "given, and to the variables that the optimizer's `wrt` names."
         )
     return found

@@ -40,7 +40,11 @@ class TrainState(flax.struct.PyTreeNode):
         rng: jax.Array | None = None,
         **collections: PyTree,
     ) -> "FlaxState":
-        """A state as Flax users write it, e.g. with `batch_stats=…`. A door: the engine runs on plain states."""
+        """A state as Flax users write it, e.g. with `batch_stats=…`. A door: the engine runs on plain states.
+
+        A collection that is None or empty is one that the model does not have.
+        """
+        collections = {name: value for name, value in collections.items() if jax.tree.leaves(value)}
         base = new_state(params, collections, tx, jax.random.key(0) if rng is None else rng)
         return FlaxState(**vars(base), apply_fn=apply_fn, tx=tx)
 
@@ -53,18 +57,44 @@ class FlaxState(TrainState):
 
     @property
     def batch_stats(self) -> PyTree:
-        """The BatchNorm statistics."""
-        return self.model_state["batch_stats"]
+        """The BatchNorm statistics; empty for a model that has none."""
+        return self.model_state.get("batch_stats", {})
 
-    def apply_gradients(self, *, grads: PyTree, **collections: PyTree) -> Self:
-        """The state after one optimizer update; `collections` replace those of the model state."""
+    @property
+    def mutable_variables(self) -> PyTree:
+        """All collections of the model besides its parameters."""
+        return self.model_state
+
+    def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
+        """The state after one optimizer update, with other `fields` replaced.
+
+        Args:
+            grads: of the loss, with respect to `params`.
+            fields: fields of the state, such as `rng`; collections of the model, such as `batch_stats`; or all of these
+                in one, as `mutable_variables`.
+        """
         updates, opt_state = self.tx.update(like_params(grads), self.opt_state, self.params)
-        return self.replace(
-            step=self.step + 1,
-            params=optax.apply_updates(self.params, updates),
-            opt_state=opt_state,
-            model_state={**self.model_state, **collections},
-        )
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**self._as_fields(fields))
+
+    def _as_fields(self, given: dict[str, PyTree]) -> dict[str, PyTree]:
+        """`given` with collections of the model put together as its state."""
+        fields = {name: value for name, value in given.items() if name in self.__dataclass_fields__}
+        if "rng" in fields:
+            fields["rng"] = key_data(fields["rng"])
+        changed = {k: v for k, v in (given.get("mutable_variables") or {}).items() if k in self.model_state}
+        for name, value in given.items():
+            if name in fields or name == "mutable_variables":
+                continue
+            if name not in self.model_state and jax.tree.leaves(value):
+                raise TypeError(
+                    f"`apply_gradients` got `{name}`, which is neither a field of the state nor a collection of the "
+                    f"model. Its collections are: {', '.join(self.model_state) or 'none'}."
+                )
+            if name in self.model_state and value is None:
+                raise TypeError(f"`apply_gradients` got `{name}=None`, and the model has `{name}`. Leave it out.")
+            changed |= {name: value} if name in self.model_state else {}
+        return {"model_state": {**self.model_state, **changed}, **fields} if changed else fields
 
     def plain(self) -> TrainState:
         """The data alone, without `apply_fn` and `tx`, as the engine runs on."""

@@ -92,7 +92,9 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         in_a_row = state.extra[_IN_A_ROW]
         frozen = in_a_row > max_consecutive
         new, report = program.train_step(state, batch)
-        keep = _all_finite((_values(report.metrics, names), report.grads)) & ~frozen
+        # a step that does not hand out its gradients is seen by what they did
+        moved = new.params if report.grads is None else report.grads
+        keep = _all_finite((_values(report.metrics, names), moved)) & ~frozen
         in_a_row = jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
         chosen = _chosen(keep, new, state).replace(step=new.step)
         metrics = _silenced(report.metrics, keep).adding(

@@ -1,54 +1,167 @@
 """Steps that a subclass wrote itself, made into those of a program."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
+import flax.struct
+import jax
 import optax
+from flax import nnx
 
+from jax_trainer.adapters import LinenView
+from jax_trainer.adapters.nnx import Split, fitting_grads, kept_state
 from jax_trainer.core import (
     Batch,
     FlaxState,
     Metrics,
     Program,
+    PyTree,
     StepReport,
     TrainState,
     as_metrics,
     batch_weight,
+    stream,
 )
 from jax_trainer.core.loss_shape import explaining_shapes
+from jax_trainer.core.rng import key_data
 
 Step = Callable[[Any, Batch], Any]
+Dress = Callable[[TrainState, jax.Array, bool], "StepState"]
 
 
-def with_own_steps(
-    program: Program, train: Step, judge: Step, apply_fn: Callable[..., Any], tx: optax.GradientTransformation
-) -> Program:
-    """`program` with these steps, where they are not its own already.
+class StepState(FlaxState):
+    """The state as a step of one's own gets it: what Flax users expect, and `rng` is the key of this step alone.
 
-    A step of one's own finds in its state what Flax users expect: `apply_fn`, `tx`, `apply_gradients`, `batch_stats`.
+    Of an nnx model it has `model`, the module with the weights: what a call changes in it besides parameters, such as
+    BatchNorm statistics, is in the state after the step.
     """
 
-    def dressed(state: TrainState) -> FlaxState:
-        return FlaxState(**vars(state), apply_fn=apply_fn, tx=tx)
+    root: jax.Array  # the words of the key that every step has its own from
+    of_nnx: "NnxModel | None" = flax.struct.field(pytree_node=False, default=None)
+    by_ours: bool = flax.struct.field(pytree_node=False, default=False)  # whether the trainer's own step made it
+
+    @property
+    def model(self) -> Any:
+        """The nnx module, in training mode to be trained and in evaluation mode to be evaluated."""
+        if self.of_nnx is None:
+            raise TypeError("`state.model` is the module of an nnx model; this one is of linen: use `state.apply_fn`.")
+        return self.of_nnx.module
+
+    def apply(self, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
+        """Runs the linen model: its output, and its collections after it. See `LinenView.apply`."""
+        view = LinenView(self.apply_fn, params, self.model_state, stream(self.key, "model"), step=self.step)
+        return view.apply(params, *inputs, **options)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other fields; a new `rng` is where the keys of all later steps come from."""
+        if "rng" in changes:
+            changes = {"root": key_data(changes["rng"]), **changes}
+        if "model_state" in changes and self.of_nnx is not None:
+            changes = {"of_nnx": None, **changes}
+        return super().replace(**changes)
+
+    def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
+        """The state after one optimizer update, with other `fields` replaced; an nnx module is updated with it."""
+        if self.of_nnx is None:
+            return super().apply_gradients(grads=grads, **fields)
+        if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
+            grads = fitting_grads(grads, self.params, self.of_nnx.split.trainable)
+        new = super().apply_gradients(grads=grads, **fields)
+        nnx.update(self.of_nnx.module, nnx.State(new.params))
+        return new
+
+    def plain(self) -> TrainState:
+        """The data alone, with what the nnx module has changed in itself."""
+        state = super().plain().replace(rng=self.root)
+        return state if self.of_nnx is None else state.replace(model_state=self.of_nnx.changed(self.model_state))
+
+
+class NnxModel:
+    """An nnx module that a step is called with, and how it is taken apart again."""
+
+    def __init__(self, split: Split, module: Any) -> None:
+        self.split, self.module = split, module
+
+    def changed(self, model_state: PyTree) -> PyTree:
+        """`model_state` as the module has it by now."""
+        return kept_state(model_state, self.split.arrays(self.module)[1])
+
+
+def dressing(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
+    """What makes a `StepState` of a state, the key of a step, and whether it trains.
+
+    Args:
+        model: the `apply` of a linen module; or, of an nnx module, what gives it taken apart.
+        tx: the optimizer.
+    """
+
+    def of_linen(state: TrainState, key: jax.Array, train: bool) -> StepState:
+        return StepState(**_with_key(state, key), apply_fn=model, tx=tx)
+
+    def of_nnx(state: TrainState, key: jax.Array, train: bool) -> StepState:
+        split = model()
+        module = NnxModel(split, split.join(state.params, state.model_state, key, train=train))
+        return StepState(**_with_key(state, key), apply_fn=_no_apply, tx=tx, of_nnx=module)
+
+    return of_nnx if is_nnx else of_linen
+
+
+def _with_key(state: TrainState, key: jax.Array) -> dict[str, Any]:
+    return {**vars(state), "rng": key_data(key), "root": state.rng}
+
+
+def _no_apply(*_: Any, **__: Any) -> Any:
+    raise TypeError("`state.apply_fn` is of linen models; this is one of nnx: call `state.model`.")
+
+
+def accepting_step_states(program: Program, dressed: Dress) -> Program:
+    """`program` whose steps may also be called by a step of one's own, with the state that it got."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        if not isinstance(state, StepState):
+            return program.train_step(state, batch)
+        new, report = program.train_step(state.plain(), batch)
+        return dressed(new, _train_key(new), True).replace(by_ours=True), report
+
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        return program.eval_step(state.plain() if isinstance(state, StepState) else state, batch)
+
+    return program._replace(train_step=train_step, eval_step=eval_step)
+
+
+def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress, *, micro_batches: int) -> Program:
+    """`program` with these steps, where they are not its own already.
+
+    A step of one's own finds in its state what Flax users expect: see `StepState`.
+    """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         with explaining_shapes(batch):
-            returned = train(dressed(state), batch)
+            returned = train(dressed(state, _train_key(state), True), batch)
         match returned:
-            case (FlaxState() as new, reported):
+            case (StepState() as new, reported):
                 pass
             case other:
                 kind = type(other).__name__
                 raise TypeError(f"A training step returns `state, metrics`; this one returned a {kind}.")
+        if micro_batches > 1 and not new.by_ours:
+            raise ValueError(
+                f"`accumulate` is {micro_batches}, and this step finds its gradients itself, of the whole batch. "
+                "Accumulate them in it, or by `optax.MultiSteps`, and leave out `accumulate`."
+            )
         report = reported if isinstance(reported, StepReport) else StepReport(_metrics(reported, batch), None)
         return new.plain().replace(step=state.step + 1), report  # the step is what makes randomness differ
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        return _metrics(judge(dressed(state), batch), batch)
+        return _metrics(evaluate(dressed(state, stream(state.key, "eval"), False), batch), batch)
 
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
-    return program if judge is program.eval_step else program._replace(eval_step=eval_step)
+    return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
+
+
+def _train_key(state: TrainState) -> jax.Array:
+    return jax.random.fold_in(stream(state.key, "train"), state.step)
 
 
 def _metrics(reported: Any, batch: Batch) -> Metrics:

@@ -35,7 +35,7 @@ from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transfo
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.settings import Settings, SettingsError
-from jax_trainer.trainer.custom_steps import with_own_steps
+from jax_trainer.trainer.custom_steps import accepting_step_states, dressing, with_own_steps
 from jax_trainer.trainer.given import Model, Module, optimizer_of
 from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.task import Task
@@ -140,11 +140,14 @@ class Learner(Task):
         params, model_state = copied((state.extra.get("ema", state.params), state.model_state))  # what is judged
         if self.model_mode == "linen":
             return self.model.bind({"params": params, **model_state})
+        return self._nnx_split().join(params, model_state, stream(state.key, "bound"), train=False)
+
+    def _nnx_split(self) -> Split:
         if self._split is None:
             build = lambda: self.run_model_init(self._transformed_example(), stream(self._key, "init"))
             with nnx.use_eager_sharding(False):  # partitioned parameters would want a mesh
                 self._split = Split(nnx.eval_shape(build), nnx.Param)
-        return self._split.join(params, model_state, stream(state.key, "bound"), train=False)
+        return self._split
 
     def _linen_module(self, inputs: Any) -> Any:
         if self._module is None:
@@ -215,7 +218,7 @@ class Learner(Task):
 
     def _program_with_options(self) -> Program:
         config, base = self.config, self._program_without_options()
-        program = with_own_steps(base, *self.create_functions(), self._linen_apply, self.tx)
+        program = with_own_steps(base, *self.create_functions(), self._dressed, micro_batches=config.accumulate)
         program = with_transforms(program, _Transforms(self))
         if config.ema is not None:
             program = with_ema(program, config.ema)
@@ -230,7 +233,10 @@ class Learner(Task):
 
     def _program_without_options(self) -> Program:
         if self._base is None:
-            self._base = self._model_program(self.tx)
+            program = self._model_program(self.tx)
+            model = self._nnx_split if self.model_mode == "nnx" else self._module.apply
+            self._dressed = dressing(model, self.tx, is_nnx=self.model_mode == "nnx")
+            self._base = accepting_step_states(program, self._dressed)
         return self._base
 
     def _model_program(self, tx: optax.GradientTransformation) -> Program:
@@ -249,11 +255,6 @@ class Learner(Task):
         module = self._linen_module(self.batch_to_input(self.exmp_input))
         first = lambda key, example: self.run_model_init(example, key)
         return linen_program(module, self.loss_function_linen, tx, init_variables=first, **options)
-
-    def _linen_apply(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model_mode == "nnx":
-            raise TypeError("A step of your own has `state.apply_fn` for linen models; this is one of nnx.")
-        return self.model.apply(*args, **kwargs)
 
     def _use_optimizer(self, tx: optax.GradientTransformation) -> CompiledProgram:
         self.tx, self._base = tx, None

@@ -1,0 +1,185 @@
+"""A step of one's own does what it looks like: its keys, statistics, gradients and fields are those of the run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from trainer_runs import EXAMPLE, STEPS, Plain, WatcherConfig, first_examples, settings, values
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+
+WIDTH = EXAMPLE["x"].shape[-1]
+
+
+class LinenNet(nn.Module):
+    """Has statistics, and randomness."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden, self.norm = nnx.Linear(WIDTH, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.dropout(self.norm(self.hidden(x))))
+
+
+class OwnStep(Plain):
+    """The steps as documents write them, of a linen model and of one of nnx."""
+
+    def create_training_function(self) -> Any:
+        return self._linen_step if self.model_mode == "linen" else self._nnx_step
+
+    def _linen_step(self, state: Any, batch: Any) -> Any:
+        loss_fn = lambda params: self.loss_function_linen(params, state, batch, state.rng, train=True)
+        (loss, (mutable, metrics)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, mutable_variables=mutable), {"loss": loss, **metrics}
+
+    def _nnx_step(self, state: Any, batch: Any) -> Any:
+        loss_fn = lambda model: self.loss_function(model, batch)
+        (loss, metrics), grads = nnx.value_and_grad(loss_fn, has_aux=True)(state.model)
+        return state.apply_gradients(grads=grads), {"loss": loss, **metrics}
+
+
+class Guide(OwnStep):
+    """As the guide writes it: its own `apply_fn`, and the next key in the state."""
+
+    def _linen_step(self, state: Any, batch: Any) -> Any:
+        rng, key = jax.random.split(state.rng)
+
+        def loss_fn(params: Any) -> Any:
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            rngs, x = {"dropout": key}, jnp.ones_like(batch["x"])
+            logits, changed = state.apply_fn(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return losses.mean(), (changed, logits[0])
+
+        (loss, (changed, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        grads = jax.tree.map(jnp.zeros_like, grads)  # so that only the key makes steps differ
+        state = state.apply_gradients(grads=grads, batch_stats=changed["batch_stats"], **self.fields(rng))
+        return state, {"loss": loss, "key": {"value": logits, "mode": "concat"}}
+
+    def fields(self, rng: Any) -> dict[str, Any]:
+        return {"rng": rng}
+
+
+class WithoutRng(Guide):
+    def fields(self, rng: Any) -> dict[str, Any]:
+        return {}
+
+
+def trainer_of(kind: Any, flavour: str, folder: Any, **options: Any) -> Any:
+    model = LinenNet() if flavour == "linen" else NnxNet
+    settled = settings(folder, **{"train_epochs": 1, "check_val_every_n_epoch": 0, "log_grad_norm": False, **options})
+    return kind(model=model, optimizer=optax.adam(0.01), exmp_input=EXAMPLE, **settled)
+
+
+def train(trainer: Any, **options: Any) -> Any:
+    return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
+
+
+def test_a_step_as_it_is_written_for_flax_does_what_the_trainers_own_does(flavour, tmp_path):
+    own, ours = (trainer_of(kind, flavour, tmp_path) for kind in (OwnStep, Plain))
+    before = jax.tree.map(np.asarray, own.state.model_state)
+    train(own)
+    train(ours)
+    assert_close(own.state, ours.state, rtol=1e-5)
+    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), before, own.state.model_state)
+    assert any(jax.tree.leaves(moved))  # the statistics
+
+
+@pytest.mark.parametrize("kind", [Guide, WithoutRng])
+def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_not(kind, tmp_path):
+    trainer = trainer_of(kind, "linen", tmp_path, check_val_every_n_epoch=0)
+    seen: list[Any] = []
+    trainer.on_training_epoch_end = lambda metrics, epoch_idx: seen.append(metrics["train/key"])
+    train(trainer)
+    assert len({tuple(row) for row in np.reshape(seen[0], (STEPS, -1))}) == STEPS
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "on_nonfinite": "skip"}], ids=["", "ema and guard"])
+@pytest.mark.parametrize(("kind", "flavour"), [(OwnStep, "linen"), (OwnStep, "nnx"), (Guide, "linen")])
+def test_a_step_of_ones_own_resumes_to_the_same_bits(kind, flavour, options, tmp_path):
+    saver = {"saver": ModelCheckpointConfig()}
+    stopping = {**saver, "watcher": WatcherConfig(stop_after=1)}
+    common = {"train_epochs": 2, "check_val_every_n_epoch": 1, **options}
+    whole = trainer_of(kind, flavour, tmp_path, callbacks=saver, **common)
+    train(whole)
+    part = trainer_of(kind, flavour, tmp_path, callbacks=stopping, **common)
+    train(part)
+    assert int(part.state.step) == STEPS
+    resumed = trainer_of(kind, flavour, tmp_path, callbacks=saver, **common)
+    train(resumed, resume=part.folder.path)
+    assert_same_bits(resumed.state, whole.state)
+
+
+class NanGradients(OwnStep):
+    """One step has a loss that is finite, and gradients that are not."""
+
+    def _linen_step(self, state: Any, batch: Any) -> Any:
+        new, reported = super()._linen_step(state, batch)
+        spoilt = jax.tree.map(lambda p: jnp.where(state.step == 1, jnp.nan, p), new.params)
+        return new.replace(params=spoilt), reported
+
+
+def test_a_guard_sees_gradients_that_are_not_finite_also_in_a_step_of_ones_own(tmp_path):
+    trainer = trainer_of(NanGradients, "linen", tmp_path, on_nonfinite="skip")
+    train(trainer)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trainer.state.params))
+    assert list(values(trainer, "guard/skipped_epoch")) == [1]
+
+
+def test_accumulating_a_step_that_finds_its_own_gradients_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`accumulate` is 2"):
+        train(trainer_of(OwnStep, "linen", tmp_path, accumulate=2))
+
+
+class Wrapping(Plain):
+    def create_training_function(self) -> Any:
+        step = super().create_training_function()
+        return lambda state, batch: step(state, batch)
+
+
+def test_a_step_that_calls_the_trainers_own_accumulates_and_draws_as_that_does(flavour, tmp_path):
+    wrapping, ours = (trainer_of(kind, flavour, tmp_path, accumulate=2) for kind in (Wrapping, Plain))
+    train(wrapping)
+    train(ours)
+    assert_same_bits(wrapping.state, ours.state)
+
+
+class OwnEvaluation(Plain):
+    def create_evaluation_function(self) -> Any:
+        def eval_step(state: Any, batch: Any) -> Any:
+            if self.model_mode == "nnx":
+                logits = state.model(batch["x"])
+            else:
+                logits, _ = state.apply(state.params, batch["x"], train=False)
+            loss, metrics = self._judge(logits, batch)
+            return {"loss": loss, **metrics}
+
+        return eval_step
+
+
+def test_an_evaluation_of_ones_own_has_the_model_in_evaluation_mode(flavour, tmp_path):
+    own, ours = (trainer_of(kind, flavour, tmp_path, check_val_every_n_epoch=1) for kind in (OwnEvaluation, Plain))
+    assert train(own)[1]["val/loss"] == pytest.approx(train(ours)[1]["val/loss"], rel=1e-6)
+
+
+def test_a_loss_of_another_shape_in_a_step_of_ones_own_is_named_with_those_of_the_batch(flavour, tmp_path):
+    class Shaped(OwnStep):
+        def _judge(self, logits: Any, batch: Any) -> Any:
+            return logits, {}
+
+    with pytest.raises(ValueError, match=r"\(32, 4\) from .*batch"):
+        train(trainer_of(Shaped, flavour, tmp_path))
