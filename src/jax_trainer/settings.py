@@ -20,11 +20,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
 from jax_trainer.registration import implementation_of, path_in_files
+from jax_trainer.suggestions import check_keywords, keywords_of, suggestion
 
 Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
 
@@ -121,6 +134,13 @@ class SettingsError(ValueError):
 class Settings(ConfigInterface):
     """The base of every configuration: checks its values when it is made, all of them, whoever makes it."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses keywords that it does not have, with those that are meant."""
+        known = keywords_of(cls.__init__)
+        if known is not None:
+            check_keywords(cls.__name__, kwargs, known)
+        return super().__new__(cls)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.class_name = ""  # until a class is registered with it: it is not the one that its parent belongs to
@@ -128,7 +148,7 @@ class Settings(ConfigInterface):
     def __post_init__(self) -> None:
         hints = hints_of(type(self))
         found = [
-            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.")
+            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{meant(hints[name], value)}")
             for name, value in self.stored().items()
             if not fits(hints[name], value)
         ]
@@ -254,6 +274,14 @@ def classes_in(value: Any, path: str = "") -> Iterator[tuple[str, type]]:
         parts = enumerate(value)
     for name, part in parts:
         yield from classes_in(part, f"{path}.{name}".lstrip("."))
+
+
+def meant(hint: Any, value: Any) -> str:
+    """A sentence with the word that `value` was meant to be, where `hint` allows only some words."""
+    kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)]
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind) if isinstance(word, str)]
+    is_word = isinstance(value, str | int) and not isinstance(value, bool)
+    return suggestion(str(value), words) if is_word else ""
 
 
 def fits(hint: Any, value: Any) -> bool:

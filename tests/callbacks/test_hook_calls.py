@@ -1,5 +1,6 @@
 """Hooks are checked when a callback is made, and called by the names of their parameters."""
-# pyright: reportIncompatibleMethodOverride=false - other signatures than the base are what is tested
+# other signatures than those of the base are what is tested here
+# pyright: reportIncompatibleMethodOverride=false
 
 import inspect
 from typing import Any
@@ -89,7 +90,7 @@ FORMS = {
 def test_a_hook_gets_what_its_parameters_are_called(form: str):
     hook, expected = FORMS[form]
     got: list[Any] = []
-    wrapped = type("Hook", (), {"__call__": lambda self, *a, **k: got.append(hook(*a, **k))})()
+    wrapped: Any = type("Hook", (), {"__call__": lambda self, *a, **k: got.append(hook(*a, **k))})()
     wrapped.__signature__ = inspect.signature(hook)
     call_hook(wrapped, {"val_loader": "l"}, eval_metrics="m", epoch=3)
     assert got == [expected]

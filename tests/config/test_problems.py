@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_trainer.config import ConfigError, ConfigProblem, Place
-from jax_trainer.config.problems import MOST, Problems, edit_distance, nearest, shown, suggestion
+from jax_trainer.config.problems import MOST, Problems, shown
 from jax_trainer.settings import SettingsError
+from jax_trainer.suggestions import edit_distance, nearest, suggestion
 
 HERE = Place("f.yaml", 3)
 

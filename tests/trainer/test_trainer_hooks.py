@@ -1,5 +1,6 @@
 """The hooks of a trainer are checked when it is made, and called by the names of their parameters."""
-# pyright: reportIncompatibleMethodOverride=false - other signatures than the base are what is tested
+# other signatures than those of the base are what is tested here
+# pyright: reportIncompatibleMethodOverride=false
 
 from typing import Any
 

@@ -27,6 +27,7 @@ from jax_trainer.engine import (
 )
 from jax_trainer.processes import peers
 from jax_trainer.settings import AtLeast, Settings, config_of
+from jax_trainer.suggestions import check_keywords, keywords_of
 
 __all__ = ["Callback", "CallbackConfig", "Checkpoints", "Run"]
 
@@ -68,7 +69,7 @@ class Callback(RegistrableConfigInterface):
     that error.
 
     Args:
-        config: when it acts, and its own keys; left out, their defaults.
+        config: when it acts, and its own keys; instead of it, they can be given by name, as in `every_n_epochs=2`.
         run: what it may use; left out, it is attached later.
 
     >>> from compoconf import register
@@ -86,9 +87,11 @@ class Callback(RegistrableConfigInterface):
 
     config: Any
 
-    def __init__(self, config: Any = None, run: Run | None = None) -> None:
+    def __init__(self, config: Any = None, run: Run | None = None, **settings: Any) -> None:
         check_hooks(self, Callback)
-        self.config = _default_config(type(self)) if config is None else config
+        if config is not None and settings:
+            raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
+        self.config = _config(type(self), settings) if config is None else config
         self._run: Run | None = None
         self._event: Event | None = None
         self._is_running = False  # between the first event and the last
@@ -314,10 +317,11 @@ class Callback(RegistrableConfigInterface):
         """The last hook of a training, however it ended; `status` says how."""
 
 
-def _default_config(cls: type[Callback]) -> Any:
-    """The configuration of `cls` with all defaults."""
-    kind = config_of(cls)
+def _config(cls: type[Callback], settings: Mapping[str, Any]) -> Any:
+    """The configuration of `cls` with these keys."""
+    kind = CallbackConfig if config_of(cls) is Any else config_of(cls)
+    check_keywords(cls.__name__, settings, keywords_of(kind) or settings)
     try:
-        return CallbackConfig() if kind is Any else kind()
+        return kind(**settings)
     except TypeError as missing:
         raise TypeError(f"{cls.__name__} cannot do without a configuration: {missing}.") from None

@@ -25,10 +25,10 @@ from jax_trainer.config import (
     redact,
     registered_classes,
 )
-from jax_trainer.config.problems import nearest
 from jax_trainer.optimizer import GroupConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
+from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 

@@ -10,6 +10,7 @@ from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.registration import full_name
 from jax_trainer.settings import Candidate, SettingsError, candidates, expected, fits, hints_of, listed, options
+from jax_trainer.suggestions import elsewhere
 
 CLASS = "class_name"
 INVALID = object()  # stands for a value with problems, which are written down already
@@ -46,7 +47,8 @@ class Checker:
         if _has_hidden(value):
             return self._complain(node, path, "a secret was hidden here when this was stored. Give it again.")
         if not fits(hint, value):
-            near = self._problems.suggestion(value, _literals(hint)) if isinstance(value, str) else ""
+            is_word = isinstance(value, str | int) and not isinstance(value, bool)
+            near = self._problems.suggestion(str(value), _literals(hint)) if is_word else ""
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
         kinds = [_bare(option) for option in options(hint)]
         return float(value) if type(value) is int and float in kinds and int not in kinds else value
@@ -81,7 +83,8 @@ class Checker:
             if name in known:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
-                near = self._problems.suggestion(name, known) or f" There are {listed(known) or 'none'}."
+                near = self._problems.suggestion(name, known) or elsewhere(name)
+                near = near or f" There are {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():
             if _is_required(field) and name not in made:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_trainer.config.nodes import BROKEN, Node, merged
-from jax_trainer.config.problems import ConfigError, Place, Problems, shown, suggestion
+from jax_trainer.config.problems import ConfigError, Place, Problems, shown
 from jax_trainer.config.references import resolved
 from jax_trainer.config.yaml_text import MAX_BYTES, MAX_DEPTH, key_problem, parse
+from jax_trainer.suggestions import suggestion
 
 INCLUDE = "include"
 MAX_FILES = 20

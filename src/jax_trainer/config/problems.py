@@ -1,15 +1,15 @@
 """What is wrong with a configuration: where, what was expected, what was found, and what to do."""
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jax_trainer.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text
 from jax_trainer.settings import written
+from jax_trainer.suggestions import suggestion
 
 MOST = 100  # problems that are told; nobody reads more, and a file made to annoy has thousands
-_LONGEST_TEXT, _LONGEST_VALUE, _LONGEST_WORD = 2_000, 80, 100
+_LONGEST_TEXT, _LONGEST_VALUE = 2_000, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,53 +113,3 @@ def _told(text: str, secrets: Collection[str]) -> str:
     text = redact_text(text, secrets)
     text = text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """A sentence with the known word that is meant, where one is near enough.
-
-    >>> suggestion("learning_rat", ["b1", "learning_rate"])
-    ' Did you mean `learning_rate`?'
-    """
-    near = nearest(word, known)
-    return f" Did you mean `{near}`?" if near else ""
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` was meant to be: at most two letters away, or a quarter of a long word."""
-    plain = _plain(word)
-    if not 0 < len(plain) <= _LONGEST_WORD:
-        return ""
-    most = min(max(2, len(word) // 4), len(plain) - 1)
-    similar = [other for other in known if other != word and abs(len(_plain(other)) - len(plain)) <= most]
-    ranked = sorted((edit_distance(plain, _plain(other)), other) for other in similar)
-    return ranked[0][1] if ranked and ranked[0][0] <= most else ""
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "")
-
-
-def edit_distance(a: str, b: str) -> int:
-    """How many letters must be put in, taken out, replaced or swapped with their neighbour to get from `a` to `b`.
-
-    >>> edit_distance("momentun", "momentum"), edit_distance("form", "from")
-    (1, 1)
-    """
-    a, b = _without_common_start(a, b)
-    a, b = _without_common_start(a[::-1], b[::-1])
-    rows: list[Sequence[int]] = [range(len(b) + 1)]
-    for i, letter in enumerate(a, 1):
-        row = [i]
-        for j, other in enumerate(b, 1):
-            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
-                cost = min(cost, rows[-2][j - 2] + 1)
-            row.append(cost)
-        rows.append(row)
-    return rows[-1][-1]
-
-
-def _without_common_start(a: str, b: str) -> tuple[str, str]:
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-    return a[same:], b[same:]

@@ -11,8 +11,10 @@ from jax_trainer.core import Batch, PyTree, resized
 from jax_trainer.datasets.foreign import known_as_tree
 from jax_trainer.datasets.host import HostTransform, HostTransforms
 from jax_trainer.datasets.order import Order, Ordered
+from jax_trainer.suggestions import checks_keywords
 
 
+@checks_keywords
 class ArrayLoader(Ordered):
     """Batches of arrays that share their first axis.
 

@@ -1,12 +1,16 @@
 """Who watches a run: in which order they are told, and what they remember over an interruption."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
 from jax_trainer.checkpoint.store import Saved
+from jax_trainer.config import config_from
+from jax_trainer.settings import Settings
 
-Given = Sequence[Callback | CallbackConfig] | Mapping[str, Callback | CallbackConfig]
+OneGiven = Callback | CallbackConfig | Mapping[str, Any] | None
+Given = Sequence[Callback | CallbackConfig] | Mapping[str, OneGiven]
 
 
 class Watching:
@@ -43,13 +47,23 @@ class Watching:
 
 
 def named_callbacks(given: Given, taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Callbacks, or configurations of them, by name: that of their class, with a number where it is taken."""
+    """Callbacks, or configurations of them, by name: that of their class, with a number where it is taken.
+
+    Under a name, the keys of a configuration may stand as in a file: `{"EarlyStopping": {"monitor": "val/acc"}}`.
+    """
     named = dict(_named(given, set(taken)))
+    written = {name: one for name, one in named.items() if one is None or isinstance(one, Mapping)}
+    named |= config_from({"callbacks": written}, _Callbacks).callbacks
     for name, one in named.items():
         if not isinstance(one, Callback | CallbackConfig):
             kind = type(one).__name__
             raise TypeError(f"The callback {name!r} is a {kind}. Pass a callback, or the configuration of one.")
     return named
+
+
+@dataclass
+class _Callbacks(Settings):
+    callbacks: dict[str, Callback.cfgtype]
 
 
 def _named(given: Given, taken: set[str]) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """`TrainerModule`: write the loss, and everything else of training is there."""
 
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from jax_trainer.processes import peers
 from jax_trainer.registration import full_name
 from jax_trainer.runs import Given, Place, agreed, restored, standing_of
 from jax_trainer.settings import SettingsError, classes_in, config_of
+from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
 from jax_trainer.trainer.given import one_of
@@ -83,7 +85,9 @@ class TrainerModule(Keeper):
         check_trainer_hooks(self)
         if config is not None and settings:
             raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
-        config, objects = taken_in(config_of(type(self))(**settings) if config is None else config, callbacks)
+        kind = config_of(type(self))
+        check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
+        config, objects = taken_in(kind(**settings) if config is None else config, callbacks)
         super().__init__(
             config,
             one_of(model_config, model, ("model_config", "model")),
@@ -170,6 +174,7 @@ class TrainerModule(Keeper):
 
     # training
 
+    @checks_keywords
     def train_model(
         self,
         train_loader: Any,
@@ -303,6 +308,9 @@ class TrainerModule(Keeper):
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()
         return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
+
+
+_KEYWORDS = [name for name in inspect.signature(TrainerModule).parameters if name != "settings"]
 
 
 class _EpochMetrics:

@@ -9,6 +9,7 @@ from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.config import redact_text
 from jax_trainer.redaction import environment_secrets
+from jax_trainer.suggestions import checks_keywords
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, Choosing, PrunerName, SamplerName, StudyError, grid_size
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.experiments import ExperimentTrials
@@ -24,6 +25,7 @@ PARENT = Path("runs") / "tune"
 TRIALS = "trials"
 
 
+@checks_keywords
 def tune(
     experiment: str | Path | Function,
     space: str | Path | Mapping[str, Any],

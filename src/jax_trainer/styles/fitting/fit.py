@@ -30,11 +30,13 @@ from jax_trainer.styles.fitting.program import Trained, Wishes, seen_through, tr
 from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, saver_among, with_saver
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.styles.fitting.told import name_of, plain_hparams
+from jax_trainer.suggestions import checks_keywords
 
 VAL = "val"  # what the evaluation set is called; names with "test" are for the end of a run
 Steps = int | Literal["epoch"]
 
 
+@checks_keywords
 def fit(
     model: Any,
     train_ds: Any,

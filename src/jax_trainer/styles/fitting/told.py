@@ -38,12 +38,12 @@ def _plain(value: Any, path: str) -> Any:
         return {_key(name, path): _plain(item, f"{path}[{name!r}]") for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
+        return np.asarray(value).item()  # first, for numpy's float64 is a float
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str | Path):
         return str(value)
-    if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
-        return np.asarray(value).item()
     raise TypeError(
         f"`{path}` is a {type(value).__name__}, which cannot be written down. Pass numbers, texts, and lists and dicts "
         "of them."

@@ -43,11 +43,13 @@ from jax_trainer.styles.functional.hooks import (
 from jax_trainer.styles.functional.mirror import Mirror, modes_kept
 from jax_trainer.styles.functional.report import EveryAndLast, Report
 from jax_trainer.styles.functional.shardings import layout_from
+from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
 Train = Callable[..., None]
 
 
+@checks_keywords
 def train_fn(
     *,
     fns: tuple[NnxStep, NnxStep],
@@ -98,6 +100,7 @@ def train_fn(
     layout = layout_from(shardings, mesh, data_partition_spec)
     setup = _Setup(_two_functions(fns), plan, called, taking_part, log_to_wandb, progress, detect_nans)
 
+    @checks_keywords
     def train(
         rng_key: jax.Array, model: Any = None, optimizer: Any = None, train_itr: Any = None, val_itr: Any = None
     ) -> None:

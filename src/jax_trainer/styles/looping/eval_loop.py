@@ -25,8 +25,10 @@ from jax_trainer.datasets import Feed
 from jax_trainer.engine import EvalEnd, Event, Plan, eval_events
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, summarised
+from jax_trainer.suggestions import checks_keywords
 
 
+@checks_keywords
 @dataclass(frozen=True, eq=False)
 class EvalTask:
     """What is measured, and on what.
@@ -42,6 +44,7 @@ class EvalTask:
     data: Any = field(repr=False)
 
 
+@checks_keywords
 class EvalLoop:
     """Judges the checkpoints that it is called with; returns them with metrics, as summaries.
 

@@ -34,11 +34,13 @@ from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.looping.checkpoints import Checkpoint, number_of_weights, state_of
 from jax_trainer.styles.looping.steps import Steps
+from jax_trainer.suggestions import checks_keywords
 
 SOWN = "intermediates"  # the collection that Flax keeps for what a model sows
 ALL_BUT_SOWN = DenyList(SOWN)
 
 
+@checks_keywords
 @dataclass(frozen=True, eq=False)
 class TrainTask:
     """What is trained, and on what.
@@ -57,6 +59,7 @@ class TrainTask:
     data: Any = field(repr=False)
 
 
+@checks_keywords
 class TrainLoop:
     """Training as something to iterate over: it gives checkpoints, and goes on where it stopped.
 

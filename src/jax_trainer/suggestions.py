@@ -1,0 +1,157 @@
+"""What was meant by an unknown word: one that is spelt alike, or the name that Lightning or Keras has for it."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+_LONGEST_WORD = 100
+_SAME = (  # words for one thing, ours among them
+    ("train_epochs", "num_epochs", "max_epochs", "epochs", "n_epochs", "nb_epoch", "num_train_epochs"),
+    ("max_steps", "n_steps", "num_steps", "num_train_steps", "total_steps", "num_iterations"),
+    ("max_steps_per_epoch", "steps_per_epoch", "limit_train_batches"),
+    ("limit_val_batches", "n_eval_batches", "validation_steps", "eval_batches", "max_eval_batches"),
+    ("check_val_every_n_epoch", "eval_freq", "validation_freq", "val_every_n_epochs", "eval_every_n_epochs"),
+    ("val_every_n_steps", "eval_every_n_steps", "val_check_interval", "eval_steps", "eval_interval"),
+    ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"),
+    ("enable_progress_bar", "progress", "verbose", "progress_bar", "stdout"),
+    ("loss_fn", "loss", "criterion", "loss_function"),
+    ("train_loader", "train_ds", "train_itr", "train_dataloaders", "train_dataloader", "train_data", "x"),
+    ("val_loader", "test_ds", "val_itr", "val_dataloaders", "val_dataloader", "validation_data", "val_ds", "val_data"),
+    ("test_loader", "test_ds", "test_dataloaders", "test_dataloader", "test_data"),
+    ("eval_step", "metrics"),
+    ("metric", "monitor"),
+    ("resume", "ckpt_path", "resume_from_checkpoint"),
+    ("log_dir", "default_root_dir", "logdir", "output_dir", "save_dir"),
+    ("log_name", "run_name", "experiment_name"),
+    ("detect_nans", "detect_anomaly", "terminate_on_nan"),
+    ("seed", "random_seed", "seed_everything", "random_state"),
+    ("rnkey", "rng_key", "rng", "key"),
+    ("optimizer", "tx", "opt"),
+    ("ema", "ema_decay", "use_ema"),
+    ("precision", "dtype", "mixed_precision"),
+    ("mesh", "strategy", "accelerator", "num_devices", "devices", "gpus"),
+    ("exmp_input", "input_sample", "example_input", "example_batch", "input_shape"),
+    ("save_top_k", "max_to_keep", "save_total_limit", "save_best_only"),
+    ("hooks", "callbacks"),
+    ("f32", "32", "32-true", "float32"),
+    ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
+    ("bf16_full", "bf16-true", "16-true"),
+)
+_CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
+_OF_DATA = "It belongs to the data: the dataset or the loader."
+_ELSEWHERE = {  # what is said in another place here
+    **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "clipnorm", "max_grad_norm"), _CLIPPING),
+    **dict.fromkeys(("patience", "min_delta"), "It belongs to the callback `EarlyStopping`."),
+    **dict.fromkeys(("save_top_k", "monitor"), "It belongs to the callback `ModelCheckpoint`."),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It belongs to the optimizer."),
+    **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _OF_DATA),
+    "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
+    "enable_checkpointing": "Checkpoints are saved by the callback `ModelCheckpoint`; leave it out to save none.",
+    "restore_best_weights": "The best weights are kept by `ModelCheckpoint` and tested at the end.",
+    **dict.fromkeys(("deterministic", "benchmark"), "The same seed always gives the same bits."),
+}
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+
+
+def elsewhere(word: str) -> str:
+    """A sentence about a key that stands in another place here; "" where nothing is known about it."""
+    return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A sentence with the known word that is meant, where one is near enough.
+
+    >>> suggestion("learning_rat", ["b1", "learning_rate"]), suggestion("max_epochs", ["num_epochs"])
+    (' Did you mean `learning_rate`?', ' Did you mean `num_epochs`?')
+    """
+    near = nearest(word, known)
+    return f" Did you mean `{near}`?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` was meant to be: another name for it, or at most a few letters away."""
+    known = list(known)
+    same = [other for words in _SAME if word in words for other in words if other != word and other in known]
+    return next(iter(same), "") or _alike(word, known)
+
+
+def _alike(word: str, known: Iterable[str]) -> str:
+    """At most two letters away, or a quarter of a long word."""
+    plain = _plain(word)
+    if not 0 < len(plain) <= _LONGEST_WORD:
+        return ""
+    most = min(max(2, len(word) // 4), len(plain) - 1)
+    similar = [other for other in known if other != word and abs(len(_plain(other)) - len(plain)) <= most]
+    ranked = sorted((edit_distance(plain, _plain(other)), other) for other in similar)
+    return ranked[0][1] if ranked and ranked[0][0] <= most else ""
+
+
+def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises a `TypeError` that says of every keyword that `owner` does not have what was meant."""
+    hints = {name: suggestion(name, known) or elsewhere(name) for name in given if name not in known}
+    if hints:
+        there = "" if all(hints.values()) else f" There are {', '.join(sorted(known)) or 'none'}."
+        raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + there)
+
+
+@functools.cache
+def keywords_of(target: Callable[..., Any]) -> list[str] | None:
+    """The names of the parameters of a function, or of a class's constructor; None where it takes any."""
+    parameters = inspect.signature(target).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return [one.name for one in parameters if one.name != "self"]
+
+
+def checks_keywords(target: Checked) -> Checked:
+    """A function, or a class, whose unknown keywords are answered with what was meant.
+
+    >>> @checks_keywords
+    ... def train(num_epochs=1): ...
+    >>> train(epochs=3)
+    Traceback (most recent call last):
+    TypeError: train has no keyword `epochs`. Did you mean `num_epochs`?
+    """
+    if isinstance(target, type):
+        target.__init__ = checks_keywords(target.__init__)  # type: ignore[misc]  # of this very class
+        return target  # pyright: ignore[reportReturnType]  # the class that was given
+    known = keywords_of(target) or []
+    owner = target.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_keywords(owner, kwargs, known)
+        return target(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]  # it is called in the same way
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
+
+
+def edit_distance(a: str, b: str) -> int:
+    """How many letters must be put in, taken out, replaced or swapped with their neighbour to get from `a` to `b`.
+
+    >>> edit_distance("momentun", "momentum"), edit_distance("form", "from")
+    (1, 1)
+    """
+    a, b = _without_common_start(a, b)
+    a, b = _without_common_start(a[::-1], b[::-1])
+    rows: list[Sequence[int]] = [range(len(b) + 1)]
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def _without_common_start(a: str, b: str) -> tuple[str, str]:
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return a[same:], b[same:]

@@ -1,0 +1,146 @@
+"""A keyword that nobody has is answered with the one that is meant, in every style, in Python as in a file."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_trainer import EvalLoop, TrainLoop, TrainTask, fit, train_fn
+from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint
+from jax_trainer.config import ConfigError, config_from
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.models import MLPConfig
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.runs import named_callbacks
+from jax_trainer.settings import SettingsError
+from jax_trainer.testing import TinyNNX, numbered_loader
+from jax_trainer.trainer import Experiment, TrainerConfig, TrainerModule
+from jax_trainer.tuning import tune
+
+X = np.zeros((4, 2), np.float32)
+
+
+class Own(TrainerModule):
+    """A trainer of the user's."""
+
+    def batch_to_input(self, batch):
+        return batch["x"]
+
+    def loss_function(self, model, batch, train=True):
+        loss = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+        return loss, {}
+
+
+def trainer(**keywords: Any) -> Own:
+    example = next(iter(numbered_loader(32)))
+    return Own(model=lambda rngs: TinyNNX(rngs=rngs), optimizer=optax.sgd(0.1), exmp_input=example, **keywords)
+
+
+def fitted(**keywords: Any) -> Any:
+    return fit(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), (X, X[:, :1]), optimizer=optax.sgd(0.1), **keywords)
+
+
+WRONG = [
+    (trainer, "max_epochs", "`train_epochs`"),
+    (trainer, "epochs", "`train_epochs`"),
+    (trainer, "accumulate_grad_batches", "`accumulate`"),
+    (trainer, "gradient_clip_val", "`GradClipNorm`"),
+    (trainer, "limit_train_batches", "`max_steps_per_epoch`"),
+    (trainer, "patience", "`EarlyStopping`"),
+    (trainer, "val_check_interval", "`val_every_n_steps`"),
+    (trainer, "devices", "`mesh`"),
+    (trainer, "callback", "`callbacks`"),
+    (trainer, "lr", "optimizer"),
+    (trainer, "nonsense_of_mine", "There are .*train_epochs"),
+    (fitted, "epochs", "`num_epochs`"),
+    (fitted, "max_epochs", "`num_epochs`"),
+    (fitted, "loss", "`loss_fn`"),
+    (fitted, "validation_data", "`test_ds`"),
+    (fitted, "verbose", "`progress`"),
+    (fitted, "batchsize", "`batch_size`"),
+    (fitted, "learning_rate", "optimizer"),
+    (train_fn, "max_steps", "`n_steps`"),
+    (train_fn, "callbacks", "`hooks`"),
+    (TrainLoop, "num_steps", "`n_steps`"),
+    (TrainLoop, "seed", "There are .*rnkey"),
+    (TrainTask, "loss_fn", "`loss`"),
+    (EvalLoop, "nsteps", "`n_steps`"),
+    (ArrayLoader, "batchsize", "`batch_size`"),
+    (tune, "n_trials", "`trials`"),
+    (TrainerConfig, "max_epochs", "`train_epochs`"),
+    (AdamWConfig, "learning_rat", "`learning_rate`"),
+    (MLPConfig, "hiden", "`hidden`"),
+    (EarlyStoppingConfig, "paitence", "`patience`"),
+    (EarlyStopping, "paitence", "`patience`"),
+    (ModelCheckpoint, "save_total_limit", "`save_top_k`"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "meant"), WRONG, ids=[f"{call.__name__}-{word}" for call, word, _ in WRONG]
+)
+def test_an_unknown_keyword_is_answered_with_what_is_meant(call: Any, keyword: str, meant: str):
+    with pytest.raises(TypeError, match=f"`{keyword}`.*{meant}"):
+        call(**{keyword: 1})
+
+
+@pytest.mark.parametrize(("value", "meant"), [(16, "bf16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")])
+def test_a_precision_of_lightning_is_answered_with_ours(value: Any, meant: str):
+    with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{meant}`"):
+        trainer(precision=value)
+
+
+def test_a_file_gets_the_same_answers():
+    data: dict[str, Any] = {"trainer": {"class_name": "TrainerModule", "max_epochs": 1, "patience": 2, "precision": 16}}
+    with pytest.raises(ConfigError) as caught:
+        config_from(data, Experiment)
+    told = {problem.key: problem.text for problem in caught.value.problems}
+    assert "`train_epochs`" in told["trainer.max_epochs"]
+    assert "`EarlyStopping`" in told["trainer.patience"]
+    assert "`bf16`" in told["trainer.precision"]
+
+
+def test_a_callback_is_configured_by_keywords():
+    stopping = EarlyStopping(monitor="val/acc", mode="max", patience=2)
+    assert stopping.config == EarlyStoppingConfig(monitor="val/acc", mode="max", patience=2)
+    with pytest.raises(SettingsError, match="`patience`.*got 0"):
+        EarlyStopping(patience=0)
+    with pytest.raises(TypeError, match=r"patience: .*config"):
+        EarlyStopping(EarlyStoppingConfig(), patience=2)
+
+
+WRITTEN: dict[str, Any] = {
+    "EarlyStopping": {"monitor": "val/loss", "patience": 2},
+    "other": {"class_name": "LearningRateMonitor"},
+    "ThroughputMonitor": None,
+}
+
+
+def test_callbacks_can_be_written_as_in_a_file():
+    named = named_callbacks(WRITTEN)
+    assert named["EarlyStopping"] == EarlyStoppingConfig(monitor="val/loss", patience=2)
+    assert [type(one).__name__ for one in named.values()][1:] == [
+        "LearningRateMonitorConfig",
+        "ThroughputMonitorConfig",
+    ]
+    with pytest.raises(ConfigError, match=r"callbacks\.EarlyStopping\.moniter.*Did you mean `monitor`"):
+        named_callbacks({"EarlyStopping": {"moniter": "val/acc"}})
+    with pytest.raises(ConfigError, match=r"callbacks\.EarlyStoping.*Did you mean `EarlyStopping`"):
+        named_callbacks({"EarlyStoping": {"monitor": "val/acc"}})
+
+
+def test_a_trainer_takes_callbacks_as_they_are_written_in_a_file():
+    made = trainer(callbacks=WRITTEN)
+    assert made.config.callbacks["EarlyStopping"] == EarlyStoppingConfig(monitor="val/loss", patience=2)
+
+
+def test_fit_takes_callbacks_as_they_are_written_in_a_file(tmp_path: Path):
+    options: dict[str, Any] = {"log_dir": tmp_path, "progress": False, "tensorboard": False, "num_epochs": 3}
+    stopping = {"EarlyStopping": {"monitor": "train/loss", "check_on_train_epoch_end": True, "stopping_threshold": 9.0}}
+    result = fitted(loss_fn=lambda y, t: ((y - t) ** 2).mean(), callbacks=stopping, **options)
+    assert result.state.step == 1
+    assert jax.tree.leaves(result.state.params)
