@@ -124,8 +124,10 @@ def test_fields_of_the_state_are_fields_of_apply_gradients():
 
 @pytest.mark.parametrize("none", [None, {}])
 def test_a_model_without_statistics_may_be_given_none_and_has_none(none):
+    assert not flax_state().batch_stats
     state = flax_state(batch_stats=none)
     assert not state.batch_stats
+    assert state.model_state == {}  # which a model can be called with
     after = state.apply_gradients(grads={"w": jnp.ones(3)}, batch_stats=none)
     assert jax.tree.structure(after) == jax.tree.structure(state)
 

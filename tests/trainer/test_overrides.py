@@ -93,6 +93,31 @@ def test_init_optimizer_can_give_any_optimizer_and_knows_the_length(tmp_path):
     assert digest(trainer.state.params) == before
 
 
+@pytest.mark.parametrize(
+    ("limits", "loader", "told"),
+    [
+        ({"train_epochs": 3}, numbered_loader(32 * STEPS), (3, STEPS)),
+        ({"train_epochs": 3, "max_steps_per_epoch": 2}, numbered_loader(32 * STEPS), (3, 2)),
+        ({"train_epochs": None, "max_steps": 2 * STEPS + 1}, numbered_loader(32 * STEPS), (3, STEPS)),
+        ({"train_epochs": None, "max_steps": 7}, (batch for batch in numbered_loader(32)), (1, 7)),
+        ({"train_epochs": None, "fast_dev_run": 2}, numbered_loader(32 * STEPS), (1, 2)),
+        ({"train_epochs": 3}, (batch for batch in numbered_loader(32)), (3, None)),
+        ({"train_epochs": None, "max_time": 5.0}, numbered_loader(32 * STEPS), (None, STEPS)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, loader, told, tmp_path):
+    lengths: list[Any] = []
+
+    class Own(Plain):
+        def init_optimizer(self, num_epochs: Any = "", num_train_steps_per_epoch: Any = "") -> Any:
+            lengths.append((num_epochs, num_train_steps_per_epoch))
+            return optax.sgd(0.0)
+
+    plain_for("nnx", tmp_path, kind=Own, **limits).prepare(loader)
+    assert lengths == [told]
+
+
 def test_init_logger_can_give_any_logger(tmp_path):
     written: list[str] = []
 
@@ -378,6 +403,10 @@ def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
         assert_same_bits(trainer.state.params, kept[epoch - 1])
     with pytest.raises(CheckpointError, match="There is no checkpoint of epoch 7 in .* There are: 1, 2"):
         trainer.load_model(7)
+    present = digest(trainer.state)
+    trainer.load_model(77, raise_if_not_found=False)
+    trainer.load_model(which=7777, raise_if_not_found=False)
+    assert digest(trainer.state) == present
     empty = plain_for("nnx", tmp_path, **ONE_EPOCH)
     train_plain(empty)
     before = digest(empty.state)

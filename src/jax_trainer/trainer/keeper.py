@@ -107,11 +107,8 @@ class Keeper(Learner):
             which: instead of the epoch: "best", "latest", or a step.
         """
         store = self._store(self._own_folder("load from"))
-        try:
+        if raise_if_not_found or _has(store, epoch_idx, which):
             self.state = self.with_weights(store, _chosen(store, epoch_idx, which))
-        except CheckpointError:
-            if raise_if_not_found or store.steps():
-                raise
 
     def load_weights(
         self,
@@ -190,6 +187,12 @@ def _stored_options(folder: RunFolder) -> dict[str, Any]:
     """How a run has told its best checkpoint."""
     saver = stored_run(folder).value.trainer.saver
     return {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
+
+
+def _has(store: CheckpointStore, epoch: int, which: Which | None) -> bool:
+    if which is None and epoch != -1:
+        return any(saved.epoch == epoch for saved in store.all())
+    return which in store.steps() if isinstance(which, int) else bool(store.steps())
 
 
 def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:

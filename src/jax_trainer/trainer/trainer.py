@@ -109,7 +109,7 @@ class TrainerModule(Keeper):
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
     ) -> optax.GradientTransformation:
-        """The optimizer of a run of this length."""
+        """The optimizer of a run of this length; None: not known, as the length of a generator."""
         try:
             return self._optimizer.build(self._total_steps(num_epochs, num_train_steps_per_epoch))
         except SettingsError as error:
@@ -129,7 +129,7 @@ class TrainerModule(Keeper):
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """The program that trains on this data; nothing has run yet."""
         self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
-        return self._use_optimizer(self.init_optimizer(num_epochs, self._steps_per_epoch(train_loader)))
+        return self._use_optimizer(self.init_optimizer(*self._run_length(train_loader, num_epochs)))
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
         """What would be trained; left out, the loader is the dataset's."""
@@ -142,6 +142,15 @@ class TrainerModule(Keeper):
         self._check_monitored(named_sets("val", [] if has_validation else None), report.judged)
         classes = {path: full_name(cls) for path, cls in classes_in(self.configs)}
         return replace(report, classes={**classes, "trainer": full_name(type(self))})
+
+    def _run_length(self, train_loader: Any, num_epochs: int | None) -> tuple[int | None, int | None]:
+        """Epochs and steps per epoch, as far as they are known; a limit in steps is counted in epochs, too."""
+        epochs = self.config.train_epochs if num_epochs is None else num_epochs
+        steps, limit = self._steps_per_epoch(train_loader), self.config.max_steps or self.config.fast_dev_run
+        if epochs is None and limit:
+            steps = limit if not steps else min(steps, limit)
+            epochs = -(-limit // steps)
+        return epochs, steps
 
     def _steps_per_epoch(self, train_loader: Any) -> int | None:
         limits = (_length(train_loader), self.config.max_steps_per_epoch, self.config.overfit_batches or None)

@@ -42,6 +42,19 @@ def test_the_average_is_that_of_all_steps_and_what_is_trained_stays_the_same():
     assert_close(seen[0], average(weights[:6]), rtol=1e-5)
 
 
+def test_a_module_that_is_given_says_all_but_the_averaged_parameters():
+    model, optimizer = fresh()
+    hook, get_ema_model = get_ema_hook(model, DECAY)
+    trained((model, optimizer), hooks=[hook])
+    other, _ = fresh()
+    averaged: Any = get_ema_model(other)
+    assert_same_bits(params(averaged), params(get_ema_model()))
+    np.testing.assert_array_equal(averaged.norm.mean[...], other.norm.mean[...])
+    assert averaged is not other
+    with pytest.raises(ValueError, match=r"averaged: bias is \(3,\)"):
+        get_ema_model(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+
 def test_only_parameters_are_averaged_and_the_module_is_a_new_one():
     model, optimizer = fresh()
     hook, get_ema_model = get_ema_hook(model)

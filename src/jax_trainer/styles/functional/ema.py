@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_trainer.core import Batch, Program, PyTree, TrainState, copy_state, with_ema
+from jax_trainer.core import Batch, Program, PyTree, TrainState, copy_state, leaf_path, with_ema
 from jax_trainer.styles.functional.hooks import Participant
 
 
-def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Callable[[], nnx.Module]]:
+def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Callable[..., nnx.Module]]:
     """A hook that averages the parameters of `model`, and a function that returns a new module with the averages.
+
+    The function may be given the module that has the rest of the variables: `get_ema_model(model)`.
 
     In `train_fn` the average is part of the compiled step and of checkpoints. In a loop of your own, call the hook
     after every step.
@@ -43,10 +45,15 @@ class EmaHook(Participant):
         before = self._first if self._average is None else self._average
         self._average, self._first = jax.tree.map(self._mixed, before, params), None
 
-    def averaged(self) -> nnx.Module:
-        """A new module with the averaged parameters and, for the rest, what the trained one has; in evaluation mode."""
-        module = nnx.clone(self._model)
+    def averaged(self, model: nnx.Module | None = None) -> nnx.Module:
+        """A new module with the averaged parameters, in evaluation mode.
+
+        Args:
+            model: has what is not averaged, such as BatchNorm statistics; left out, the trained one.
+        """
+        module = nnx.clone(self._model if model is None else model)
         if self._average is not None:
+            _check_alike(nnx.to_pure_dict(nnx.state(module, nnx.Param)), self._average)
             nnx.update(module, nnx.State(copy_state(self._average)))
         module.eval()
         return module
@@ -73,3 +80,16 @@ class EmaHook(Participant):
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new
         return (self._decay * old + (1 - self._decay) * new).astype(old.dtype)
+
+
+def _check_alike(params: PyTree, average: PyTree) -> None:
+    shapes = [
+        {leaf_path(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (params, average)
+    ]
+    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if wrong:
+        raise ValueError(
+            f"Not the model whose weights were averaged: {wrong[0]} is {shapes[0].get(wrong[0], 'absent')}, and "
+            f"its average {shapes[1].get(wrong[0], 'absent')}."
+        )
