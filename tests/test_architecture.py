@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "datasets": {"core", "processes", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets", "processes"},
+    "engine": {"core", "datasets", "processes", "settings"},
     "logger": {"core", "settings"},
     "checkpoint": {"core", "datasets", "processes", "settings"},
     "callbacks": {

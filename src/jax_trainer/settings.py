@@ -322,6 +322,23 @@ def _fit_in_order(args: tuple[Any, ...], value: Sequence[Any]) -> bool:
     return len(args) == len(value) and all(fits(arg, item) for arg, item in zip(args, value, strict=True))
 
 
+def checked(data: Any, hints: Mapping[str, Any]) -> Any:
+    """`data`, if it is a mapping with exactly the keys of `hints` and values that fit them; a `ValueError` otherwise.
+
+    >>> checked({"waited": "2"}, {"waited": int})
+    Traceback (most recent call last):
+    ValueError: waited must be a whole number, is '2'
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{data!r:.80} is not a section with {listed(hints)}")
+    if odd := [*(hints.keys() - data.keys()), *(data.keys() - hints.keys())]:
+        raise ValueError(f"it {'lacks' if odd[0] in hints else 'has an unknown'} {odd[0]!r:.80}")
+    wrong = [name for name, value in data.items() if not fits(hints[name], value)]
+    if wrong:
+        raise ValueError("; ".join(f"{name} must be {expected(hints[name])}, is {data[name]!r:.80}" for name in wrong))
+    return data
+
+
 def expected(hint: Any) -> str:
     """In words, what may stand where `hint` is the annotation.
 

@@ -52,9 +52,18 @@ def test_entries_arrive_in_order_in_a_thread_of_their_own():
 
 def test_what_comes_after_the_end_is_ignored():
     tool = begun()
-    end = ended(tool)
     give(tool, 1)
-    assert (end.given, tool.losses.count) == ([], 0)
+    end = ended(tool)
+    give(tool, 2)
+    assert (steps(end), tool.losses.count) == ([1], 0)
+
+
+def test_a_tool_that_is_given_nothing_is_never_made(monkeypatch):
+    monkeypatch.setattr(FaultyTool, "latest", None)
+    tool = begun()
+    tool.finish("failed")
+    tool.join(0.0)
+    assert (FaultyTool.latest, tool.losses.count) == (None, 0)
 
 
 def test_flushing_tells_whether_all_is_written():

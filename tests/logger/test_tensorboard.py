@@ -176,6 +176,7 @@ def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog
         "TensorboardToolLogger failed: ModuleNotFoundError: tensorboardX is not installed; run "
         "`pip install 'jax-trainer[tensorboard]'`. Training goes on; metrics.jsonl has every number."
     ]
+    logger.write(1, {"x": 1.0})
     assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]
     logger.close("completed")
 

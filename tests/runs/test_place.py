@@ -31,6 +31,6 @@ def test_a_run_that_goes_on_elsewhere_is_a_fork(folder, tmp_path):
 
 def test_a_checkpoint_tells_where_the_run_stood_or_only_its_position():
     standing = Standing(position=Position(2, 3), has_ended=False, judged_step=7, seconds=1.5)
-    saved = SimpleNamespace(position=standing.position, run={"loop": standing.to_data()})
+    saved = SimpleNamespace(path="run", position=standing.position, run={"loop": standing.to_data()})
     assert standing_of(saved) == standing  # type: ignore[arg-type]
     assert standing_of(SimpleNamespace(position=Position(2, 3), run={})) == Position(2, 3)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_everybody_goes_on_with_what_they_knew():
     assert states == {"early": {"best": 1}, "run/record": {"rows": 2}}
     fresh, also = Remembering(best=None), Remembering()
     callbacks = {"early": fresh}
-    Watching(callbacks, {"run/new": also}).remember(SimpleNamespace(callbacks=states))  # type: ignore[arg-type]
+    Watching(callbacks, {"run/new": also}).remember(SimpleNamespace(path="run", callbacks=states))  # type: ignore[arg-type]
     assert (fresh.state, also.state) == ({"best": 1}, {})
 
 

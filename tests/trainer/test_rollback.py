@@ -1,5 +1,7 @@
 """Going back to the latest checkpoint when a batch makes the loss not finite, and leaving that batch out."""
 
+import json
+
 import numpy as np
 import pytest
 from trainer_runs import plain_for
@@ -7,6 +9,7 @@ from trainer_runs import plain_for
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader
+from jax_trainer.logger import LoggerConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_data
 
@@ -48,6 +51,15 @@ def test_the_result_is_that_of_a_run_that_never_saw_the_bad_batches(tmp_path, ca
     told = [record.message for record in caplog.records if "Going back" in record.message]
     assert len(told) == 4  # two of each epoch
     assert "Step 3 was not finite. Going back to the checkpoint of step 2; batch 2 of epoch 1 is left out" in told[0]
+
+
+def test_after_going_back_the_record_has_every_row_once(tmp_path):
+    quiet = LoggerConfig(log_steps_every=1, log_dir=str(tmp_path))
+    trainer = trainer_for(tmp_path, logger=quiet, max_rollbacks=1)
+    trainer.train_model(ArrayLoader(arrays((3,)), 32, shuffle=False), num_epochs=1)
+    kept = [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in kept if "train/loss_step" in row]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_it_goes_back_only_so_often(tmp_path):

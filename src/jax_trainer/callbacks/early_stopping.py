@@ -12,7 +12,7 @@ from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import Run
 from jax_trainer.engine import StopTraining
-from jax_trainer.settings import AtLeast, Problem
+from jax_trainer.settings import AtLeast, Problem, checked
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -85,6 +85,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on waiting where it was."""
+        checked(state, {"best": float | None, "waited": int, "stopped": str, "judged_step": int})
         self.best, self.waited, self.stopped = state["best"], state["waited"], state["stopped"]
         self._judged_step = state["judged_step"]
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax_trainer.core import LogFreq, LogMode, RowMeter, StepRows
 from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
 from jax_trainer.logger import Logger, MetricWriter
+from jax_trainer.settings import checked
 
 
 class Windows:
@@ -97,8 +98,9 @@ class LogMetrics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave; comes before training does."""
-        self._in_epoch = state.get("in_epoch", False)
-        if self._windows is not None and "window" in state:
+        windows = {"every": int, "window": dict[str, Any]} if "every" in state else {}
+        self._in_epoch = checked(state, {**windows, "in_epoch": bool})["in_epoch"]
+        if self._windows is not None and windows:
             self._windows.load_state_dict(state)
 
     def _file_names(self, event: EvalEnd) -> Iterator[str]:

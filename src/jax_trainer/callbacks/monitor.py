@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated, Any
 
 import jax
@@ -12,7 +13,7 @@ from jax_trainer.callbacks.spike_file import SpikeFile
 from jax_trainer.callbacks.spikes import Spikes
 from jax_trainer.engine import StepMetrics
 from jax_trainer.optimizer import DEFAULT, learning_rates
-from jax_trainer.settings import Above, AtLeast, Below
+from jax_trainer.settings import Above, AtLeast, Below, checked
 
 GRAD_NORM, LOSS = "optimizer/grad_global_norm", "loss"
 
@@ -46,7 +47,7 @@ class LearningRateMonitor(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """An epoch that goes on is not logged again."""
-        self._logged_epoch = state["logged_epoch"]
+        self._logged_epoch = checked(state, {"logged_epoch": int})["logged_epoch"]
 
     def on_training_start(self) -> None:
         """Logs where the schedule begins, unless training goes on from a checkpoint."""
@@ -113,6 +114,7 @@ class GradientSpikeMonitor(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the averages and the counts; where training goes back, so does the file."""
+        checked(state, {"step": int, "spikes": Any, "unwritten": dict[str, list[tuple[int, Real, Real]]]})
         self._step, self._unwritten = state["step"], state["unwritten"]
         self._spikes = Spikes.from_state(state["spikes"])
         if self._file is not None:

@@ -7,6 +7,7 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.monitored import monitored
 from jax_trainer.core import load_late
 from jax_trainer.engine import StopTraining
+from jax_trainer.settings import checked
 
 Axis = Literal["epoch", "step"]
 
@@ -41,7 +42,7 @@ class OptunaPruning(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was reported is not reported again."""
-        self._reported = state["reported"]
+        self._reported = checked(state, {"reported": int})["reported"]
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Reports, and asks whether to go on."""

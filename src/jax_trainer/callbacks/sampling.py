@@ -10,7 +10,7 @@ import jax
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import Run
 from jax_trainer.engine import Every, StepEnd
-from jax_trainer.settings import AtLeast
+from jax_trainer.settings import AtLeast, checked
 
 __all__ = ["Sampling", "SamplingConfig"]
 
@@ -59,7 +59,7 @@ class Sampling(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was drawn is not drawn again."""
-        self._drawn_at = state["drawn_at"]
+        self._drawn_at = checked(state, {"drawn_at": int})["drawn_at"]
 
     @property
     def sees_state_every(self) -> Every:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jax_trainer.settings import checked, hints_of
+
 NEW_LEVEL = 100  # so many spikes in a row are none: the values have moved to another level, and stay there
 NEAR = 5  # steps within which one kind of spike is said to follow the other
 
@@ -108,6 +110,8 @@ class Spikes:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Spikes":
-        """What `state_dict` gave."""
+        """What `state_dict` gave; a `ValueError` for anything else."""
         parts = {"grad_norm": Level, "loss": Level, "counts": SpikeCounts}
-        return cls(**{name: parts[name](**value) if name in parts else value for name, value in state.items()})
+        checked(state, {**hints_of(cls), **dict.fromkeys(parts, dict[str, Any])})
+        made = {name: part(**checked(state[name], hints_of(part))) for name, part in parts.items()}
+        return cls(**{**state, **made})

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.engine import EpochEnd, StepEnd, StepMetrics
+from jax_trainer.settings import checked
 
 PERCENTILES = (50, 90, 99)
 
@@ -54,7 +56,9 @@ class ThroughputMonitor(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on measuring that epoch: the time between the two runs does not count."""
         self.reset()
-        if state:
+        if state != {}:
+            windows = list[tuple[Real, int]]
+            checked(state, {"epoch": int, "examples": Real, "steps": int, "windows": windows})
             self._epoch, self._examples, self._steps = state["epoch"], state["examples"], state["steps"]
             self._windows = [(seconds, steps) for seconds, steps in state["windows"]]
 

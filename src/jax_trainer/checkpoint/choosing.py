@@ -10,20 +10,26 @@ from jax_trainer.checkpoint.record import CheckpointError, Saved
 from jax_trainer.checkpoint.slim import refusal
 
 Damaged = Callable[[Saved | None], Mapping[Path, str]]
+Check = Callable[[Saved], object]
 _log = logging.getLogger("jax_trainer")
 
 
-def first_whole(candidates: Iterable[Saved], damaged: Damaged, nothing: str) -> Saved:
+def no_check(saved: Saved) -> None:
+    """The record is used for nothing but its arrays."""
+
+
+def first_whole(candidates: Iterable[Saved], damaged: Damaged, nothing: str, check: Check = no_check) -> Saved:
     """The first of `candidates` whose files are all as they were written; the others before it are told of.
 
     Args:
         candidates: from the one that is wanted most on.
         damaged: what is wrong with others that might have come before the one that is taken, or at all (None).
         nothing: the message where there is none, not even a damaged one.
+        check: see `CheckpointStore.restore`.
     """
     problems: list[str] = []
     for saved in candidates:
-        problem = problem_of(saved.path)
+        problem = problem_of(saved.path, check)
         if not problem:
             passed = [*problems, *damaged(saved).values()]
             if passed:
@@ -40,20 +46,20 @@ def first_whole(candidates: Iterable[Saved], damaged: Damaged, nothing: str) -> 
     raise CheckpointError(nothing)
 
 
-def problem_of(path: Path) -> str:
+def problem_of(path: Path, check: Check = no_check) -> str:
     """What is wrong with the checkpoint in `path`, after reading all of it; "" if nothing is."""
     try:
-        read_saved(path)
-        check_wholly(path)
+        whole(path, check)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def whole(path: Path) -> Saved:
+def whole(path: Path, check: Check = no_check) -> Saved:
     """The checkpoint in `path`; an error that says what is wrong where it is damaged."""
     saved, _ = read_saved(path)
     check_wholly(path)
+    check(saved)
     return saved
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,12 @@ MAX_BYTES = 1 << 26
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 Count = Annotated[int, AtLeast(0)]
+_RUN = {  # what the styles have a run remember, where they do; the loop itself knows what its own state is
+    "loop": dict[str, Any],
+    "record": Annotated[int | None, AtLeast(0)],  # bytes of metrics.jsonl
+    "devices": Annotated[int, AtLeast(1)],
+    "key": list[Any],  # the words of the root key
+}
 
 
 class CheckpointError(ValueError):
@@ -31,6 +38,16 @@ class SaveError(CheckpointError):
     """A checkpoint that could not be saved. What went wrong is its cause; nothing that was there before is lost."""
 
     step: int | None = None  # of the checkpoint, where one step is concerned
+
+
+@contextmanager
+def damage(folder: Path, what: str) -> Iterator[None]:
+    """What goes wrong while `what` of the record in `folder` is put to use is damage to that checkpoint."""
+    try:
+        yield
+    except Exception as error:  # of whatever type: the data is not what whoever reads it has written
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {what}: {text}.") from error
 
 
 class UnknownFormatError(CheckpointError):
@@ -151,6 +168,9 @@ class Record:
             )
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {error}.") from error
+        known = {name: value for name, value in run.items() if name in _RUN}
+        if problem := "; ".join(_misfits(known, _RUN)):
+            raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: in run, {problem}.")
         position = Position(self.epoch, self.epoch_step, feed_state)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         return Saved(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
@@ -205,8 +225,12 @@ def _does_not_fit(content: Any) -> str:
     if odd := sorted((_required() - content.keys()) | (content.keys() - names)):
         verb = "lacks" if odd[0] in names else "has an unknown"
         return f"it {verb} {shown(odd[0])}"
-    wrong = [name for name, value in content.items() if not fits(hints[name], value)]
-    return "; ".join(f"{name} must be {expected(hints[name])}, is {shown(content[name])}" for name in sorted(wrong))
+    return "; ".join(_misfits(content, hints))
+
+
+def _misfits(content: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
+    wrong = sorted(name for name, value in content.items() if not fits(hints[name], value))
+    return [f"{name} must be {expected(hints[name])}, is {shown(content[name])}" for name in wrong]
 
 
 @cache

@@ -20,7 +20,16 @@ import jax
 from jax_trainer.checkpoint.arrays import get_ready
 from jax_trainer.checkpoint.background import saving_thread
 from jax_trainer.checkpoint.catalogue import name_of, read_saved
-from jax_trainer.checkpoint.choosing import first_whole, lacks, newest_with, of_step, problem_of, whole
+from jax_trainer.checkpoint.choosing import (
+    Check,
+    first_whole,
+    lacks,
+    newest_with,
+    no_check,
+    of_step,
+    problem_of,
+    whole,
+)
 from jax_trainer.checkpoint.content import write_checkpoint
 from jax_trainer.checkpoint.direction import Mode, best_mode
 from jax_trainer.checkpoint.failures import as_save_error, with_retries
@@ -243,6 +252,7 @@ class CheckpointStore:
         cast: bool = False,
         partial: bool = False,
         rename: Mapping[str, str] | None = None,
+        check: Check = no_check,
     ) -> tuple[TrainState, Saved]:
         """The state of a checkpoint, bit for bit as it was saved, and the checkpoint.
 
@@ -257,6 +267,8 @@ class CheckpointStore:
             cast: convert floating-point numbers to the precision of `like`.
             partial: leave what the checkpoint lacks as `like` has it, and what `like` lacks unread.
             rename: what becomes of names in the checkpoint, such as `{"params.encoder.*": "params.backbone.*"}`.
+            check: is given a checkpoint whose files are as they were written; a `CheckpointError` that it raises is
+                damage. Of several processes the primary one calls it.
         """
         fitting = Fitting(cast=cast, partial=partial, rename=dict(rename or {}))
         self._thread.settle()
@@ -268,9 +280,9 @@ class CheckpointStore:
             return state, replace(saved, position=self._asking.own_position(saved.position))
 
         if not self._asking.are_several:
-            return read(self._path_of(which, fields))
+            return read(self._path_of(which, fields, check))
         size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
-        return read_together(self._asking, lambda: self._path_of(which, fields), read, size)
+        return read_together(self._asking, lambda: self._path_of(which, fields, check), read, size)
 
     def _check_monitored(self, metrics: Mapping[str, float]) -> None:
         monitor = self._retention.monitor
@@ -372,45 +384,45 @@ class CheckpointStore:
     def _counted(self) -> list[Saved]:
         return list(self._keeping.listing().found.values())
 
-    def _path_of(self, which: Which, fields: Sequence[str]) -> Path:
-        saved = self._choose(which, fields)
+    def _path_of(self, which: Which, fields: Sequence[str], check: Check) -> Path:
+        saved = self._choose(which, fields, check)
         if lacks(saved, fields):
             raise refusal(saved, self._counted())
         return saved.path
 
-    def _choose(self, which: Which, fields: Sequence[str]) -> Saved:
+    def _choose(self, which: Which, fields: Sequence[str], check: Check) -> Saved:
         match which:
             case Saved():
-                return whole(which.path)
+                return whole(which.path, check)
             case Path():
-                return whole(which.absolute())
+                return whole(which.absolute(), check)
             case int():
-                return self._of_step(which)
+                return whole(self._of_step(which), check)
             case None | "latest":
-                return self._newest_whole(fields)
+                return self._newest_whole(fields, check)
             case "best":
-                return self._best_whole()
+                return self._best_whole(check)
         raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
 
-    def _newest_whole(self, fields: Sequence[str]) -> Saved:
+    def _newest_whole(self, fields: Sequence[str], check: Check) -> Saved:
         listing = self._keeping.listing()
 
         def damaged(taken: Saved | None) -> Mapping[Path, str]:
             return listing.damaged if taken is None else listing.damaged_after(taken.step)
 
-        return first_whole(newest_with(fields, listing), damaged, nothing=self._nothing("to restore"))
+        return first_whole(newest_with(fields, listing), damaged, self._nothing("to restore"), check)
 
-    def _best_whole(self) -> Saved:
+    def _best_whole(self, check: Check) -> Saved:
         listing = self._keeping.listing()
         best_first = self._retention.best_first(listing.found.values())
         others = {} if listing.found and not best_first else listing.damaged  # not why there is none to compare
-        return first_whole(best_first, lambda _: others, nothing=self._nothing(self._criterion()))
+        return first_whole(best_first, lambda _: others, self._nothing(self._criterion()), check)
 
-    def _of_step(self, step: int) -> Saved:
+    def _of_step(self, step: int) -> Path:
         path = of_step(step, self._keeping.listing(), self.folder)
         if path is None:
             raise CheckpointError(self._nothing(f"of step {step}"))
-        return whole(path)
+        return path
 
     def _criterion(self) -> str:
         if self._retention.better is not None:

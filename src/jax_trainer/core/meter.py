@@ -8,6 +8,7 @@ a run was interrupted between two of them and goes on from the meter's `state`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class Fold(NamedTuple):
     finish: Callable[[Any], Any] = lambda folded: folded
     keep: Callable[[Any], Any] = lambda folded: _each(_plain, folded)
     back: Callable[[Any], Any] = lambda kept: _each(_exact, kept)
+    parts: int | None = None  # how many numbers, or arrays, are kept; None: one by itself
 
 
 def _each(change: Callable[[Any], Any], folded: Any) -> Any:
@@ -54,6 +56,8 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
+    if not isinstance(value, np.ndarray | Real) or isinstance(value, bool):
+        raise ValueError(f"{value!r:.80} is not a number or an array")
     return np.asarray(value, np.float64)[()]  # python's own floats raise where numpy's become infinite
 
 
@@ -114,14 +118,14 @@ def _extreme(ufunc: np.ufunc) -> Fold:
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1]),
-    LogMetricMode.STD: Fold(_moments, _spread),
+    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1], parts=2),
+    LogMetricMode.STD: Fold(_moments, _spread, parts=4),
     LogMetricMode.SUM: Fold(lambda total, v, w: _running(total, np.array(v, np.float64))),
     LogMetricMode.MAX: _extreme(np.maximum),
     LogMetricMode.MIN: _extreme(np.minimum),
     LogMetricMode.SINGLE: Fold(lambda old, v, w: v[-1].copy()),
     LogMetricMode.CONCAT: Fold(
-        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list
+        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list, parts=1
     ),
 }
 
@@ -163,9 +167,19 @@ class Meter:
         return {name: (mode.value, FOLDS[mode].keep(folded)) for name, (mode, folded) in self._folded.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state` gave."""
-        modes = {name: LogMetricMode(mode) for name, (mode, _) in state.items()}
-        self._folded = {name: (modes[name], FOLDS[modes[name]].back(kept)) for name, (_, kept) in state.items()}
+        """Replaces what was folded by what `state` gave; a `ValueError` for anything else."""
+        self._folded = {name: _loaded(name, kept) for name, kept in state.items()}
+
+
+def _loaded(name: Any, kept: Any) -> tuple[LogMetricMode, Any]:
+    if not (isinstance(name, str) and isinstance(kept, tuple | list) and len(kept) == 2):
+        raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
+    mode, folded = LogMetricMode(kept[0]), kept[1]
+    parts = len(folded) if isinstance(folded, tuple | list) else None
+    is_array = mode is not LogMetricMode.CONCAT or isinstance(folded[0] if parts else None, np.ndarray)
+    if parts != FOLDS[mode].parts or not is_array:
+        raise ValueError(f"{name!r:.80}: {folded!r:.80} is not the state of a metric of mode {mode.value!r}")
+    return mode, FOLDS[mode].back(folded)
 
 
 def _heard(column: Column, weights: _Weights) -> Any:

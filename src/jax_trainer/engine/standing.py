@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from jax_trainer.core import LogMode, RowMeter
 from jax_trainer.datasets import Position
+from jax_trainer.settings import AtLeast, checked, hints_of
+
+_Seconds = Annotated[float, AtLeast(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +28,10 @@ class Standing:
 
     position: Position = Position()
     has_ended: bool = True
-    judged_step: int | None = None
-    seconds: float = 0.0
-    epoch_seconds: float = 0.0
-    epoch_waited: float = 0.0
+    judged_step: Annotated[int, AtLeast(0)] | None = None
+    seconds: _Seconds = 0.0
+    epoch_seconds: _Seconds = 0.0
+    epoch_waited: _Seconds = 0.0
     meter: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -39,7 +43,10 @@ class Standing:
 
     @classmethod
     def from_data(cls, position: Position, data: Mapping[str, Any]) -> "Standing":
-        """What `to_data` gave, at this position."""
+        """What `to_data` gave, at this position; a `ValueError` for anything else."""
+        hints = {name: hint for name, hint in hints_of(cls).items() if name != "position"}
+        checked(data, hints)
+        RowMeter(LogMode.TRAIN).load(data["meter"])
         return cls(position=position, **data)
 
     def to_data(self) -> dict[str, Any]:

@@ -60,6 +60,9 @@ class _Waiting(NamedTuple):
 class Background:
     """Makes a tool in a thread of its own and hands it entries there, in order.
 
+    The thread begins with the first entry, if not by `start`: a run that ends before, as it cannot be resumed, leaves
+    nothing in any tool.
+
     Where more entries wait than fit, the newest are dropped. Dropped entries, failing ones, and failing to begin or to
     end count as losses.
 
@@ -97,7 +100,10 @@ class Background:
         except Exception as failure:
             self._is_given_up = True
             losses.add_failure(failure)
-        else:
+
+    def start(self) -> None:
+        """Makes the tool now; again it does nothing."""
+        if self._thread.ident is None and not self._is_given_up:
             self._thread.start()
 
     def give(self, entry: Entry, size: int = 0) -> None:
@@ -170,6 +176,7 @@ class Background:
         return (fits and len(self._waiting) < self._most_entries) or self._is_given_up
 
     def _append(self, one: _Waiting) -> None:
+        self.start()
         self._waiting.append(one)
         self._waiting_bytes += one.size
         self._given += 1

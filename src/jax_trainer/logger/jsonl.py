@@ -11,6 +11,7 @@ from compoconf import register
 
 from jax_trainer.logger.files import file_name_of, write_whole
 from jax_trainer.logger.pictures import png_of
+from jax_trainer.logger.rows import cut
 from jax_trainer.logger.values import bins_of, json_safe, plain_of
 from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface
 from jax_trainer.settings import Settings
@@ -71,6 +72,11 @@ class JSONLToolLogger(ToolLoggerInterface):
     def size(self) -> int:
         """How many bytes `metrics.jsonl` has now."""
         self._check_it_is_there()
+        return self._writer.size
+
+    def cut(self, size: int | None) -> int:
+        """Takes what was written after a checkpoint out of the file, which had `size` bytes then; how many it has."""
+        cut(self._writer.path, size)
         return self._writer.size
 
     def close(self, status: str) -> None:

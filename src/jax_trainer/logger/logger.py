@@ -154,6 +154,17 @@ class Logger(RegistrableConfigInterface):
 
         return on_disk
 
+    def cut(self, size: int | None) -> None:
+        """Takes what was logged after a checkpoint out of `metrics.jsonl`, which had `size` bytes then.
+
+        Waits until that is done. Where the size is not known (None), the file stays as it is, with a warning.
+        """
+        if self._is_closed:
+            return
+        record: Any = self._tools[0]
+        record.ask(lambda tool: tool.cut(size))(MARK_SECONDS)
+        self._step = last_step(self.folder / METRICS_FILE)
+
     def close(self, status: str) -> None:
         """Nothing more will come; `status` says how the run ended. Closing again does nothing.
 
@@ -231,6 +242,7 @@ def _begun(configs: list[Any], folder: Path) -> list[Background]:
         make, check = partial(config.instantiate, ToolLoggerInterface, folder), partial(_require, config)
         patience = 0.0 if begun else RECORD_SECONDS
         begun.append(Background(Losses(name, consolation), make, check=check, patience=patience))
+    begun[0].start()  # the record is there, whether anything is logged or not
     return begun
 
 

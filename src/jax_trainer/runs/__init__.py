@@ -1,7 +1,7 @@
 """A run that writes to a folder: where that is, who watches, what it goes on from, and what is kept when it fails."""
 
 from jax_trainer.runs.nonfinite import WatchedEvaluations, explained
-from jax_trainer.runs.place import Place, agreed, restored, run_and_step, standing_of
+from jax_trainer.runs.place import Place, agreed, restored, resumable, run_and_step, standing_of
 from jax_trainer.runs.watching import Given, Watching, named_callbacks
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "explained",
     "named_callbacks",
     "restored",
+    "resumable",
     "run_and_step",
     "standing_of",
 ]

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from jax_trainer.callbacks.spike_file import FILE as SPIKES
 from jax_trainer.checkpoint.folder import METRICS, RunFolder
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.checkpoint.record import damage
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, Which
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Standing
-from jax_trainer.logger.rows import cut
+from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
 
 LOG = logging.getLogger("jax_trainer")
@@ -68,25 +69,38 @@ def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
 
 
 def standing_of(saved: Saved) -> Position | Standing:
-    """Where a run stood when it saved."""
-    loop = saved.run.get("loop")
-    return saved.position if loop is None else Standing.from_data(saved.position, loop)
+    """Where a run stood when it saved; a `CheckpointError` where the record does not say."""
+    if not saved.run:  # saved by hand, in a loop of one's own
+        return saved.position
+    with damage(saved.path, "the state of the loop"):
+        return Standing.from_data(saved.position, saved.run["loop"])
 
 
-def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: bool) -> tuple[TrainState, Saved] | None:
-    """The state to go on from, with the run's record cut to what was known then; None begins with the first step.
+def restored(
+    place: Place,
+    store: CheckpointStore,
+    like: TrainState,
+    *,
+    saves: bool,
+    logger: Logger,
+    remember: Callable[[Saved], object],
+) -> tuple[TrainState, Saved] | None:
+    """The state to resume from, with the run's record cut to what was known then; None begins with the first step.
+
+    A checkpoint whose record cannot be used counts as damaged: the one before it is taken.
 
     Args:
         place: what is gone on with.
         store: of the folder in which the training writes.
         like: a state of this training.
         saves: whether this training saves anything.
+        logger: of the folder in which the training writes.
+        remember: loads the states of callbacks and others; a `CheckpointError` where they cannot be.
     """
     if place.goes_on is None:
         return None
     source = CheckpointStore(place.goes_on.checkpoints) if place.is_fork else store
-    writes = peers().is_lead
-    if place.is_fork and writes:
+    if place.is_fork and peers().is_lead:
         _take_along(place.goes_on.path, place.folder.path)
     if place.step is None and not source.listed():
         if not saves:
@@ -95,16 +109,24 @@ def restored(place: Place, store: CheckpointStore, like: TrainState, *, saves: b
                 "train without `resume`."
             )
         LOG.warning(f"{place.goes_on.path} has no checkpoint: the run had saved nothing, and begins again.")
-        if writes:
-            cut(place.folder.metrics_file, 0)
+        logger.cut(0)
         return None
-    state, saved = source.restore("latest" if place.step is None else place.step, like=like)
+    which = "latest" if place.step is None else place.step
+    state, saved = resumable(source, which, like, remember)
     if not place.is_fork:
         store.goes_on_from(saved)
-    if writes:
-        cut(place.folder.metrics_file, saved.run.get("record"))
+    logger.cut(saved.run.get("record"))
     LOG.info(f"Going on from step {saved.step} of {place.goes_on.path}.")
     _tell_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
+    return state, saved
+
+
+def resumable(
+    store: CheckpointStore, which: Which, like: TrainState, remember: Callable[[Saved], object]
+) -> tuple[TrainState, Saved]:
+    """The state of a checkpoint and its record, which everybody has loaded by `remember`."""
+    state, saved = store.restore(which, like=like, check=lambda saved: (standing_of(saved), remember(saved)))
+    remember(saved)  # of several processes only one has checked
     return state, saved
 
 

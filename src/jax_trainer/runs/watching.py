@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
-from jax_trainer.checkpoint.store import Saved
+from jax_trainer.checkpoint.record import Saved, damage
 from jax_trainer.config import config_from
 from jax_trainer.settings import Settings
 
@@ -39,7 +39,8 @@ class Watching:
         """Everybody goes on with what they knew at a checkpoint."""
         for name, one in self._stateful.items():
             if name in saved.callbacks:
-                one.load_state_dict(saved.callbacks[name])
+                with damage(saved.path, f"the state of {name}"):
+                    one.load_state_dict(saved.callbacks[name])
 
     @property
     def _stateful(self) -> dict[str, Any]:

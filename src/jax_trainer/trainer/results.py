@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax_trainer.callbacks import full_names
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
 from jax_trainer.engine.events import Status
+from jax_trainer.settings import checked
 
 TEST = "test"
 
@@ -64,9 +65,11 @@ class Results:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with those of a run that was interrupted."""
+        validation = tuple[int, int, dict[str, Any]]
+        checked(state, {"metrics": dict[str, dict[str, Any]], "validations": list[validation]})
         self.metrics = TrainResults()
         self.metrics.update(state["metrics"])
-        for epoch, step, metrics in state.get("validations", ()):
+        for epoch, step, metrics in state["validations"]:
             self._validate(epoch, step, metrics)
 
     @property

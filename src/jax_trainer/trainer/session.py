@@ -25,7 +25,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
-from jax_trainer.runs import WatchedEvaluations, Watching, explained, standing_of
+from jax_trainer.runs import WatchedEvaluations, Watching, explained, resumable, standing_of
 from jax_trainer.trainer.best import BestWeights
 from jax_trainer.trainer.hooks import TrainerHooks
 from jax_trainer.trainer.results import Results, TrainResults
@@ -152,9 +152,9 @@ class Session:
         self.store.wait()
         if self.store.latest() is None or not Feed(self.data.train, "train").can_go_back:
             return None
-        state, saved = self.store.restore("latest", like=self.trainer.state)
+        state, saved = resumable(self.store, "latest", self.trainer.state, self.remember)
         self.trainer.hold(state)
-        self.remember(saved)
+        self.logger.cut(saved.run.get("record"))
         self.plan = replace(self.plan, left_out=self.plan.left_out | {error.place})
         LOG.warning(
             f"Step {error.step} was not finite. Going back to the checkpoint of step {saved.step}; batch "

@@ -225,15 +225,18 @@ class TrainerModule(Keeper):
         store = self._store(place.folder, validates=bool(work.data.evals))
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all
-        found = restored(place, store, self.state, saves=saves)  # before the logger opens what is cut here
-        write_configs(self, place)
-        if found is not None:
-            self.state, self._at = found[0], standing_of(found[1])
         self.logger = self.init_logger(place.folder)
-        session = Session(self, work, place.folder, store, self.logger, self._at)
+        session = Session(self, work, place.folder, store, self.logger)
         try:
             session.callbacks = self.callbacks = self.init_callbacks(session.run)
-            self._introduce(session.logger) if found is None else session.remember(found[1])
+            options: dict[str, Any] = {"logger": session.logger, "remember": session.remember}
+            found = restored(place, store, self.state, saves=saves, **options)
+            write_configs(self, place)
+            if found is None:
+                self._introduce(session.logger)
+            else:
+                self.state, self._at = found[0], standing_of(found[1])
+            session.at = self._at
             self._tell_of_layout(place, quiet=quiet)
             self._session = session
             return session.go(quiet=quiet)

@@ -99,17 +99,16 @@ class _Session:
         is_judged = self._validates or saver.monitor == self._recording.told["metric"]
         store = CheckpointStore(self._folder.checkpoints, **saver.store_options(validates=is_judged))
         state = self._work.begin()
-        found = restored(self._place, store, state, saves=saver.saves_at_all)
-        self._place.write_text(self._folder.config_file.name, config_text(self._recording.told))
         logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
             Logger, self._folder.path
         )
         try:
-            watching = self._watching(logger, store)
+            watching, saves = self._watching(logger, store), saver.saves_at_all
+            found = restored(self._place, store, state, saves=saves, logger=logger, remember=watching.remember)
+            self._place.write_text(self._folder.config_file.name, config_text(self._recording.told))
             at: Position | Standing = Position()
             if found is not None:
                 state, at = found[0], standing_of(found[1])
-                watching.remember(found[1])
             state = self._train(state, at, watching)
         finally:
             self._close(logger, store)

@@ -15,6 +15,7 @@ from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, predictions
+from jax_trainer.settings import checked
 from jax_trainer.styles.fitting.data import Inputs, is_arrays
 from jax_trainer.styles.fitting.program import Trained
 
@@ -55,7 +56,7 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with those of a run that was interrupted."""
-        self.epochs = dict(state["epochs"])
+        self.epochs = dict(checked(state, {"epochs": dict[int, dict[str, Any]]})["epochs"])
 
     @property
     def last(self) -> dict[str, float]:

@@ -14,13 +14,15 @@ from jax_trainer.adapters.nnx import nnx_state, write_back
 from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
 from jax_trainer.checkpoint import direction
 from jax_trainer.checkpoint.direction import Mode
+from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, SaveError
 from jax_trainer.core import PyTree, TrainState, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Event, Every, FitEnd, FitStart, Observer, SavePoint, StepMetrics
 from jax_trainer.runs import standing_of
+from jax_trainer.settings import checked
 from jax_trainer.styles.functional.hooks import Continued, Participant, Training
-from jax_trainer.styles.functional.report import is_settled
+from jax_trainer.styles.functional.report import Report, is_settled
 
 LOG = logging.getLogger("jax_trainer")
 TRAINED = ("step", "params", "model_state", "opt_state")  # of a state: what the caller's objects hold
@@ -73,11 +75,21 @@ def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects:
         LOG.warning(f"There is no {which} checkpoint in {store.folder}: model and optimizer stay as they are.")
     else:
         like = nnx_state(model, optimizer, jax.random.key(0))
-        state, saved = store.restore(which, like, only=TRAINED)
+        state, saved = store.restore(which, like, only=TRAINED, check=usable)
         write_back(model, state)
         write_back_optimizer(optimizer, state)
         LOG.info(f"Restored step {saved.step} from {saved.path}.")
     return objects if len(objects) == 2 else optimizer
+
+
+def usable(saved: Saved) -> None:
+    """A `CheckpointError` unless a training can be resumed from what the checkpoint says besides its arrays."""
+    standing_of(saved)
+    with damage(saved.path, "what hooks remember"):
+        if saved.callbacks:
+            checked(saved.callbacks, {"report": Any, "hooks": Any})
+            Report(Every()).load_state_dict(saved.callbacks["report"])
+            checked(saved.callbacks["hooks"], {"called_at": list[int]})
 
 
 class SaveHook(Participant):
@@ -153,7 +165,7 @@ class SaveHook(Participant):
     def _same(self, state: TrainState, saved: Saved) -> TrainState | None:
         """The state of the checkpoint, if `state` has its weights."""
         try:
-            restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True)
+            restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True, check=usable)
         except CheckpointError:
             return None
         return restored if all(_equal(getattr(state, name), getattr(restored, name)) for name in TRAINED) else None

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.core import LogMode, RowMeter
 from jax_trainer.engine import EvalRoundEnd, Event, Every, SavePoint, StepMetrics
+from jax_trainer.settings import checked
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -95,7 +97,9 @@ class Report:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave."""
-        self._meter.load(state["window"])
+        known = dict[str, Real]
+        hints = {"window": dict[str, Any], "judged_at": int, "told_at": int, "trained": known, "judged": known}
+        self._meter.load(checked(state, hints)["window"])
         self._judged_at, self._told_at = state["judged_at"], state["told_at"]
         self._trained, self._judged = dict(state["trained"]), dict(state["judged"])
 

@@ -229,5 +229,5 @@ def _read(
 ) -> tuple[TrainState, Position | Standing] | None:
     if not store.listed():
         return None
-    state, saved = store.restore(which, like=like)
+    state, saved = store.restore(which, like=like, check=standing_of)
     return state, standing_of(saved)
