@@ -24,6 +24,20 @@ def quiet_log(caplog):
     caplog.set_level(logging.ERROR, "jax_trainer")
 
 
+@pytest.fixture
+def compiled():
+    """One entry for every compilation since the test began."""
+    seen: list[str] = []
+
+    def note(event: str, duration_secs: float, **more: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(str(more.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """Each style's training from start to end, done once."""
@@ -52,6 +66,15 @@ def test_every_style_tells_the_same_history(straight, name):
     history = straight(name)[0].history
     assert set(history) == set(range(STEPS, TOTAL + 1, STEPS))
     assert history == straight(reference(name))[0].history
+
+
+@EVERY
+def test_a_second_training_of_the_same_kind_compiles_nothing(straight, name, tmp_path, compiled):
+    first = straight(name)[0]
+    compiled.clear()
+    again = STYLES[name](tmp_path).train()
+    assert [one for one in compiled if one != "jit(<lambda>)"] == []  # with which a user makes a state to pass
+    assert_same_bits((again.params, again.model_state), (first.params, first.model_state))
 
 
 @EVERY

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_trainer.core.executables import Reused
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
@@ -323,7 +324,7 @@ class CompiledProgram:
             name,
             ("state", "number" if name == "predict_step" else "tape", "batch", *more),
             function,
-            compile=lambda traced: jax.jit(traced, donate_argnums=donated),
+            compile=lambda traced: Reused(jax.jit(traced, donate_argnums=donated)),
             on_recompile=self._on_recompile,
             lenient=name in ("eval_step", "predict_step"),
             batch=lambda: self.feeding(),
@@ -421,7 +422,7 @@ def _begin(*functions: Any) -> None:
 def _made(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:
     """A fresh state, once it is there: whether it fits into the memory shows only then."""
     try:
-        return jax.block_until_ready(jax.jit(make, out_shardings=shardings)(*args))
+        return jax.block_until_ready(Reused(jax.jit(make, out_shardings=shardings), shardings)(*args))
     except jax.errors.JaxRuntimeError as error:
         raise explained(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
 

@@ -1,0 +1,140 @@
+"""Compiled code is shared by programs that are the same to the compiler, and by no others."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import RecompileWarning, TrainState, compile_program, executables
+
+BATCH = {"x": np.arange(24, dtype=np.float32).reshape(8, 3), "y": np.ones(8, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """What is kept for others, from nothing on."""
+    monkeypatch.setattr(executables, "_kept", type(executables._kept)())
+    return executables._kept
+
+
+def trained(
+    *, rate: float = 0.1, weights: Any = 1.0, width: int = 3, batch: Any = BATCH, note: Any = None, **options: Any
+) -> TrainState:
+    """Two steps of a program that is made anew."""
+    weights = jnp.asarray(weights)
+
+    def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
+        if note is not None:
+            jax.debug.callback(note, batch["y"].sum())
+        return (weights * (batch["x"] @ params["w"] - batch["y"][:, None]) ** 2).mean()
+
+    program = function_program(lambda key, batch: {"w": jnp.ones((3, width))}, loss, optax.adam(rate))
+    compiled = compile_program(program, **options)
+    state = compiled.init(jax.random.key(0), batch)
+    _, tape = compiled.train_tape(state, batch, 2)
+    for _ in range(2):
+        state, tape, _ = compiled.train_step(state, tape, batch)
+    jax.effects_barrier()
+    return state
+
+
+def test_the_same_program_made_anew_is_compiled_once(kept):
+    first = trained()
+    count = len(kept)
+    assert count == 2  # a fresh state, and a step
+    again = trained()
+    assert len(kept) == count
+    np.testing.assert_array_equal(first.params["w"], again.params["w"])
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "another rate": {"rate": 0.3},
+    "another constant": {"weights": np.linspace(0, 1, 8).reshape(8, 1)},
+    "another shape": {"width": 2},
+    "another batch": {"batch": {name: leaf[:4] for name, leaf in BATCH.items()}},
+    "nothing donated": {"donate": False},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_differs_in_anything_is_compiled_for_itself(other, kept, monkeypatch):
+    trained()
+    shared = trained(**other)
+    count = len(kept)
+    assert count > 2
+    monkeypatch.setattr(executables, "_shared", lambda key, lowered: lowered.compile())
+    np.testing.assert_array_equal(trained(**other).params["w"], shared.params["w"])
+
+
+def test_large_constants_that_differ_in_one_number_are_told_apart():
+    weights = np.ones((8, 3000), np.float32)
+    first = trained(weights=weights, width=3000)
+    weights[7, 2999] = 2.0
+    assert not np.array_equal(trained(weights=weights, width=3000).params["w"], first.params["w"])
+
+
+def test_a_state_that_is_not_donated_stays(kept):
+    program = function_program(lambda key, batch: {"w": jnp.ones((3, 3))}, lambda *_, **__: jnp.zeros(()), optax.sgd(1))
+    for donate in (True, False):
+        compiled = compile_program(program, donate=donate)
+        state = compiled.init(jax.random.key(0), BATCH)
+        _, tape = compiled.train_tape(state, BATCH, 2)
+        compiled.train_step(state, tape, BATCH)
+        assert state.params["w"].is_deleted() == donate
+
+
+def test_a_callback_belongs_to_its_own_program():
+    heard: dict[str, list[float]] = {"first": [], "second": []}
+    for name in heard:
+        trained(note=lambda value, name=name: heard[name].append(float(value)))
+    assert heard == {"first": [8.0, 8.0], "second": [8.0, 8.0]}
+
+
+def test_what_is_kept_holds_on_to_nothing_of_the_program(kept):
+    class Scale:
+        def __call__(self, w: jax.Array) -> jax.Array:
+            return w * 2
+
+    def use(scale: Any) -> None:
+        def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
+            return scale(params["w"]).mean()
+
+        compiled = compile_program(function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1)))
+        state = compiled.init(jax.random.key(0), BATCH)
+        _, tape = compiled.train_tape(state, BATCH, 2)
+        compiled.train_step(state, tape, BATCH)
+
+    scale = Scale()
+    use(scale)
+    alive = weakref.ref(scale)
+    del scale
+    jax.clear_caches()
+    gc.collect()
+    assert len(kept) == 2 and alive() is None
+
+
+def test_only_so_many_are_kept_those_that_were_used_last(kept, monkeypatch):
+    monkeypatch.setattr(executables, "MOST", 3)
+    for rate in (0.1, 0.2, 0.3, 0.4):
+        trained(rate=rate)
+        trained(rate=0.1)
+    assert len(kept) == 3
+
+
+def test_arrays_on_another_device_are_computed_there():
+    loss: Any = lambda params, batch, *, rng, train: (batch["x"] @ params["w"]).mean()
+    compiled = compile_program(function_program(lambda key, batch: {"w": jnp.ones((3, 2))}, loss, optax.sgd(0.1)))
+    state = compiled.init(jax.random.key(0), BATCH)
+    for device in jax.devices()[:2]:
+        here = jax.device_put(jax.tree.map(jnp.copy, state), device)
+        _, tape = compiled.train_tape(here, BATCH, 2)
+        with pytest.warns(RecompileWarning) if device == jax.devices()[1] else nullcontext():
+            here, _, _ = compiled.train_step(here, jax.device_put(tape, device), BATCH)
+        assert here.params["w"].devices() == {device}
