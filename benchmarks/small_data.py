@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/small_data.py [--trainings 10] [--epochs 100] [--only fit] [--json PATH]
 
 A loop by hand as a user writes it (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
-nothing written) against `fit` with its defaults and a `TrainerModule` with `ModelCheckpoint`; same
+nothing written) against `fit` with its defaults, `fit(save=False)`, and a `TrainerModule` with `ModelCheckpoint`; same
 perceptron, Adam, arrays and batch size. The variants take turns, seed by seed. Each training makes its model, optimizer
 and loss anew. `start` is the time to the end of the first epoch less that of a later one, `end` what comes after the
 last epoch. The first training of each compiles and imports, the others should not. A report, not a test.
@@ -178,6 +178,7 @@ def trained(seed: int, epochs: int) -> Measured:
 VARIANTS: dict[str, Callable[[int, int], Measured]] = {
     "by hand": by_hand,
     "fit": fitted,
+    "fit, save=False": lambda seed, epochs: fitted(seed, epochs, save=False),
     "TrainerModule": trained,
 }
 

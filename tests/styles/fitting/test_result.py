@@ -11,8 +11,10 @@ import torch
 from flax import nnx
 
 from jax_trainer.adapters import function_program
+from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader
+from jax_trainer.engine import Every
 from jax_trainer.styles.fitting.fit import fit
 from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, fault, tiny_program
 
@@ -79,6 +81,41 @@ def test_the_best_state_is_read_from_the_disk(result):
     state = result.best_state()
     assert result.best.metrics["val/loss"] == min(metrics["val/loss"] for metrics in result.history.values())
     assert jax.tree.structure(state) == jax.tree.structure(result.state)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_without_checkpoints_the_best_weights_are_those_that_would_have_been_saved(tmp_path, mode):
+    options = {"num_epochs": 3, "metric": "loss", "mode": mode, "optimizer": optax.adam(1.0), "loss_fn": loss_fn}
+    saved = trained(tmp_path / "saved", TinyNNX(nnx.Rngs(0)), **options)
+    kept = trained(tmp_path / "kept", TinyNNX(nnx.Rngs(0)), save=False, **options)
+    assert not list(kept.folder.rglob("step_*")) and list(saved.folder.rglob("step_*"))
+    assert kept.best == saved.best and kept.history == saved.history
+    assert_same_bits(kept.best_state().params, saved.best_state().params)
+    assert_same_bits(kept.state, saved.state)
+    assert_same_bits(kept.best_state().params, kept.best_state().params)  # reading them does not give them away
+
+
+def test_checkpoints_are_written_as_often_as_asked(tmp_path):
+    steps = {}
+    for name, save in {"epochs": Every(epochs=2), "steps": Every(steps=4)}.items():
+        found = trained(tmp_path / name, save=save, num_epochs=5, test=None)
+        steps[name] = CheckpointStore(found.folder / "checkpoints").steps()[-2:]
+    assert steps == {"epochs": [12, 15], "steps": [12, 15]}
+
+
+WRONG_SAVES = {
+    "a number": ({"save": 3}, r"`save`.*3"),
+    "never": ({"save": Every()}, r"`save`.*Every"),
+    "resumed": ({"save": False, "resume": "auto"}, r"save=False.*`resume` is 'auto'"),
+    "two say when": ({"save": False, "callbacks": [ModelCheckpointConfig()]}, r"save=False.*ModelCheckpoint"),
+}
+
+
+@pytest.mark.parametrize(("options", "told"), WRONG_SAVES.values(), ids=WRONG_SAVES)
+def test_a_save_that_cannot_be_done_is_refused_before_anything_is_written(tmp_path, options, told):
+    with pytest.raises(ValueError, match=told):
+        trained(tmp_path / "runs", **options)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_figure_shows_each_metric_with_training_and_evaluation_together(result):

@@ -27,7 +27,16 @@ from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
 from jax_trainer.styles.fitting.learning_rate import with_learning_rate
 from jax_trainer.styles.fitting.program import Trained, Wishes, seen_through, trained_of
-from jax_trainer.styles.fitting.recorded import Recording, Resume, Work, place_of, recorded_run, saver_among, with_saver
+from jax_trainer.styles.fitting.recorded import (
+    Recording,
+    Resume,
+    Work,
+    check_save,
+    place_of,
+    recorded_run,
+    saver_among,
+    with_saver,
+)
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.styles.fitting.told import name_of, plain_hparams
 from jax_trainer.suggestions import checks_keywords
@@ -54,6 +63,7 @@ def fit(
     mode: Mode = "auto",
     callbacks: Given = (),
     resume: Resume = False,
+    save: bool | Every = True,
     seed: int = 0,
     split_batch: SplitBatch | None = None,
     log_dir: str | Path = "runs",
@@ -93,6 +103,9 @@ def fit(
         callbacks: who else watches: callbacks, or configurations of them, in a list or by name.
         resume: True: go on with the newest run of this name that was told the same; "auto": that, or a new one; a path:
             with the run in that folder, or from that checkpoint of it.
+        save: True: write a checkpoint after every evaluation (after every epoch, without `test_ds`) and at the end, in
+            the background; the latest two and the best stay. `Every(epochs=10)`, `Every(minutes=5)`: that often. False:
+            write none, and keep the best weights in memory; such a run cannot be resumed.
         seed: of the weights of a linen module, of what is random in training, and of the order of arrays. A state of
             `TrainState.create` has a key of its own (`rng=`).
         split_batch: `batch -> (inputs, targets)`, for batches that have other names; a tuple of inputs is several
@@ -108,6 +121,7 @@ def fit(
         mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
     """
     _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
+    check_save(save, resume)
     told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
     plan = Plan(
         max_epochs=num_epochs,
@@ -126,7 +140,7 @@ def fit(
     trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, validates=bool(evals))
-    saving = with_saver(named, found, mode, is_wish=metric is not None)
+    saving = with_saver(named, found, mode, save, is_wish=metric is not None)
     saver = saver_among(saving)
     told = {
         "style": "fit",
@@ -144,7 +158,7 @@ def fit(
     }
     begin = partial(program.init, trained.key, train.example)
     work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
-    recording = Recording(told, saving, tensorboard, progress)
+    recording = Recording(told, saving, tensorboard, progress, writes_checkpoints=save is not False)
     return recorded_run(work, recording, agreed(lambda: place_of(log_dir, log_name, told, resume)))
 
 

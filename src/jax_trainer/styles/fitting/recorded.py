@@ -17,16 +17,18 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.memory import BestInMemory
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainState
 from jax_trainer.datasets import Data, Position
-from jax_trainer.engine import Event, Plan, Standing, drive, train_events
+from jax_trainer.engine import Event, Every, Plan, Standing, drive, train_events
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
 from jax_trainer.runs import Place, Watching, explained, restored, run_and_step, standing_of
 from jax_trainer.styles.fitting.program import Trained
 from jax_trainer.styles.fitting.result import Asked, FitResult, History
 from jax_trainer.styles.fitting.told import config_text
 
+Store = CheckpointStore | BestInMemory
 Resume = bool | Literal["auto"] | str | Path
 SAVER = "ModelCheckpoint"
 
@@ -49,6 +51,7 @@ class Recording(NamedTuple):
     callbacks: Mapping[str, Any]  # objects and configurations
     tensorboard: bool
     progress: bool
+    writes_checkpoints: bool  # otherwise the best weights are kept in memory
 
     @property
     def hparams(self) -> dict[str, Any]:
@@ -97,14 +100,16 @@ class _Session:
         saver = self._recording.saver
         # without validation there is only what `fit` itself has chosen to go by
         is_judged = self._validates or saver.monitor == self._recording.told["metric"]
-        store = CheckpointStore(self._folder.checkpoints, **saver.store_options(validates=is_judged))
+        store = self._store(saver, is_judged=is_judged)
         state = self._work.begin()
         logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
             Logger, self._folder.path
         )
         try:
             watching, saves = self._watching(logger, store), saver.saves_at_all
-            found = restored(self._place, store, state, saves=saves, logger=logger, remember=watching.remember)
+            found = None
+            if isinstance(store, CheckpointStore):
+                found = restored(self._place, store, state, saves=saves, logger=logger, remember=watching.remember)
             self._place.write_text(self._folder.config_file.name, config_text(self._recording.told))
             at: Position | Standing = Position()
             if found is not None:
@@ -115,7 +120,12 @@ class _Session:
         asked = Asked(self._work.trained, self._work.program, state, store, self._work.batch_size)
         return FitResult(asked, self._history, self._folder.path)
 
-    def _watching(self, logger: Logger, store: CheckpointStore) -> Watching:
+    def _store(self, saver: ModelCheckpointConfig, *, is_judged: bool) -> Store:
+        if self._recording.writes_checkpoints:
+            return CheckpointStore(self._folder.checkpoints, **saver.store_options(validates=is_judged))
+        return BestInMemory(self._folder.path, monitor=saver.monitor if is_judged else None, mode=saver.best_mode)
+
+    def _watching(self, logger: Logger, store: Store) -> Watching:
         callbacks: dict[str, Callback] = {}
         records = {f"run/log/{index}": one for index, one in enumerate(logger_observers(logger))}
         watching = Watching(callbacks, {**records, "run/history": self._history})
@@ -156,7 +166,7 @@ class _Session:
             return []
         return [ProgressBar(title=f"Run folder: {self._folder.path}", epochs=self._work.plan.max_epochs)]
 
-    def _close(self, logger: Logger, store: CheckpointStore) -> None:
+    def _close(self, logger: Logger, store: Store) -> None:
         """However training ended: the module has the newest weights, and the record is complete."""
         status = self._history.status
         try:
@@ -166,7 +176,7 @@ class _Session:
                 logger.log_hparams(self._recording.hparams, {**self._history.last, **self._best_of(store)})
             logger.close(status)
 
-    def _best_of(self, store: CheckpointStore) -> dict[str, float]:
+    def _best_of(self, store: Store) -> dict[str, float]:
         saved, monitor = store.best(), self._recording.saver.monitor
         return {f"best/{monitor}": saved.metrics[monitor]} if saved is not None and monitor in saved.metrics else {}
 
@@ -193,12 +203,28 @@ def saver_among(callbacks: Mapping[str, Any]) -> ModelCheckpointConfig:
     return next(config for config in map(_config_of, callbacks.values()) if config is not None)
 
 
-def with_saver(callbacks: Mapping[str, Any], metric: str, mode: Mode, *, is_wish: bool) -> dict[str, Any]:
+def check_save(save: bool | Every, resume: Resume) -> None:
+    """Refuses a `save` that says nothing, or that `resume` contradicts."""
+    if not isinstance(save, bool | Every) or save == Every():
+        raise ValueError(f"`save` must be True, False, or how often, such as `Every(epochs=10)`; got {save!r}.")
+    if save is False and resume is not False:
+        raise ValueError(
+            f"`save=False` writes nothing to resume from, and `resume` is {resume!r}. Leave out one of them."
+        )
+
+
+def with_saver(
+    callbacks: Mapping[str, Any], metric: str, mode: Mode, save: bool | Every, *, is_wish: bool
+) -> dict[str, Any]:
     """`callbacks` with one that saves by `metric`, unless there is one among them; `is_wish`: the user named it."""
     if not any(_config_of(one) is not None for one in callbacks.values()):
-        return {**callbacks, SAVER: ModelCheckpointConfig(monitor=metric, mode=mode)}
+        every = save if isinstance(save, Every) else Every(epochs=1)
+        often = {"every_n_epochs": every.epochs, "every_n_steps": every.steps, "every_n_minutes": every.minutes}
+        return {**callbacks, SAVER: ModelCheckpointConfig(monitor=metric, mode=mode, **often)}
     if is_wish:
         raise ValueError("`metric` and a `ModelCheckpoint` both say what the best state is. Set its `monitor` alone.")
+    if save is not True:
+        raise ValueError(f"`save={save!r}` and a `ModelCheckpoint` both say when to save. Leave out one of them.")
     return dict(callbacks)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_trainer.callbacks import full_names
+from jax_trainer.checkpoint.memory import BestInMemory
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
 from jax_trainer.datasets import ArrayLoader
@@ -77,7 +78,7 @@ class Asked:
     trained: Trained
     program: CompiledProgram
     state: TrainState
-    store: CheckpointStore
+    store: CheckpointStore | BestInMemory
     batch_size: int
 
 
@@ -88,7 +89,8 @@ class FitResult:
         state: the trained state, as it was given: of a linen module, a state with `apply_fn` and `tx`.
         model: the nnx module with the trained weights, in evaluation mode; None for anything else.
         history: metrics by epoch, such as `{1: {"train/loss": 0.7, "val/loss": 0.6, "val/accuracy": 0.8}}`.
-        best: epoch, step and metrics of the best checkpoint; None where nothing was saved.
+        best: epoch, step and metrics of the best checkpoint, or, with `save=False`, of the best state that was kept in
+            memory; None where no state could be compared.
         folder: where the run is written.
         status: "completed", or "stopped" if a callback wanted so.
     """
@@ -117,7 +119,7 @@ class FitResult:
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
     def best_state(self) -> Any:
-        """The state with the weights of the best checkpoint, read from the disk; as `state` otherwise.
+        """The state with the weights of the best checkpoint (with `save=False`, from memory); as `state` otherwise.
 
         `write_back(model, result.best_state())` puts them into an nnx module.
         """
