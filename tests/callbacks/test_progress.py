@@ -1,13 +1,27 @@
 import io
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from callback_runs import fit, run_in, scripted, scripted_program
 from rich.console import Console
 
 from jax_trainer.callbacks import Progress, ProgressBar, ProgressConfig
-from jax_trainer.engine import EpochStart, Every, Plan
+from jax_trainer.engine import (
+    EpochEnd,
+    EpochStart,
+    EvalEnd,
+    Every,
+    FitEnd,
+    FitStart,
+    Notice,
+    Plan,
+    StepEnd,
+    StepMetrics,
+)
 
 
 def shown(*, terminal: bool, width: int = 200, **options) -> str:
@@ -22,14 +36,15 @@ def shown(*, terminal: bool, width: int = 200, **options) -> str:
 def test_a_terminal_sees_steps_speed_and_the_latest_metrics():
     text = shown(terminal=True, refresh_seconds=0.0)
     assert "32/32" in text
-    assert "starting" in text
+    assert "compiling" in text
     assert "/s" in text
     assert "loss" in text
     assert "epoch 2 val" in text
 
 
 def test_without_a_terminal_there_is_one_line_per_epoch_and_evaluation():
-    lines = shown(terminal=False).splitlines()
+    first, *lines = shown(terminal=False).splitlines()
+    assert first.split() == ["epoch", "1", "compiling"]
     assert [line.split("loss")[0].split() for line in lines] == [
         ["epoch", "1", "step", "32", "train"],
         ["epoch", "1", "step", "32", "val"],
@@ -55,7 +70,7 @@ def test_a_notebook_gets_one_line_drawn_over_and_no_escape_sequences():
     text = shown(terminal=False, refresh_seconds=0.0, is_notebook=True)
     assert "\x1b" not in text
     assert "32/32" in text
-    assert "starting" in text
+    assert "compiling" in text
     # what a notebook shows in the end: of each line, what was written last at every place
     lines = [line for line in map(as_shown, text.split("\n")) if line]
     assert [line.split()[:5] for line in lines] == [
@@ -105,8 +120,8 @@ def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_
             callback.attach(run)
             fit(callback)
         lines = capsys.readouterr().err.splitlines()
-        assert lines[0] == f"Run folder: {run.folder}"
-        assert [[line.split()[i] for i in (0, 1, 4)] for line in lines[1:]] == [
+        assert lines[:2] == [f"Run folder: {run.folder}", "epoch 1/2  compiling"]
+        assert [[line.split()[i] for i in (0, 1, 4)] for line in lines[2:]] == [
             ["epoch", "1", "train"],
             ["epoch", "1", "val"],
             ["epoch", "2", "train"],
@@ -115,7 +130,107 @@ def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_
 
 
 def test_a_run_that_is_counted_in_steps_is_told_in_steps():
-    lines = shown(terminal=False, in_steps=True).splitlines()
+    _, *lines = shown(terminal=False, in_steps=True).splitlines()
     assert [line.split("loss")[0].split() for line in lines] == [
         ["step", step, name] for step in ("32", "64") for name in ("train", "val")
+    ]
+
+
+class Told:
+    """A bar that is told of events by hand, on a clock that only moves when it is told to."""
+
+    def __init__(self, monkeypatch, *, terminal: bool = False, **options: Any) -> None:
+        self.now, self.step, self.screen = 1000.0, 0, io.StringIO()
+        monkeypatch.setattr("jax_trainer.callbacks.progress.time", SimpleNamespace(perf_counter=lambda: self.now))
+        console = Console(file=self.screen, force_terminal=terminal, width=200)
+        self.bar = ProgressBar(console=console, is_lead=True, **options)
+
+    def __call__(self, kind: Any, *args: Any, epoch: int = 1) -> None:
+        self.bar.handle(kind(self.step, epoch, None, *args))
+
+    def steps(self, count: int, seconds: float) -> None:
+        for _ in range(count):
+            self.now += seconds
+            self.step += 1
+            self(StepEnd, 1, 1, None, None)
+
+    def metrics(self, **values: float) -> None:
+        ones = np.ones(1)
+        columns = {name: SimpleNamespace(values=np.array([value]), weights=ones) for name, value in values.items()}
+        self(StepMetrics, SimpleNamespace(columns=columns))
+
+    @property
+    def lines(self) -> list[str]:
+        return self.screen.getvalue().splitlines()
+
+
+def test_a_file_gets_a_line_with_step_loss_rate_and_eta_every_few_seconds(monkeypatch):
+    told = Told(monkeypatch, epochs=2, steps=200)
+    told(FitStart)
+    told(EpochStart, 100)
+    told.now += 60.0  # compiling, which does not count for the rate
+    told.steps(1, 0.0)
+    told.metrics(loss=0.25, acc=0.5)
+    told.steps(40, 0.5)
+    assert told.lines[0] == "epoch 1/2  compiling"
+    assert told.lines[1].split() == ["epoch", "1/2", "1/100", "step", "1"]
+    assert told.lines[2].split() == [
+        "epoch",
+        "1/2",
+        "11/100",
+        "step",
+        "11",
+        "loss",
+        "0.25",
+        "acc",
+        "0.5",
+        "2",
+        "steps/s",
+        "ETA",
+        "1:34",
+    ]
+    assert [line.split()[4] for line in told.lines[3:]] == ["21", "31", "41"]  # every 5 seconds
+
+
+def test_a_file_that_hears_of_epochs_often_enough_gets_no_other_lines(monkeypatch):
+    told = Told(monkeypatch)
+    for epoch in (1, 2, 3, 4):
+        told(EpochStart, 10, epoch=epoch)
+        told.steps(10, 0.19)
+        told(EpochEnd, {"loss": 0.5}, 1.9, 0.0, None, epoch=epoch)
+    told(FitEnd, "completed")
+    assert [line.split()[4] for line in told.lines[1:]] == ["train"] * 4
+
+
+def test_secondary_statistics_do_not_crowd_a_line(monkeypatch):
+    told = Told(monkeypatch)
+    told(EvalEnd, "val", {"acc": 0.5, "acc_max": 1.0, "acc_std": 0.1, "loss": 2.0, "loss_min": 1.0, "size_max": 3.0})
+    told(FitEnd, "completed")
+    assert told.lines == ["epoch   1  step      0  val  loss 2  acc 0.5  size_max 3"]
+
+
+def test_a_validation_inside_an_epoch_has_its_own_numbers_and_training_goes_back_to_its_count():
+    screen = io.StringIO()
+    bar = ProgressBar(console=Console(file=screen, force_terminal=True, width=200), refresh_seconds=0.0)
+    losses = scripted([float(n) for n in range(1, 33)])
+    plan = Plan(max_epochs=1, eval_every=Every(steps=16), metrics_every=4)
+    fit(bar, plan=plan, program=scripted_program(), train=scripted([500.0] * 32), evals={"val": losses})
+    drawn = screen.getvalue().split("\r")
+    of_validation = [line for line in drawn if "epoch 1 val" in line]
+    assert not any("loss 500" in line for line in of_validation)
+    assert any(re.search("epoch 1 val .* loss ", line) for line in of_validation)
+    assert any(re.search("17/32 .* loss 500", line) for line in drawn if "epoch 1  " in line)
+
+
+def test_the_end_says_why_and_the_beginning_from_where(monkeypatch):
+    told = Told(monkeypatch)
+    told.step = 40
+    told(FitStart, epoch=3)
+    told(Notice, "Training ends after step 40: `max_time` (5 s) is over.", epoch=3)
+    told(FitEnd, "stopped", "EarlyStopping after step 40: `val/acc` is 1.", epoch=3)
+    first, *rest = told.lines
+    assert first.split() == ["Resumed", "from", "epoch", "3", "step", "40."]
+    assert rest == [
+        "Training ends after step 40: `max_time` (5 s) is over.",
+        "EarlyStopping after step 40: `val/acc` is 1.",
     ]

@@ -1,6 +1,7 @@
 import weakref
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -56,11 +57,11 @@ def test_rows_split_after_a_step(after):
 class Writer:
     """Writes steps whose metrics are their own numbers, and reads what is ready after every dispatch."""
 
-    def __init__(self, every: int, lag: int, length: int = 16) -> None:
+    def __init__(self, every: int, lag: int, length: int = 16, adapts: bool = False) -> None:
         metrics = self._metrics(0)
         self._format = TapeFormat.of(metrics)
         self._tape = self._format.blank(length)
-        self.reader = TapeReader(self._format, every, lag)
+        self.reader = TapeReader(self._format, every, lag, adapts=adapts)
 
     @staticmethod
     def _metrics(step: int) -> Any:
@@ -79,6 +80,32 @@ class Writer:
 
 def spans(windows: Any) -> list[tuple[int, int]]:
     return [(rows.first, rows.last) for rows in windows]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes"), [(0.001, [1, 2, 4, 8, 16, 19, 50]), (0.3, [1, 2, 3, 3, 3, 3]), (5.0, [1, 2, 1, 1, 1, 1])]
+)
+def test_numbers_of_slow_steps_arrive_about_every_second(monkeypatch, seconds, sizes):
+    now = [0.0]
+    monkeypatch.setattr("jax_trainer.core.rows.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    writer, windows = Writer(every=50, lag=0, length=64, adapts=True), []
+    for step in range(1, 101):
+        now[0] += seconds
+        windows += writer.dispatch(step)
+    assert [rows.last - rows.first + 1 for rows in windows][: len(sizes)] == sizes
+    assert [step for rows in windows for step in range(rows.first, rows.last + 1)] == list(
+        range(1, windows[-1].last + 1)
+    )
+
+
+def test_what_is_read_at_once_comes_in_windows_that_end_at_multiples():
+    writer = Writer(every=10, lag=99, length=64, adapts=True)
+    for step in range(1, 16):
+        assert not writer.dispatch(step)
+    [first, second] = writer.reader.flush()
+    assert spans([first, second]) == [(1, 10), (11, 15)]
+    assert first.values_of("m").tolist() == list(range(1, 11))
+    assert [step["big"][0] for step in second.off_tape] == list(range(11, 16))
 
 
 def test_windows_end_at_multiples_of_every():

@@ -125,7 +125,7 @@ def test_max_time_ends_the_run_inside_an_epoch(prepared):
     began = time.monotonic()
     _, seen = trained(program, fresh(), Data(itertools.repeat(EXAMPLE)), Plan(max_time=0.3))
     assert 0.3 <= time.monotonic() - began < 10
-    assert seen.names[-4:] == ["EpochEnd", "SavePoint", "SavePoint", "FitEnd"]
+    assert seen.names[-5:] == ["EpochEnd", "SavePoint", "Notice", "SavePoint", "FitEnd"]
 
 
 @pytest.mark.slow

@@ -97,8 +97,8 @@ def test_observers_that_need_every_step_set_the_chunk_to_one():
     ],
 )
 def test_the_number_of_epochs_follows_from_whatever_limit_is_known(plan, epochs):
-    assert plan.epochs(10) == epochs
+    assert plan.ends_at(10)[0] == epochs
 
 
 def test_epochs_of_a_stream_cannot_be_counted_by_steps():
-    assert Plan(max_steps=35).epochs(None) is None
+    assert Plan(max_steps=35).ends_at(None) == (None, 35)

@@ -10,15 +10,18 @@ from compoconf import register
 from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.screen import Screen
+from jax_trainer.callbacks.screen import Screen, people_console
+from jax_trainer.core import LogMetricMode, LogMode, RowMeter
 from jax_trainer.engine import (
     EpochEnd,
     EpochStart,
     EvalEnd,
+    EvalRoundEnd,
     EvalStart,
     EvalStep,
     Event,
     FitEnd,
+    FitStart,
     Notice,
     StepEnd,
     StepMetrics,
@@ -29,21 +32,55 @@ from jax_trainer.settings import AtLeast
 SHOWN = 4  # metrics in a line; more do not fit
 RATE = "optimizer/lr"  # shown as well, where steps report it
 WIDTH = 24  # of the bar
+FIRST_LINE, NEXT_LINE = 2.0, 5.0  # seconds without a word after which a file gets a line
+_STATISTICS = tuple(f"_{mode.value}" for mode in LogMetricMode)
+
+
+@dataclass
+class _Stage:
+    """What is counted now: the steps of an epoch, or the batches of an evaluation."""
+
+    name: str
+    unit: str
+    total: int | None
+    began: float
+    is_first: bool  # of its kind in this run, so that it has to be compiled
+    done: int = 0
+    latest: str = ""  # metrics that have arrived
+    rated_from: tuple[float, int] | None = None  # after the first dispatch, which may have compiled
+
+    def count(self, done: int, now: float) -> None:
+        self.done = done
+        if self.rated_from is None:
+            self.rated_from = (now, done)
+
+    def postpone(self, seconds: float) -> None:
+        """Something else took this long."""
+        self.began += seconds
+        if self.rated_from is not None:
+            self.rated_from = (self.rated_from[0] + seconds, self.rated_from[1])
+
+    def speed(self, now: float) -> float:
+        since, before = self.rated_from or (self.began, 0)
+        if self.done == before:  # all in one dispatch
+            since, before = self.began, self.done if self.is_first else 0
+        return (self.done - before) / (now - since) if now > since else 0.0
 
 
 class ProgressBar:
     """Shows epoch, steps, speed, the time left and the latest metrics, and a line for every epoch and evaluation.
 
-    Without a terminal there are only the lines. Drawing is done here, not in a thread that would compete with
-    training, at most every `refresh_seconds`, lines included, and it is one write: laying out a `rich` progress bar
-    takes 3 ms, a hundred times as long.
+    Without a terminal there are only lines: besides those of epochs and evaluations one every few seconds. Drawing is
+    done here, not in a thread that would compete with training, at most every `refresh_seconds`, lines included, and
+    it is one write: laying out a `rich` progress bar takes 3 ms, a hundred times as long.
 
     Args:
         title: the first line.
         epochs: how many there will be, where that is known.
+        steps: the step with which training ends, where that is known.
         in_steps: lines carry the step alone, without the epoch, for runs that nobody counts in epochs.
         refresh_seconds: seconds between two drawings.
-        console: where to; left out, the standard error output.
+        console: where to; left out, the standard error output, in a notebook the standard output.
         is_notebook: whether that is in a notebook; None: as the console says.
         is_lead: whether this process shows anything; None: the first of several that train together does.
     """
@@ -55,18 +92,21 @@ class ProgressBar:
         *,
         title: str = "",
         epochs: int | None = None,
+        steps: int | None = None,
         in_steps: bool = False,
         refresh_seconds: float = 0.25,
         console: Console | None = None,
         is_notebook: bool | None = None,
         is_lead: bool | None = None,
     ) -> None:
-        self._screen = Screen(console or Console(stderr=True), is_notebook)
-        self._epochs, self._refresh_seconds, self._is_lead = epochs, refresh_seconds, is_lead
-        self._in_steps = in_steps
-        self._what, self._total, self._done = "", None, 0
-        self._began = self._drawn = 0.0
-        self._latest = ""
+        self._screen = Screen(console or people_console(), is_notebook)
+        self._epochs, self._steps, self._in_steps = epochs, steps, in_steps
+        self._refresh_seconds, self._is_lead = refresh_seconds, is_lead
+        self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
+        self._seen: set[str] = set()  # stages that are compiled
+        self._evaluated = RowMeter(LogMode.VAL)
+        self._step, self._paused, self._drawn = 0, 0.0, 0.0
+        self._spoken, self._patience = time.perf_counter(), FIRST_LINE
         self._lines: list[str] = [title] if title else []
 
     def handle(self, event: Event) -> None:
@@ -76,29 +116,41 @@ class ProgressBar:
         if not self._is_lead:
             return
         if isinstance(event, StepEnd):  # first: it comes most often by far
-            self._done += event.steps
-            self._draw_if_time()
+            self._step, now = event.step, time.perf_counter()
+            self._stage.count(self._stage.done + event.steps, now)
+            self._draw_if_time(now)
             return
         match event:
+            case FitStart():
+                if event.step:
+                    self._lines.append(f"Resumed from {self._when(event)}.")
             case EpochStart():
-                self._start(self._epoch(event), event.steps)
+                self._step = event.step
+                self._training = self._start("train", self._epoch(event), "steps", event.steps)
             case StepMetrics():
-                self._latest = _line({name: column.values[-1] for name, column in event.rows.columns.items()})
+                latest = {name: column.values[-1] for name, column in event.rows.columns.items()}
+                self._training.latest = _line(latest)
             case EvalStart():
-                self._start(f"{self._epoch(event)} {event.name}", event.batches)
+                if self._stage is self._training:
+                    self._paused = time.perf_counter()
+                self._evaluated = RowMeter(LogMode.VAL)
+                self._start(event.name, f"{self._epoch(event)} {event.name}", "batches", event.batches)
             case EvalStep():
-                self._done = event.batches
-                self._draw_if_time()
+                self._evaluate(event)
             case Waiting():
-                self._latest = f"waiting for the {event.name!r} data"
-                self._draw_if_time()
+                self._stage.latest = f"waiting for the {event.name!r} data"
+                self._draw_if_time(time.perf_counter())
             case Notice():
                 self._lines.append(event.text)
             case EpochEnd():
                 self._lines.append(f"{self._when(event)}  train  {_line(event.metrics)}")
             case EvalEnd():
                 self._lines.append(f"{self._when(event)}  {event.name}  {_line(event.metrics)}")
+            case EvalRoundEnd():
+                self._training.postpone(time.perf_counter() - self._paused)
+                self._stage = self._training
             case FitEnd():
+                self._lines += [event.reason] if event.reason else []
                 self._write("")
 
     def _when(self, event: Event) -> str:
@@ -110,28 +162,69 @@ class ProgressBar:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
-    def _start(self, what: str, total: int | None) -> None:
-        self._what, self._total, self._done, self._began = what, total, 0, time.perf_counter()
-        self._draw_if_time()  # also before the first step: compiling may take a while
-
-    def _draw_if_time(self) -> None:
+    def _start(self, kind: str, name: str, unit: str, total: int | None) -> _Stage:
+        """Shows what comes next, before it does: compiling may take a while."""
         now = time.perf_counter()
-        if now - self._drawn >= self._refresh_seconds:
-            self._drawn = now
-            self._write(self._bar(now - self._began))
+        self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen)
+        if self._stage.is_first:
+            self._seen.add(kind)
+            if self._screen.is_live:
+                self._draw(now)
+            elif kind == "train":
+                self._lines.append(f"{name}  compiling")
+                self._write("")
+        else:
+            self._draw_if_time(now)
+        return self._stage
 
-    def _bar(self, seconds: float) -> str:
-        speed = self._done / seconds if seconds else 0.0
-        pieces = [self._what, str(self._done), _clock(seconds), f"{speed:.3g}/s" if self._done else "starting"]
-        if self._total:
-            filled = WIDTH * self._done // self._total
+    def _evaluate(self, event: EvalStep) -> None:
+        now = time.perf_counter()
+        self._stage.count(event.batches, now)
+        if event.rows:
+            for rows in event.rows:
+                self._evaluated.add(rows)
+            so_far = RowMeter(LogMode.VAL)
+            so_far.load(self._evaluated.state())
+            self._stage.latest = _line(so_far.compute())
+        self._draw_if_time(now)
+
+    def _draw_if_time(self, now: float) -> None:
+        if now - self._drawn >= self._refresh_seconds:
+            self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        self._drawn = now
+        is_due = not self._lines and self._stage.done and now - self._spoken >= self._patience
+        if is_due and not self._screen.is_live:
+            self._lines.append(self._in_a_line(now))
+            self._patience = NEXT_LINE
+        self._write(self._bar(now))
+
+    def _bar(self, now: float) -> str:
+        stage, seconds, speed = self._stage, now - self._stage.began, self._stage.speed(now)
+        waiting = "compiling" if stage.is_first and not stage.done else "starting"
+        pieces = [stage.name, str(stage.done), _clock(seconds), f"{speed:.3g}/s" if speed else waiting]
+        if stage.total:
+            filled = WIDTH * stage.done // stage.total
             full, empty = self._screen.ticks
-            pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {self._done}/{self._total}"
-            pieces[2] += f" < {_clock((self._total - self._done) / speed)}" if speed else ""
-        return "  ".join([*pieces, self._latest])
+            pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {stage.done}/{stage.total}"
+            pieces[2] += f" < {_clock((stage.total - stage.done) / speed)}" if speed else ""
+        return "  ".join([*pieces, stage.latest])
+
+    def _in_a_line(self, now: float) -> str:
+        """Where the run stands, for those who see no bar; the time left is that of the training, where known."""
+        stage, speed = self._stage, self._stage.speed(now)
+        done = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
+        is_training = stage is self._training
+        left = self._steps - self._step if is_training and self._steps else (stage.total or stage.done) - stage.done
+        pieces = [f"step {self._step:>6}", stage.latest, f"{speed:.3g} {stage.unit}/s" if speed else ""]
+        pieces += [f"ETA {_clock(left / speed)}"] if speed and left else []
+        return "  ".join([stage.name, done, *filter(None, pieces)])
 
     def _write(self, bar: str) -> None:
         lines, self._lines = self._lines, []
+        if lines:
+            self._spoken = time.perf_counter()
         self._screen.show(lines, bar)
 
 
@@ -143,9 +236,15 @@ def _clock(seconds: float) -> str:
 
 def _line(metrics: dict[str, Any]) -> str:
     own = {name: value for name, value in metrics.items() if "/" not in name and np.ndim(value) == 0}
-    first = sorted(own, key=lambda name: name != "loss")[:SHOWN]
+    main = [name for name in own if not _is_statistic_of(own, name)]
+    first = sorted(main, key=lambda name: name != "loss")[:SHOWN]
     rate = [f"lr {metrics[RATE]:.3g}"] if RATE in metrics else []
     return "  ".join([*(f"{name} {own[name]:.4g}" for name in first), *rate])
+
+
+def _is_statistic_of(metrics: dict[str, Any], name: str) -> bool:
+    """Whether it is another statistic, such as "acc_std", of a metric that is there."""
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in _STATISTICS)
 
 
 @dataclass
@@ -176,6 +275,7 @@ class Progress(Callback):
         """Passes everything on to the bar."""
         if self._bar is None:
             title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
-            self._bar = ProgressBar(title=title, epochs=self.run.epochs, refresh_seconds=seconds)
+            epochs, steps = self.run.epochs, self.run.steps
+            self._bar = ProgressBar(title=title, epochs=epochs, steps=steps, refresh_seconds=seconds)
         self._bar.handle(event)
         super().handle(event)

@@ -58,6 +58,7 @@ class Run:
         callback_states: gives what every callback of the run would save of itself, by name; so do others that watch.
         monitors: whether the best checkpoints are told by a metric; otherwise the store was told how else.
         epochs: how many epochs are planned, where that is known.
+        steps: the step with which training ends, where that is known.
     """
 
     folder: Path
@@ -69,3 +70,4 @@ class Run:
     callback_states: Callable[[], Mapping[str, Any]] = dict
     monitors: bool = True
     epochs: int | None = None
+    steps: int | None = None

@@ -7,6 +7,12 @@ from rich.console import Console
 START_OF_LINE = "\r\x1b[2K"
 
 
+def people_console() -> Console:
+    """Where a person looks while a run lasts: the standard error output; in a notebook the standard output."""
+    console = Console()
+    return console if console.is_jupyter else Console(stderr=True)
+
+
 class Screen:
     """Shows lines that stay, and a bar that is drawn over; each time by one write.
 
@@ -22,6 +28,11 @@ class Screen:
         self._console = console
         self._is_notebook = console.is_jupyter if is_notebook is None else is_notebook
         self._shown = 0  # characters of the bar that is there, in a notebook
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a bar can be drawn over; otherwise there are only lines."""
+        return self._is_notebook or self._console.is_terminal
 
     @property
     def ticks(self) -> tuple[str, str]:

@@ -1,10 +1,11 @@
 """The host's side of the tape: reading windows of it, late, and folding the rows of many steps."""
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jax_trainer.core.metrics import LogFreq, LogMode
 from jax_trainer.core.tape import TapeFormat
 
 FOLD_AFTER = 4096  # steps whose rows are kept until they are folded
+WINDOW_SECONDS = 1.0  # how often numbers of slow steps arrive
 FOLD_BYTES = 64 * 2**20  # the same, of what is off the tape: large arrays do not pile up
 
 
@@ -103,10 +105,18 @@ class TapeReader:
     """Reads a tape in windows that end at multiples of `every` steps, `lag` dispatches after they are over.
 
     By then the device has long written them, so reading does not hold the device up.
+
+    Args:
+        fmt: of the tape.
+        every: the most steps of a window.
+        lag: dispatches between the end of a window and reading it.
+        adapts: windows begin with one step, grow, and stay so small that one arrives about every second, however slow
+            steps are. Several processes must not: they read at the same steps, whatever their clocks say.
     """
 
-    def __init__(self, fmt: TapeFormat, every: int, lag: int) -> None:
+    def __init__(self, fmt: TapeFormat, every: int, lag: int, *, adapts: bool = False) -> None:
         self._format, self._every, self._lag = fmt, every, lag
+        self._adapts, self._size, self._read_at, self._read_to = adapts, 1 if adapts else every, 0.0, 0
         self._closed: deque[_Window] = deque()
         self._tape: jax.Array | None = None
         self._off_tape: list[Any] = []
@@ -116,7 +126,8 @@ class TapeReader:
         """Takes note that `steps` rows were dispatched, the last of them for `step`."""
         if self._tape is None:
             self._first = step - steps + 1
-            self._closes_at = -(-self._first // self._every) * self._every
+            multiple = -(-self._first // self._every) * self._every
+            self._closes_at = min(multiple, self._first + self._size - 1)
         self._tape, self._last = tape, step
         self._dispatched += 1
         if self._format.off_tape:
@@ -138,8 +149,12 @@ class TapeReader:
         """All that was written so far; waits for the device."""
         if self._tape is not None:
             self._close()
-        while self._closed:
-            yield self._read(self._closed.popleft())
+        windows = [*self._closed]
+        self._closed.clear()
+        for _, parts in groupby(windows, lambda window: -(-window.first // self._every)):
+            first, *more = map(self._read, parts)
+            words = np.concatenate([first.words, *(rows.words for rows in more)]) if more else first.words
+            yield replace(first, words=words, off_tape=tuple(chain(first.off_tape, *(rows.off_tape for rows in more))))
 
     def _close(self) -> None:
         assert self._tape is not None
@@ -150,8 +165,17 @@ class TapeReader:
 
     def _read(self, window: _Window) -> StepRows:
         words = jax.device_get(window.tape)[window.first - window.last - 1 :]
+        if self._adapts:
+            self._adapt(window.last)
         off_tape = (_unstack(jax.device_get(block), steps) for block, steps in window.off_tape)
         return StepRows(window.first, self._format, words, tuple(chain.from_iterable(off_tape)))
+
+    def _adapt(self, step: int) -> None:
+        """Chooses the next window's size by how long the steps since the last one took."""
+        now, steps = time.perf_counter(), step - self._read_to
+        wanted = WINDOW_SECONDS * steps / max(now - self._read_at, 1e-9) if self._read_at else self._every
+        self._size = max(1, min(2 * self._size, self._every, int(wanted)))
+        self._read_at, self._read_to = now, step
 
 
 def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:

@@ -95,8 +95,8 @@ def driving(
                 raise
             raise blamed from error
         finally:
-            last = driver.event
-            _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status))
+            last, reason = driver.event, str(driver.stopped or "")
+            _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status, reason))
     if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
     if driver.stopped is not None and driver.stopped.then is not None:
@@ -167,8 +167,9 @@ class Driver:
 def _tell(observers: Sequence[Observer], event: Event) -> None:
     """Tells every observer, even when some fail or stop the run; then the first failure goes on, or the first stop."""
     stops, failures = _told(observers, event)
-    if isinstance(event, Notice) and not any(getattr(observer, "shows_notices", False) for observer in observers):
-        LOG.warning(event.text)
+    if isinstance(event, Notice):
+        is_shown = any(getattr(observer, "shows_notices", False) for observer in observers)
+        LOG.log(logging.INFO if is_shown else event.level, event.text)
     for failure in failures[1:]:
         failures[0].add_note(f"Another observer failed, too: {type(failure).__name__}: {failure}")
     if failures or stops:

@@ -10,7 +10,8 @@ before the end of the epoch. Waiting may come before any StepEnd or EvalStep, No
 Nobody should change an event. The classes are not frozen only because making a frozen one costs 0.6 µs more per step.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,10 +101,11 @@ class EvalStart(Event):
 
 @dataclass(slots=True, eq=False)
 class EvalStep(Event):
-    """`batches` batches of the evaluation set called `name` were dispatched."""
+    """`batches` batches of the evaluation set called `name` were dispatched; `rows` are numbers that have arrived."""
 
     name: str
     batches: int
+    rows: Sequence[StepRows] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -148,13 +150,18 @@ class SavePoint(Event):
 
 @dataclass(slots=True, eq=False)
 class Notice(Event):
-    """Something that a person should know, in one line."""
+    """Something that a person should know, in one line; where nobody shows it, it is logged at this `level`."""
 
     text: str
+    level: int = logging.WARNING
 
 
 @dataclass(slots=True, eq=False)
 class FitEnd(Event):
-    """Training is over. Always comes, and reaches every observer, however it ended."""
+    """Training is over. Always comes, and reaches every observer, however it ended.
+
+    `reason` is that of whoever stopped it, such as "EarlyStopping after step 80: …".
+    """
 
     status: Status
+    reason: str = ""

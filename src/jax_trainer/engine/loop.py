@@ -1,5 +1,6 @@
 """The two loops of the library: generators that yield wherever the outside world may look, act or stop."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -133,6 +134,9 @@ class _Training:
             yield from self._judge() if plan.eval_every.at_epoch(self._epoch) else self._pause()
         if plan.eval_at_end:
             yield from self._judge()
+        if plan.out_of_time(self._time.now() - self._began):
+            text = f"Training ends after step {self._step}: `max_time` ({plan.max_seconds:g} s) is over."
+            yield Notice(self._step, self._epoch, self._held, text, logging.INFO)
         yield from self._pause(saves=True)
 
     def _try_evaluating(self) -> Iterator[Event]:
@@ -307,17 +311,18 @@ def eval_events(
                 try:
                     if reader is None:
                         fmt, tape = program.eval_tape(at.state, taken.batch, EVAL_WINDOW)
-                        reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER)
+                        reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
                     tape, loose = program.judge(at.held, tape, taken.batch)
                 except Exception as error:
                     raise named(error, in_words(taken.number, 1, name), taken.batch)  # noqa: B904 - the same error, with a note
                 done += 1
                 reader.wrote(tape, loose, done, 1, stacked=False)
                 in_flight.add(tape)
-                for rows in reader.ready():
+                arrived = [*reader.ready()] if reader.has_news else ()
+                for rows in arrived:
                     meter.add(rows)
                 failpoint("eval_step")
-                yield EvalStep(at.step, at.epoch, at.held, name, done)
+                yield EvalStep(at.step, at.epoch, at.held, name, done, arrived)
         if reader is None:
             yield _nothing_in(feed, at)
             continue

@@ -158,13 +158,15 @@ class Plan:
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def epochs(self, length: int | None) -> int | None:
-        """In how many epochs training ends, where that is known; `length` is that of the data, in batches."""
+    def ends_at(self, length: int | None) -> tuple[int | None, int | None]:
+        """The epoch and the step with which training ends, where known; `length` is that of the data, in batches."""
         plan = self.resolved()
         sizes = (plan.overfit_batches or None, length, plan.steps_per_epoch)
         size = min((one for one in sizes if one is not None), default=None)
         by_steps = -(-plan.max_steps // size) if plan.max_steps is not None and size else None
-        return min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
+        by_epochs = size * plan.max_epochs if plan.max_epochs is not None and size else None
+        epochs = min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
+        return epochs, min((one for one in (plan.max_steps, by_epochs) if one is not None), default=None)
 
     def room(self, step: int, left: int | None) -> int:
         """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""

@@ -135,7 +135,7 @@ class Recorder:
         batch = self._sample(taken)
         check_divides(self._program.layout, batch, self.where())
         fmt, self._tape = self._program.train_tape(held.state, batch, self._every + self._chunk - 1)
-        self._reader = TapeReader(fmt, self._every, max(1, READ_AFTER // self._chunk))
+        self._reader = TapeReader(fmt, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1)
         return self._reader
 
     def _sample(self, taken: Taken) -> Batch:

@@ -25,12 +25,14 @@ class TrainResults(dict[int | str, dict[str, Any]]):
     Attributes:
         validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
         status: "completed", or "stopped" if a callback ended the training.
+        reason: why it did.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.validations: list[Validation] = []
         self.status: Status = "failed"
+        self.reason = ""
 
 
 class Results:
@@ -51,7 +53,7 @@ class Results:
                 metrics = full_names(event.metrics, event.name)
                 self._test(metrics) if event.name.startswith(TEST) else self._validate(event.epoch, event.step, metrics)
             case FitEnd():
-                self.metrics.status = event.status
+                self.metrics.status, self.metrics.reason = event.status, event.reason
 
     def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
         """Takes what was found out besides about the weights of an evaluation."""

@@ -86,7 +86,8 @@ class Session:
             trainer=self.trainer,
             callback_states=self._states,
             monitors=not self.trainer.compares_itself,
-            epochs=self._epochs,
+            epochs=self._ends_at[0],
+            steps=self._ends_at[1],
         )
 
     def go(self, *, quiet: bool) -> TrainResults:
@@ -202,11 +203,12 @@ class Session:
         is_shown = self.trainer.config.enable_progress_bar and not quiet
         if not is_shown or any(isinstance(one, Progress) for one in self.callbacks.values()):
             return []
-        return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=self._epochs)]
+        epochs, steps = self._ends_at
+        return [ProgressBar(title=f"Run folder: {self.folder.path}", epochs=epochs, steps=steps)]
 
     @property
-    def _epochs(self) -> int | None:
-        return self.plan.epochs(Feed(self.data.train, "train").length)
+    def _ends_at(self) -> tuple[int | None, int | None]:
+        return self.plan.ends_at(Feed(self.data.train, "train").length)
 
     def _states(self) -> dict[str, Any]:
         return self._watching.states()

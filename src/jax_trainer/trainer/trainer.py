@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import optax
 from compoconf import register, register_interface
-from rich.console import Console
 from rich.progress import track
 
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
+from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
@@ -287,8 +287,7 @@ class TrainerModule(Keeper):
         """
         if not self.config.enable_progress_bar or jax.process_index():
             return iterator
-        console = Console(stderr=True)
-        return track(iterator, options.get("desc", ""), options.get("total"), console=console)
+        return track(iterator, options.get("desc", ""), options.get("total"), console=people_console())
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
         """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
@@ -315,7 +314,7 @@ class TrainerModule(Keeper):
             return
         place.write_text(LAYOUT, table.text())
         if self.config.enable_progress_bar and not quiet and peers().is_lead:
-            Console(stderr=True).print(table.text(), markup=False, highlight=False, soft_wrap=True)
+            people_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()

@@ -20,7 +20,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.memory import BestInMemory
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainState
-from jax_trainer.datasets import Data, Position
+from jax_trainer.datasets import Data, Feed, Position
 from jax_trainer.engine import Event, Every, Plan, Standing, drive, train_events
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
 from jax_trainer.runs import Place, Watching, explained, restored, run_and_step, standing_of
@@ -136,7 +136,8 @@ class _Session:
             validates=self._validates,
             callback_states=watching.states,
             monitors=self._validates,  # without validation the store goes by a metric of training
-            epochs=self._work.plan.max_epochs,
+            epochs=self._ends_at[0],
+            steps=self._ends_at[1],
         )
         for name, given in self._recording.callbacks.items():
             if isinstance(given, CallbackConfig):
@@ -164,7 +165,12 @@ class _Session:
     def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:
         if not self._recording.progress or any(isinstance(one, Progress) for one in callbacks.values()):
             return []
-        return [ProgressBar(title=f"Run folder: {self._folder.path}", epochs=self._work.plan.max_epochs)]
+        epochs, steps = self._ends_at
+        return [ProgressBar(title=f"Run folder: {self._folder.path}", epochs=epochs, steps=steps)]
+
+    @property
+    def _ends_at(self) -> tuple[int | None, int | None]:
+        return self._work.plan.ends_at(Feed(self._work.data.train, "train").length)
 
     def _close(self, logger: Logger, store: Store) -> None:
         """However training ended: the module has the newest weights, and the record is complete."""

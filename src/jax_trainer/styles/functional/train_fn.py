@@ -217,7 +217,7 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
         for one in setup.taking_part:
             one.follow(state)
         return
-    bars, savers = [ProgressBar(in_steps=True)] if setup.progress else [], setup.savers(training)
+    bars, savers = [ProgressBar(in_steps=True, steps=setup.last)] if setup.progress else [], setup.savers(training)
     data = Data(train, {} if val is None else {"val": val})
     try:
         run(compiled, state, data, setup.plan, [*bars, report, *callers, *savers, mirror], at)
