@@ -1,5 +1,6 @@
 """Callbacks that watch a quantity and log it."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -12,9 +13,10 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.spike_file import SpikeFile
 from jax_trainer.callbacks.spikes import Spikes
 from jax_trainer.engine import StepMetrics
-from jax_trainer.optimizer import DEFAULT, learning_rates
+from jax_trainer.optimizer.reported import METRIC, rates_in
 from jax_trainer.settings import Above, AtLeast, Below, checked
 
+LOG = logging.getLogger("jax_trainer")
 GRAD_NORM, LOSS = "optimizer/grad_global_norm", "loss"
 
 
@@ -32,7 +34,9 @@ class LearningRateMonitorConfig(CallbackConfig):
 class LearningRateMonitor(Callback):
     """Logs the learning rate as `optimizer/lr`, before the first epoch and at the beginning of each.
 
-    Groups of parameters with a rate of their own are `optimizer/lr_<group>`.
+    A trainer that has one also logs it with the metrics of steps, as `optimizer/lr_step`. Groups of parameters with a
+    rate of their own are `optimizer/lr_<group>`. The rate can be seen in the state of the optimizers of this library
+    and of `optax.inject_hyperparams`; of others, one line says that it cannot.
     """
 
     config: LearningRateMonitorConfig
@@ -62,10 +66,16 @@ class LearningRateMonitor(Callback):
         epoch = self.event.epoch
         if epoch == self._logged_epoch:
             return
-        self._logged_epoch = epoch
-        rates = jax.device_get(learning_rates(self.state.opt_state))
-        named = {"optimizer/lr" if name == DEFAULT else f"optimizer/lr_{name}": float(rates[name]) for name in rates}
-        self.run.logger.write(self.event.step, {"epoch": epoch, **named})
+        is_first, self._logged_epoch = self._logged_epoch < 0, epoch
+        rates = jax.device_get(rates_in(self.state.opt_state))
+        if rates:
+            self.run.logger.write(self.event.step, {"epoch": epoch, **{name: float(rates[name]) for name in rates}})
+        elif is_first:
+            LOG.warning(
+                f"`LearningRateMonitor` logs no {METRIC!r}: the state of this optimizer does not have the rate. "
+                "Make it by `optax.inject_hyperparams(optax.adam)(learning_rate=…)`, or take an optimizer of "
+                "`jax_trainer.optimizer`."
+            )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.adapters.nnx import Split
-from jax_trainer.callbacks import merged_names
+from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
@@ -34,6 +34,7 @@ from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
+from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.settings import Settings, SettingsError
 from jax_trainer.trainer.custom_steps import accepting_step_states, dressing, with_own_steps
 from jax_trainer.trainer.given import Model, Module, optimizer_of
@@ -65,6 +66,7 @@ class Learner(Task):
         self._program: CompiledProgram | None = None
         self._held: HeldState | None = None
         self._state_is_in_use = False
+        self._given_callbacks: dict[str, Callback] = {}
         self._carried: DeviceTransforms | None = None  # by the data; None: none was seen yet
         self._just_judged: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
 
@@ -219,6 +221,8 @@ class Learner(Task):
     def _program_with_options(self) -> Program:
         config, base = self.config, self._program_without_options()
         program = with_own_steps(base, *self.create_functions(), self._dressed, micro_batches=config.accumulate)
+        if self._monitors_rate:
+            program = with_learning_rate(program, log_freq="step")  # per epoch the callback logs it
         program = with_transforms(program, _Transforms(self))
         if config.ema is not None:
             program = with_ema(program, config.ema)
@@ -230,6 +234,11 @@ class Learner(Task):
             limit = config.max_skipped if config.guards == "skip" else 0
             return with_finite_guard(program, max_consecutive=limit, watched=config.watched)
         return program if config.on_nonfinite == "ignore" else with_finite_check(program)
+
+    @property
+    def _monitors_rate(self) -> bool:
+        given = (*self.config.callbacks.values(), *(one.config for one in self._given_callbacks.values()))
+        return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in given)
 
     def _program_without_options(self) -> Program:
         if self._base is None:

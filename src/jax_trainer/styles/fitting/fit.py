@@ -22,10 +22,10 @@ from jax_trainer.core import (
 from jax_trainer.datasets import Data, DataError, Feed, transforms_of
 from jax_trainer.engine import Every, Plan
 from jax_trainer.engine.supply import train_feed
+from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import agreed, named_callbacks
 from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
-from jax_trainer.styles.fitting.learning_rate import with_learning_rate
 from jax_trainer.styles.fitting.program import Trained, Wishes, seen_through, trained_of
 from jax_trainer.styles.fitting.recorded import (
     Recording,

@@ -7,7 +7,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.optimizer import AdamWConfig, OptimizerInterface
-from jax_trainer.styles.fitting.learning_rate import rates_in, with_learning_rate
+from jax_trainer.optimizer.reported import rates_in, with_learning_rate
 from jax_trainer.testing import assert_same_bits
 
 SCHEDULE: Any = optax.linear_schedule(0.1, 0.0, 10)

@@ -4,25 +4,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.optimizer import DEFAULT
-from jax_trainer.optimizer.record import Recorded
+from jax_trainer.optimizer.record import DEFAULT, Recorded
 
 METRIC = "optimizer/lr"
+# the last one of a window or an epoch, not the mean: that is where the schedule stands
+_OPTIONS = {"mode": "single", "log_mode": "train"}
 
 
-def with_learning_rate(program: Program) -> Program:
+def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     """`program` whose steps report the rate of their update as `optimizer/lr`, where the optimizer's state has one.
 
     That is so for the optimizers of this library, and for those made with `optax.inject_hyperparams`. Groups with a
-    rate of their own are `optimizer/lr_<group>`.
+    rate of their own are `optimizer/lr_<group>`. `log_freq` says how often they are logged, as that of a metric does.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         state, report = program.train_step(state, batch)
-        rates = {name: _metric(rate) for name, rate in rates_in(state.opt_state).items()}
-        return state, report._replace(metrics=report.metrics.adding(**rates))
+        rates = rates_in(state.opt_state)
+        reported = {name: {**_OPTIONS, "value": rates[name], "log_freq": log_freq} for name in rates}
+        return state, report._replace(metrics=report.metrics.adding(**reported))
 
     return program._replace(train_step=train_step)
 
@@ -42,17 +45,13 @@ def _named(nodes: list[Any]) -> Iterator[tuple[str, Any]]:
     for number, rates in enumerate((_rates_of(node) for node in nodes if _keeps_rates(node)), start=1):
         base = METRIC if number == 1 else f"{METRIC}_{number}"
         for name, rate in rates.items():
-            yield base if name == DEFAULT else f"{base}_{name}", rate
+            if jnp.ndim(rate) == 0:
+                yield base if name == DEFAULT else f"{base}_{name}", rate
 
 
 def _keeps_rates(node: Any) -> bool:
-    return isinstance(node, Recorded) or "learning_rate" in getattr(node, "hyperparams", {})
+    return isinstance(node, Recorded) or "learning_rate" in (getattr(node, "hyperparams", None) or {})
 
 
 def _rates_of(node: Any) -> dict[str, Any]:
     return dict(node.learning_rates) if isinstance(node, Recorded) else {DEFAULT: node.hyperparams["learning_rate"]}
-
-
-def _metric(rate: Any) -> dict[str, Any]:
-    # the last one of a window or an epoch, not the mean: that is where the schedule stands
-    return {"value": rate, "mode": "single", "log_mode": "train"}
