@@ -169,6 +169,22 @@ def test_numbers_are_on_the_disk_before_the_end(tmp_path):
     tool.close("completed")
 
 
+def test_writing_for_tensorboard_does_not_import_torch(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from jax_trainer.logger.tensorboard import TensorboardConfig, TensorboardToolLogger
+tool = TensorboardToolLogger(TensorboardConfig(), Path({str(tmp_path)!r}))
+tool.write(1, {{"x": 1.0}})
+tool.hparams(1, {{"rate": 0.1}}, {{"loss": 2.0}})
+tool.close("completed")
+print("torch" in sys.modules)
+import torch  # can be imported afterwards
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False"]
+
+
 def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     logger = logger_with(tmp_path, TensorboardConfig())

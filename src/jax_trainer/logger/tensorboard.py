@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class TensorboardToolLogger(ToolLoggerInterface):
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         super().__init__(config, folder)
-        self._tool = load_late("tensorboardX", extra="tensorboard")
+        self._tool = _tensorboardx()
         self._summary, self._proto = self._tool.proto.summary_pb2, self._tool.proto
         folder.mkdir(parents=True, exist_ok=True)
         # tensorboardX names files by the second: a run that goes on at once would overwrite the one it continues
@@ -63,7 +64,7 @@ class TensorboardToolLogger(ToolLoggerInterface):
     @classmethod
     def require(cls) -> None:
         """Raises `ImportError` if tensorboardX is missing."""
-        load_late("tensorboardX", extra="tensorboard")
+        _tensorboardx()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one event with all of `values` at `step`."""
@@ -136,3 +137,15 @@ class TensorboardToolLogger(ToolLoggerInterface):
     def _check_it_is_there(self) -> None:
         if not self._path.exists():  # writing to it would go on, to nowhere
             raise FileNotFoundError(f"{self._path} was deleted while the run wrote to it.")
+
+
+def _tensorboardx() -> Any:
+    """tensorboardX, without torch: where that is installed, it would be imported for annotations, in two seconds."""
+    has_torch = "torch" in sys.modules
+    if not has_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment] - this is how an import is said to fail
+    try:
+        return load_late("tensorboardX", extra="tensorboard")
+    finally:
+        if not has_torch:
+            del sys.modules["torch"]
