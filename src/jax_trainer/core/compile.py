@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.executables import Reused
+from jax_trainer.core.indices import Use, index_uses, out_of_range
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
@@ -65,6 +66,7 @@ class CompiledProgram:
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
+        self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
         self._on_recompile: OnRecompile = on_recompile
         # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
         self.steps_one_by_one = False
@@ -134,6 +136,7 @@ class CompiledProgram:
             if self.layout is not None:
                 self.layout.state_shardings(state)  # what cannot be laid out shows here
             trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
+            self._find_indices(state, example)
             return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
@@ -179,6 +182,7 @@ class CompiledProgram:
         _begin(self.advance, self._full_chunk, self._part_chunk)
         _begin(self.advance_from, self._full_chunk_from, self._part_chunk_from)
         if not self.debug:
+            self._find_indices(state, batch)
             convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
             self.steps_one_by_one = convolves and jax.default_backend() == "cpu"
         self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
@@ -215,6 +219,21 @@ class CompiledProgram:
         if steps == _length(batches) and jax.default_backend() != "cpu":
             return (self._full_chunk_from if store else self._full_chunk)(held, tape, batches, *store)
         return (self._part_chunk_from if store else self._part_chunk)(held, tape, batches, np.int32(steps), *store)
+
+    def check_indices(self, batch: Batch) -> None:
+        """Refuses labels and token ids that are out of range in `batch`, or in all examples at once."""
+        if wrong := self.out_of_range(batch):
+            raise ValueError(wrong)
+
+    def out_of_range(self, batch: Batch) -> str:
+        """What is wrong with the integers of a batch that training steps use as indices; empty if nothing is."""
+        return out_of_range(self._indices, batch)
+
+    def _find_indices(self, state: TrainState, batch: Batch) -> None:
+        if not self.debug:
+            jaxpr = self._train_inner.trace(state, batch).jaxpr
+            self._indices = index_uses(jaxpr, len(jax.tree.leaves(state)))
+            self.check_indices(batch)
 
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
         # in debug mode user code sees values, never tracers, so it is run instead of traced

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_trainer.core import (
     Batch,
@@ -13,13 +14,14 @@ from jax_trainer.core import (
     HeldState,
     LogFreq,
     LogMode,
+    NonFiniteError,
     RowMeter,
     StepRows,
     TapeReader,
     resized,
     with_own_line,
 )
-from jax_trainer.datasets import Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
+from jax_trainer.datasets import ArrayLoader, Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.supply import Ready, check_divides, steps_per_call, takes, train_supply
 
@@ -31,6 +33,7 @@ class Recorder:
 
     def __init__(self, program: CompiledProgram, plan: Plan, feed: Feed, data: Data) -> None:
         self._program, self._plan, self._feed, self._every = program, plan, feed, plan.metrics_every
+        self._source = data.train
         # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, feed)
         self._advance, self._store = program.advance, ()
@@ -43,11 +46,11 @@ class Recorder:
         self._reader: TapeReader | None = None
         self._meter = RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
-        self._epoch = self._number = 0
+        self._epoch = self._number = self._opened_at = 0
 
     def supply(self, step: int, epoch: int, epoch_step: int) -> Supply:
         """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
-        self._epoch = epoch
+        self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a step's batch, less the step's
 
         def making(ready: Ready) -> Generator[Taken, None, None]:
             return takes(
@@ -127,14 +130,31 @@ class Recorder:
             self._meter.load(meter)
 
     def _check(self, rows: StepRows) -> None:
-        for check in self._program.checks:
-            check(rows)
+        try:
+            for check in self._program.checks:
+                check(rows)
+        except NonFiniteError as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: NonFiniteError) -> NonFiniteError:
+        """The error, saying what is wrong with the batch, if something is and the batch can be had again."""
+        number = self._opened_at + error.step - 1
+        if error.batch is not None or not isinstance(self._source, ArrayLoader) or self._plan.left_out_of(self._epoch):
+            return error
+        batch = next(iter(self._source.epoch(self._epoch, number)), None)
+        wrong = "" if batch is None else faults(self._program, batch)
+        if not wrong:
+            return error
+        where = in_words(number, self._epoch, self._feed.name)
+        return NonFiniteError(f"Step {error.step}: the loss was not finite. In {where}, {wrong}", step=error.step)
 
     def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
         """Lays out the tape for what a step on such a batch reports; once, before the first step."""
         batch = self._sample(taken)
         check_divides(self._program.layout, batch, self.where())
         fmt, self._tape = self._program.train_tape(held.state, batch, self._every + self._chunk - 1)
+        if isinstance(self._source, ArrayLoader) and self._source.in_memory:
+            self._program.check_indices(self._source.arrays)
         self._reader = TapeReader(fmt, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1)
         return self._reader
 
@@ -145,6 +165,17 @@ class Recorder:
             return batch
         # these are rows; any batch of this size will do
         return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
+
+
+def faults(program: CompiledProgram, batch: Batch) -> str:
+    """What in a batch can make a loss not finite, and the cure; empty if nothing can."""
+    bad = [
+        f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
+    ]
+    cure = "Clean the data, or mask what is missing."
+    return f"{'; '.join(bad)}. {cure}" if bad else program.out_of_range(batch)
 
 
 class InFlight:

@@ -14,6 +14,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Event, StopTraining
+from jax_trainer.engine.recorder import faults
 from jax_trainer.processes import peers
 
 FOLDER = "nonfinite"
@@ -47,9 +48,10 @@ def explained(
     if peers().is_lead:
         np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    cure = faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
     text = (
-        f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. Lower the "
-        "learning rate, clip gradients, or look at the batch; `on_nonfinite: skip` leaves such updates out."
+        f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. {cure} "
+        "`on_nonfinite: skip` leaves such updates out."
     )
     return NonFiniteError(text, step=error.step, batch=error.batch, place=error.place)
 
