@@ -166,7 +166,7 @@ def grads_of(model: Any, batch: Any) -> Any:
     [
         (lambda model, key, batch: jnp.float32(1.0), "must return the loss and the gradients"),
         (lambda model, key, batch: (1.0, {"out": 1.0}), "nnx.value_and_grad`, got a dict"),
-        (lambda model, key, batch: ((1.0, 2.0), grads_of(model, batch)), "must be a dict of metrics, got a float"),
+        (lambda model, key, batch: ((1.0, 2.0), grads_of(model, batch)), "tuple of float, float.*a dict of metrics"),
         (lambda model, key, batch: ({"a": 1.0}, grads_of(model, batch)), "reports no loss, only a"),
         (lambda model, key, batch: (jnp.ones(3), grads_of(model, batch)), r"one number, got shape \(3,\)"),
         (

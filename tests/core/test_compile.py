@@ -272,7 +272,7 @@ def test_init_takes_an_example_of_any_kind_of_array():
     assert_same_bits(from_numpy, from_jax)
 
 
-@pytest.mark.parametrize("report", [lambda x: {f"m{len(x)}": x.sum()}, lambda x: {"m": x[:, 0]}])
+@pytest.mark.parametrize("report", [lambda x: {f"m{len(x)}": x.sum()}, lambda x: {"m": {"value": x[:, 0]}}])
 def test_metrics_that_change_between_batches_are_refused(report, key):
     def loss(params, batch, *, rng, train):
         return ((batch @ params) ** 2).mean(), report(batch)

@@ -107,7 +107,7 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
         ({"model": Net}, "Pass either `optimizer_config` or `optimizer`"),
         ({"optimizer": optax.sgd(0.1)}, "Pass either `model_config` or `model`"),
         ({"model": Net, "model_config": SimpleClassifierConfig(), "optimizer": optax.sgd(0.1)}, "not both"),
-        ({"model": Net, "optimizer": 0.1}, "The optimizer is a float. Pass an optimizer's configuration, or an optax"),
+        ({"model": Net, "optimizer": 0.1}, "`optimizer` is 0.1, a float, .*optax.adam"),
         ({"model": 3, "optimizer": optax.sgd(0.1)}, "The model is a int. Pass a model's configuration"),
         ({"model": Dense, "optimizer": optax.sgd(0.1)}, "Dense is a class of linen modules. Pass one of them"),
         ({"model": Net, "optimizer": optax.sgd(0.1), "exmp_input": None}, "Pass `exmp_input`, an example batch"),
@@ -132,7 +132,7 @@ def test_callbacks_are_objects_or_configurations_in_a_list_or_by_name(tmp_path):
     assert any(listed.folder.checkpoints.iterdir())
     by_name = plain(tmp_path, Dense(), callbacks={"best": saver, "mine": watcher})
     assert by_name.config.callbacks == {"best": saver}
-    with pytest.raises(TypeError, match="The callback 'int' is a int. Pass a callback, or the configuration of one"):
+    with pytest.raises(TypeError, match="The callback 'int' is a int. .*configuration"):
         plain(tmp_path, Dense(), callbacks=[3])
 
 

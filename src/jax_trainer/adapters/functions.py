@@ -6,7 +6,7 @@ from typing import Any, Protocol, Unpack
 import jax
 import optax
 
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, make_program
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, loss_and_metrics, make_program
 
 
 class PureLoss(Protocol):
@@ -46,8 +46,8 @@ def function_program(
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        out = loss(params, batch, rng=rng, train=train)
-        value, reported = out if isinstance(out, tuple) else (out, {})
+        returned = loss(params, batch, rng=rng, train=train)
+        value, reported = loss_and_metrics(returned, getattr(loss, "__name__", "loss"))
         return value, (model_state, reported)
 
     return make_program(lambda key, batch: (init(key, batch), {}), loss_fn, tx, **options)

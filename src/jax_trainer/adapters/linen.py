@@ -20,6 +20,8 @@ from jax_trainer.core import (
     PyTree,
     StepOptions,
     TrainState,
+    check_call,
+    kinds_of,
     leaf_path,
     make_program,
     stream,
@@ -178,10 +180,20 @@ def _checked(variables: Any) -> Mapping[str, PyTree]:
     return variables
 
 
-def _kinds(returned: Any) -> str:
-    if isinstance(returned, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in returned)}"
-    return f"a {type(returned).__name__}"
+def _are_collections(mutable: Mapping[str, Any] | None) -> bool:
+    """Whether these can be what the model changed: metrics in their place would be numbers."""
+    return all(isinstance(collection, Mapping) for collection in (mutable or {}).values())
+
+
+def _in_words(returned: Any) -> str:
+    match returned:
+        case (_, (first, second)):
+            return f"a loss with ({_words_for(first)}, {_words_for(second)})"
+    return kinds_of(returned)
+
+
+def _words_for(part: Any) -> str:
+    return f"a dict with {', '.join(map(str, part)) or 'nothing'}" if isinstance(part, Mapping) else kinds_of(part)
 
 
 def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str, ...]) -> PredictFn:
@@ -193,7 +205,8 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 
 
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
-    modes = options.get("intermediates", ())
+    modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
+    check_call(loss, name, "params", "state", "batch", "rng", "train")
 
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
@@ -201,12 +214,12 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
         view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
         match loss(params, view, batch, rng, train):
-            case (value, (mutable, reported)):
+            case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass
             case other:
                 raise TypeError(
-                    "A linen loss returns `loss, (mutable, metrics)`, the changed collections (or None) and a dict; "
-                    f"this one returned {_kinds(other)}."
+                    f"`{name}` of a linen model returns `loss, (mutable, metrics)`, the changed collections (or None) "
+                    f"and a dict; this one returned {_in_words(other)}."
                 )
         # collections the model did not start with (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}

@@ -33,7 +33,10 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
+    check_call,
+    kinds_of,
     leaf_path,
+    loss_and_metrics,
     make_program,
     make_train_step,
     new_state,
@@ -73,6 +76,8 @@ class Split:
         self.trainable = trainable
         model.train()
         self.train_graph, params, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
+        if not jax.tree.leaves(params):
+            raise ValueError(f"{type(model).__name__} has no parameters to train: no variable is {trainable}.")
         self.said = _said_of(params)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
@@ -188,7 +193,8 @@ def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
 
 
 def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: StepOptions) -> Any:
-    modes = options.get("intermediates", ())
+    modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
+    check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
 
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
@@ -197,7 +203,7 @@ def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: S
         model = split.join(params, model_state, rng, train=train)
         with _sowing_is_fine():
             returned = loss(model, batch, train, **asked_for(loss, {"rng": stream(rng, "user"), "step": step}))
-        value, reported = returned if isinstance(returned, tuple) else (returned, {})
+        value, reported = loss_and_metrics(returned, name)
         _, changed = split.arrays(model)
         if not train:
             return value, (model_state, reported)
@@ -247,6 +253,9 @@ def nnx_step_program(
         val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; left out, the program
             cannot judge.
     """
+    check_call(train_step, "train_step", "model", "rng_key", "batch")
+    if val_step is not None:
+        check_call(val_step, "val_step", "model", "rng_key", "batch")
     split = Split(model, optimizer.wrt)
     return Program(
         lambda key, batch: nnx_state(model, optimizer, key),
@@ -268,10 +277,11 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
         model = split.join(state.params, state.model_state, rng, train=True)
         with _sowing_is_fine(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
-        if not isinstance(returned, tuple) or len(returned) != 2:
+        swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
+        if not isinstance(returned, tuple) or len(returned) != 2 or swapped:
             raise TypeError(
-                f"`train_step` must return the loss and the gradients, got {_in_words(returned)}. Return "
-                "`nnx.value_and_grad(loss_fn)(model, …)`, or `((loss, metrics), grads)`."
+                f"`train_step` must return the loss and the gradients, got {kinds_of(returned)}. Return "
+                "`nnx.value_and_grad(loss_fn)(model, …)`: `(loss, grads)`, or `((loss, metrics), grads)`."
             )
         reported = _reported("train_step", returned[0], batch)
         if "loss" not in reported:
@@ -282,12 +292,6 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
         return Gradients(grads, kept_state(state.model_state, changed), metrics)
 
     return grad_fn
-
-
-def _in_words(returned: Any) -> str:
-    if isinstance(returned, jax.Array):
-        return "a single array"
-    return f"{len(returned)} things" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
 
 
 def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
@@ -307,13 +311,9 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     """What a user's step tells, with its loss among it."""
     if isinstance(returned, Mapping):
         return dict(returned)
-    loss, more = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if not isinstance(more, Mapping):
-        raise TypeError(f"What `{name}` returns with the loss must be a dict of metrics, got a {type(more).__name__}.")
-    if isinstance(loss, tuple):
-        raise ValueError(f"The loss that `{name}` returns must be one number, got {len(loss)} things.")
+    loss, metrics = loss_and_metrics(returned, name)
     check_loss(loss, {"batch": batch})
-    return {"loss": loss, **more}
+    return {"loss": loss, **metrics}
 
 
 def fitting_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:

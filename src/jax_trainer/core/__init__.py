@@ -33,6 +33,7 @@ from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.returned import check_call, checked_loss, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.rows import RowMeter, StepRows, TapeReader
 from jax_trainer.core.state import FlaxState, HeldState, TrainState, copy_state, new_state, step_of
@@ -95,7 +96,10 @@ __all__ = [
     "accumulate",
     "as_metrics",
     "batch_weight",
+    "check_call",
     "check_modes",
+    "checked_loss",
+    "class_of",
     "compile_program",
     "compiled_function",
     "copied",
@@ -104,10 +108,12 @@ __all__ = [
     "explaining",
     "failpoint",
     "grad_of",
+    "kinds_of",
     "layout_of",
     "leaf_path",
     "leaf_statistics",
     "load_late",
+    "loss_and_metrics",
     "make_eval_step",
     "make_mesh",
     "make_predict_step",

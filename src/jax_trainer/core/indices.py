@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jax_trainer.core.metrics import Batch
 
@@ -140,7 +141,7 @@ def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
 
 
 def _can_be_read(values: Any) -> bool:
-    if isinstance(values, jax.core.Tracer) or not isinstance(values, np.ndarray | jax.Array):
+    if isinstance(values, Tracer) or not isinstance(values, np.ndarray | jax.Array):
         return False  # a shape
     here = not isinstance(values, jax.Array) or values.is_fully_addressable
     return here and np.issubdtype(values.dtype, np.integer) and values.size > 0

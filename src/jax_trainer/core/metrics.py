@@ -79,7 +79,7 @@ class Metrics(flax.struct.PyTreeNode):
 
     def adding(self, **entries: Any) -> "Metrics":
         """These metrics and `entries`, which are read like a loss function's."""
-        return self.replace(by_name={**self.by_name, **_read(entries)})
+        return self.replace(by_name={**self.by_name, **_read(entries, self.weight)})
 
 
 _OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
@@ -97,14 +97,30 @@ def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
     >>> float(as_metrics({"token_loss": {"value": 10.0, "count": 4}}, weight=32).by_name["token_loss"].value)
     2.5
     """
-    return Metrics(_read(reported), weight)
+    return Metrics(_read(reported, weight), weight)
 
 
-def _read(reported: Mapping[str, Any]) -> dict[str, Metric]:
+def _read(reported: Mapping[str, Any], weight: Any) -> dict[str, Metric]:
     return {
-        name: _metric(name, entry) if isinstance(entry, Mapping) else Metric(_numeric(name, entry))
+        _name(name): _metric(name, entry) if isinstance(entry, Mapping) else Metric(_plain(name, entry, weight))
         for name, entry in reported.items()
     }
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"The name of a metric is text, got {name!r}, a {type(name).__name__}.")
+    return name
+
+
+def _plain(name: str, entry: Any, weight: Any) -> jax.Array:
+    value = _numeric(name, entry)
+    if isinstance(weight, int) and weight > 1 and value.shape[:1] == (weight,):
+        raise ValueError(
+            f"Metric {name!r} has the shape {value.shape} in a batch of {weight} examples: one value per example. Take "
+            "its mean, or, if it is a vector on purpose, say so: `{'value': …, 'mode': 'mean'}`."
+        )
+    return value
 
 
 def _metric(name: str, entry: Mapping[str, Any]) -> Metric:

@@ -60,6 +60,14 @@ _CURES = {
         "Something here is None: does the model's call, or a function, lack its `return`?"
     ),
     r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
+    r"Gradient only defined for scalar-output functions": (
+        "The loss that gradients are taken of must be one number: take its mean; and if it comes with metrics, pass "
+        "`has_aux=True`."
+    ),
+    r"grad requires real-valued outputs|grad requires real- or complex-valued|is not a valid JAX type": (
+        "The loss that gradients are taken of must be a real floating point number: counts, `argmax`, comparisons and "
+        "text have no gradient."
+    ),
     r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
 }
 
@@ -84,6 +92,16 @@ def explaining(batch: Batch = None) -> Iterator[None]:
         yield
     except Exception as error:
         with_own_line(error, batch)
+        raise
+
+
+@contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Adds `text` to whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
         raise
 
 

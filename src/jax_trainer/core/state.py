@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_trainer.core.metrics import PyTree
+from jax_trainer.core.own_line import noting
 from jax_trainer.core.rng import key_data, key_of
 from jax_trainer.core.tracing import like_params
 
@@ -104,7 +105,9 @@ class FlaxState(TrainState):
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step."""
     params, model_state = _strong(params), _strong(model_state)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(tx.init(params)), key_data(key), {})
+    with noting("This happened while the optimizer's state was made, by `tx.init(params)`."):
+        opt_state = tx.init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
 
 
 def _strong(tree: PyTree) -> PyTree:

@@ -10,7 +10,9 @@ import optax
 
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
+from jax_trainer.core.own_line import noting
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
+from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
@@ -88,6 +90,7 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
         params = gathered(params)  # after the cast, as fewer bytes
         told = {"step": step} if wants_step else {}
         loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
+        loss = checked_loss(loss, "loss")
         check_loss(loss, {"batch": batch})
         loss, reported = cast_floats((loss, dict(reported)), precision.output)
         # running statistics keep their own type: in bf16 their small updates would be rounded away
@@ -123,8 +126,9 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
         # without it, on a GPU, statistics of gradients change how the update is fused, and its last bits
         grads = jax.lax.optimization_barrier(grads)
         loss = metrics.by_name["loss"].value
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
+        with noting("This happened in the optimizer's update."):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+            params = optax.apply_updates(state.params, updates)
         if log_norms:
             metrics = metrics.adding(**_norms(grads, params))
         state = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch, PyTree, resized
-from jax_trainer.datasets.foreign import known_as_tree
+from jax_trainer.datasets.foreign import check_batch, known_as_tree
 from jax_trainer.datasets.host import HostTransform, HostTransforms
 from jax_trainer.datasets.order import Order, Ordered
 from jax_trainer.suggestions import checks_keywords
@@ -63,6 +63,8 @@ class ArrayLoader(Ordered):
             examples=examples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, process=process
         )
         self.host = HostTransforms(record_transform, batch_transform)
+        if examples and not self.host:
+            check_batch(self.arrays, "data of the ArrayLoader")
         self._prepared: tuple[int, np.ndarray] | None = None  # an epoch and its order
         rest = examples % batch_size or batch_size
         self._structures = tuple(jax.tree.structure(resized(arrays, size)) for size in (batch_size, rest))

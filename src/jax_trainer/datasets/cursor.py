@@ -21,6 +21,9 @@ class Taken(NamedTuple):
     whole: bool = False  # where there are several processes: whether each has all of it, and not a part
 
 
+_END = object()
+
+
 class Cursor:
     """A position in one epoch of a feed.
 
@@ -126,11 +129,15 @@ class Cursor:
             batch, self._state = self._held.pop()
             return batch
         try:
-            batch = next(self._batches, None)
+            batch = next(self._batches, _END)
         except Exception as error:
             with_own_line(error).add_note(f"This happened while {self.where(self.position + ahead)} was made.")
             raise
-        if self._state_of is not None and batch is not None:
+        if batch is _END:
+            return None
+        if batch is None:
+            raise DataError(f"The {self.where(self.position + ahead)} is None. Return arrays.")
+        if self._state_of is not None:
             self._state = self._state_of()
         return batch
 

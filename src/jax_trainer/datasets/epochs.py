@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jax_trainer.datasets.foreign import DataError
+
 
 def begin_epoch(loader: Any, epoch: int, seed: int | None = None) -> int | None:
     """Tells `loader` which epoch comes: by `set_epoch` where there is one, and by seeding torch's shuffling.
@@ -43,15 +45,20 @@ def counts_on(loader: Any) -> bool:
     return lives_on and callable(getattr(loader.dataset, "load_state_dict", None))
 
 
-def opener(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
+def opener(function: Callable[..., Any], name: str) -> Callable[[int], Iterable[Any]]:
     """`function` as one of the epoch's number, whether it asks for it or not."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some functions written in C tell nothing
         return lambda epoch: function()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    asks = any(p.default is p.empty and p.kind in positional for p in parameters)
-    return function if asks else lambda epoch: function()
+    asked = [p.name for p in parameters if p.default is p.empty and p.kind in positional]
+    if len(asked) > 1:
+        raise DataError(
+            f"The {name!r} data is the function `{getattr(function, '__name__', function)}`, which asks for "
+            f"{', '.join(asked)}. A function that returns batches takes nothing, or the number of the epoch."
+        )
+    return function if asked else lambda epoch: function()
 
 
 def end_iterator(batches: Any, loader: Any) -> None:

@@ -36,7 +36,10 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
     if isinstance(batch, Mapping):
         return {name: as_arrays(value, copy=copy) for name, value in batch.items()}
     if isinstance(batch, list) and _is_numbers(batch):
-        return np.asarray(batch)
+        try:
+            return np.asarray(batch)
+        except ValueError as error:
+            raise DataError(f"A list has parts of different lengths: pad them to one length. numpy: {error}") from None
     if isinstance(batch, list | tuple):
         parts = [as_arrays(value, copy=copy) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
@@ -60,11 +63,15 @@ def check_batch(batch: Batch, where: str) -> None:
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
         kind = np.asarray(leaf).dtype if dtype is None else dtype
+        name = leaf_path(path) or "an entry"
         if not (jnp.issubdtype(kind, np.number) or kind == np.bool_ or jnp.issubdtype(kind, jax.dtypes.extended)):
             raise DataError(
-                f"The {where} has {leaf_path(path) or 'an entry'} of type {type(leaf).__name__} with dtype {kind}, "
-                "which is not numeric. Convert it to numbers in the loader, or leave it out."
+                f"The {where} has {name} of type {type(leaf).__name__} with dtype {kind}, which is not numeric. "
+                "Convert it to numbers in the loader, or leave it out; words become labels by "
+                "`np.unique(words, return_inverse=True)`."
             )
+        if np.shape(leaf)[:1] == (0,):
+            raise DataError(f"The {where} has {name} of shape {np.shape(leaf)}: it holds no examples. Leave it out.")
 
 
 def _as_array(leaf: Any, *, copy: bool) -> Any:

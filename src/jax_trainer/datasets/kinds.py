@@ -13,6 +13,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -318,6 +319,10 @@ def _other_data() -> DataError:
 
 def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Source:
     """The kind of data that `data` is."""
+    if isinstance(data, str | bytes | Path):
+        raise DataError(f"The {name!r} data is {data!r}, a {type(data).__name__}. Load the file, and pass its arrays.")
+    if isinstance(data, type):
+        raise DataError(f"The {name!r} data is the class {data.__name__}. Pass an object of it: `{data.__name__}(…)`.")
     if isinstance(data, Addressed):
         return _Loader(data)
     if isinstance(data, list | tuple):
@@ -327,8 +332,13 @@ def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Sourc
     if isinstance(data, Iterable):
         keeper = Keeper.of(data)
         return _StatefulLoader(data, keeper) if keeper else _Iterable(lambda epoch: data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        raise DataError(
+            f"The {name!r} data is a {type(data).__name__}, which gives single examples. Pass a loader that batches "
+            "them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
+        )
     if callable(data):
-        return _Iterable(opener(data))
+        return _Iterable(opener(data, name))
     raise DataError(
         f"The {name!r} data is a {type(data).__name__}, which cannot be iterated. "
         "Pass a loader, a list of batches, or a function that returns an iterator."

@@ -57,8 +57,8 @@ def named_callbacks(given: Given, taken: Iterable[str] = ()) -> dict[str, Any]:
     named |= config_from({"callbacks": written}, _Callbacks).callbacks
     for name, one in named.items():
         if not isinstance(one, Callback | CallbackConfig):
-            kind = type(one).__name__
-            raise TypeError(f"The callback {name!r} is a {kind}. Pass a callback, or the configuration of one.")
+            kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise TypeError(f"The callback {name!r} is {kind}. Pass an object: a callback, or a configuration of one.")
     return named
 
 

@@ -1,15 +1,17 @@
 """What a trainer is given to train, and to train with: configurations, or the things themselves."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import optax
 from flax import linen as nn
 from flax import nnx
 
+from jax_trainer.core import class_of
 from jax_trainer.interfaces import BaseModelConfig, ModelMode, build_model, model_mode
-from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.settings import Settings
 
 Module = nnx.Module | nn.Module
@@ -53,11 +55,11 @@ def _mode(given: Any) -> ModelMode:
         return "linen"
     if inspect.isclass(given) and issubclass(given, nn.Module):
         raise TypeError(f"{given.__name__} is a class of linen modules. Pass one of them: `{given.__name__}(…)`.")
-    if isinstance(given, nnx.Module) or callable(given):
+    if isinstance(given, nnx.Module | type | partial) or inspect.isroutine(given):
         return "nnx"
     raise TypeError(
-        f"The model is a {type(given).__name__}. Pass a model's configuration, an nnx or linen module, or a class or "
-        "function that builds an nnx module from `rngs`."
+        f"The model is a {class_of(given)}. Pass a model's configuration, an nnx or "
+        "linen module, or a class or function that builds an nnx module from `rngs`."
     )
 
 
@@ -70,10 +72,22 @@ def _name(given: Any) -> str:
 def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
     names = inspect.signature(build).parameters
     example = {"exmp_input": inputs} if "exmp_input" in names else {}
+    if others := _others_needed(names.values(), ("rngs", *example)):
+        raise TypeError(
+            f"`{_name(build)}` is called with `rngs`, and asks for {', '.join(others)}, too. Pass a module, or a "
+            f"function that needs nothing else: `lambda rngs: {_name(build)}(…, rngs=rngs)`."
+        )
     module = build(rngs=rngs, **example) if "rngs" in names else build(rngs, **example)
     if not isinstance(module, nnx.Module):
         raise TypeError(f"`{_name(build)}` built a {type(module).__name__}, and must build an nnx module.")
     return module
+
+
+def _others_needed(parameters: Iterable[inspect.Parameter], given: tuple[str, ...]) -> list[str]:
+    """What must be passed besides `given`; the first argument, whatever its name, may be the `rngs`."""
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    others = [name for name in needed if name not in given]
+    return others if "rngs" in needed else others[1:]
 
 
 class _Ready:
@@ -88,14 +102,9 @@ class _Ready:
 
 def optimizer_of(given: Any) -> Optimizer:
     """What makes the optimizer, from a configuration or an optax optimizer."""
-    if isinstance(given, optax.GradientTransformation):
-        return _Ready(given)
     if isinstance(given, Settings):
         return given.instantiate(OptimizerInterface)
-    raise TypeError(
-        f"The optimizer is a {type(given).__name__}. Pass an optimizer's configuration, or an optax optimizer such as "
-        "`optax.adamw(1e-3)`."
-    )
+    return _Ready(checked_optimizer(given, ", or an optimizer's configuration"))
 
 
 def one_of(config: Any, thing: Any, names: tuple[str, str]) -> Any:

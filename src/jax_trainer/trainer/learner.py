@@ -24,6 +24,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     copied,
+    explaining,
     stream,
     with_ema,
     with_finite_check,
@@ -261,7 +262,8 @@ class Learner(Task):
         if self.model_mode == "nnx":
             make = lambda key, example: self.run_model_init(example, key)
             return nnx_program(make, self.loss_function, tx, **options)
-        module = self._linen_module(self.batch_to_input(self.exmp_input))
+        with explaining(self.exmp_input):
+            module = self._linen_module(self.batch_to_input(self.exmp_input))
         first = lambda key, example: self.run_model_init(example, key)
         return linen_program(module, self.loss_function_linen, tx, init_variables=first, **options)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from compoconf import register, register_interface
 from rich.progress import track
@@ -17,7 +18,9 @@ from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
+from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
+from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
 from jax_trainer.registration import full_name
@@ -86,6 +89,11 @@ class TrainerModule(Keeper):
         if config is not None and settings:
             raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
         kind = config_of(type(self))
+        if config is not None and not isinstance(config, TrainerConfig):
+            raise TypeError(
+                f"`config` must be a {kind.__name__}, got a {type(config).__name__}. Pass the model and the optimizer "
+                "by name: `model=…, optimizer=…`."
+            )
         check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
         config, objects = taken_in(kind(**settings) if config is None else config, callbacks)
         super().__init__(
@@ -209,6 +217,7 @@ class TrainerModule(Keeper):
             quiet: show no progress, whatever the configuration says.
         """
         plan = self.config.plan(num_epochs)
+        train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         program = self.prepare(train_loader, num_epochs)
@@ -338,7 +347,14 @@ class _EpochMetrics:
 def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
     if exmp_input is None and dataset is None:
         raise TypeError("Pass `exmp_input`, an example batch, such as `next(iter(train_loader))`.")
-    return next(iter(dataset.train_loader)) if exmp_input is None and dataset is not None else exmp_input
+    if callable(getattr(exmp_input, "__next__", getattr(exmp_input, "epoch", None))):
+        kind = type(exmp_input).__name__
+        raise TypeError(f"`exmp_input` is a {kind}, and must be one batch: `exmp_input=next(iter(train_loader))`.")
+    if exmp_input is None and dataset is not None:
+        return next(iter(dataset.train_loader))
+    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(exmp_input)):
+        check_batch(exmp_input, "example batch (`exmp_input`)")
+    return exmp_input
 
 
 def _length(loader: Any) -> int | None:

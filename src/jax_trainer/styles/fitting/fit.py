@@ -1,13 +1,13 @@
 """`fit`: a model, data and a loss; everything else of a training is there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jax_trainer.callbacks import full_names
+from jax_trainer.callbacks import Callback, full_names
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.core import (
     CompiledProgram,
@@ -139,7 +139,7 @@ def fit(
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
     trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
-    found = _metric(program, trained, train.example, metric, validates=bool(evals))
+    found = _metric(program, trained, train.example, metric, named, validates=bool(evals))
     saving = with_saver(named, found, mode, save, is_wish=metric is not None)
     saver = saver_among(saving)
     told = {
@@ -181,6 +181,17 @@ def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -
     return test_ds
 
 
+def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses a callback that monitors what evaluations do not report; a callback's hook may add to that."""
+    own = [type(one) for one in callbacks.values() if isinstance(one, Callback)]
+    if any(one.on_validation_epoch_end is not Callback.on_validation_epoch_end for one in own):
+        return
+    for name, one in callbacks.items():
+        monitor = getattr(one, "monitor", None)
+        if monitor not in (None, *names) and not getattr(one, "check_on_train_epoch_end", False):
+            raise ValueError(f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}.")
+
+
 def _total_steps(data: Any, plan: Plan) -> int | None:
     per_epoch = plan.epoch_steps(0, 0, Feed(data, "train").length)
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
@@ -194,11 +205,21 @@ def _compiled(trained: Trained, layout: Layout | None, *, is_cut: bool, guarded:
     return compile_program(program, layout=layout, on_recompile="ignore" if is_cut else "warn")
 
 
-def _metric(program: CompiledProgram, trained: Trained, example: PyTree, metric: str | None, *, validates: bool) -> str:
+def _metric(
+    program: CompiledProgram,
+    trained: Trained,
+    example: PyTree,
+    metric: str | None,
+    callbacks: Mapping[str, Any],
+    *,
+    validates: bool,
+) -> str:
     """The metric that decides. Traces the steps: what is wrong with them shows before anything is written."""
     _, training, judging = program.shapes(trained.key, example)
     where, reported = (VAL, judging) if validates else ("train", training)
     names = full_names(reported.by_name, where)
+    if validates:
+        _check_monitored(callbacks, names)
     if metric is None:
         return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
     full = metric if metric in names else f"{where}/{metric}"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_trainer.core import kinds_of, loss_and_metrics
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 
 LOG = logging.getLogger("jax_trainer")
@@ -62,15 +63,7 @@ class Loss:
         """What the function makes of its two arguments: the loss, and what else to report."""
         offered = {"rng": rng, "step": step, "train": train}
         returned = self.function(model, batch, **{name: offered[name] for name in self.wanted})
-        match returned:
-            case (loss, Mapping() as reported):
-                return jnp.asarray(loss), dict(reported)
-            case tuple() | list() | Mapping() | None:
-                raise TypeError(
-                    "`loss_fn` returns the loss, or the loss and a dict of what else to report; this one returned "
-                    f"{_kinds(returned)}."
-                )
-        return jnp.asarray(returned), {}
+        return loss_and_metrics(returned, "loss_fn")
 
 
 def checked_eval_step(function: Any) -> Callable[[Any, Any], Any]:
@@ -86,7 +79,7 @@ def judged_by(returned: Any) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         return dict(returned)
     if isinstance(returned, tuple | list) or returned is None:
-        raise TypeError(f"`eval_step` returns a number, or a dict of numbers; this one returned {_kinds(returned)}.")
+        raise TypeError(f"`eval_step` returns a number, or a dict of numbers; this one returned {kinds_of(returned)}.")
     return {"accuracy": jnp.mean(jnp.asarray(returned))}
 
 
@@ -134,9 +127,3 @@ def _shape(value: Any) -> Any:
 
 def _listed(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _kinds(returned: Any) -> str:
-    if isinstance(returned, tuple | list):
-        return f"a {type(returned).__name__} of {', '.join(type(part).__name__ for part in returned) or 'nothing'}"
-    return "nothing" if returned is None else f"a {type(returned).__name__}"

@@ -18,7 +18,7 @@ from jax_trainer.adapters.nnx import Split
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DataError, DeviceTransforms, common_transforms, with_transforms
-from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.settings import Settings
 from jax_trainer.styles.fitting.data import Inputs, SplitBatch, inputs_of, split_of
 from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
@@ -99,7 +99,7 @@ def _maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
     if dataclasses.is_dataclass(given) and all(hasattr(given, name) for name in _OF_FLAX):
         return _of_flax
     kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-    hint = " Pass an object of it." if isinstance(given, type) else ""
+    hint = f" Pass an object of it: `{given.__name__}(…)`." if isinstance(given, type) else ""
     raise TypeError(f"{_KINDS}, and this is {kind}.{hint}")
 
 
@@ -238,14 +238,11 @@ def _judging(program: Program, view: Callable[[TrainState], Any], eval_step: Any
 
 def _tx_of(wishes: Wishes) -> optax.GradientTransformation:
     given = wishes.optimizer
-    if isinstance(given, optax.GradientTransformation):
-        return given
     if isinstance(given, Settings):
         return given.instantiate(OptimizerInterface).build(wishes.total_steps)
     if isinstance(given, nnx.Optimizer):
         return given.tx
-    kind = "none was given" if given is None else f"this is a {type(given).__name__}"
-    raise TypeError(f"A module needs `optimizer`, an optax optimizer such as `optax.adam(1e-3)`, and {kind}.")
+    return checked_optimizer(given, ", or an optimizer's configuration")
 
 
 def _strong(tree: PyTree) -> PyTree:

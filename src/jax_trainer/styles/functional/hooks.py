@@ -123,6 +123,8 @@ def interval_of(hook: Hook) -> int | None:
 
 def checked_hooks(hooks: Iterable[Hook]) -> tuple[list[Hook], list[Participant]]:
     """The hooks that are called, and those that take part instead. Refuses what could not be called."""
+    if not callable(hooks) and not isinstance(hooks, Iterable):
+        raise TypeError(f"`hooks` is a list of functions `fn(step, *, model, **kwargs)`, got {hooks!r}.")
     hooks = [hooks] if callable(hooks) else list(hooks)
     called = [hook for hook in hooks if not isinstance(hook, Participant)]
     for hook in called:

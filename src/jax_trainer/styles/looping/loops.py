@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 from flax.core.scope import CollectionFilter, DenyList, in_filter
 from jax.sharding import Mesh
 
@@ -20,7 +21,10 @@ from jax_trainer.core import (
     Program,
     PyTree,
     TrainState,
+    check_call,
+    checked_loss,
     compile_program,
+    kinds_of,
     make_program,
     readable_bytes,
     streams,
@@ -30,6 +34,7 @@ from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Standing
+from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.looping.checkpoints import Checkpoint, number_of_weights, state_of
@@ -57,6 +62,11 @@ class TrainTask:
     optimizer: optax.GradientTransformation = field(repr=False)
     loss: Callable[..., Any]
     data: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        checked_optimizer(self.optimizer)
+        _check_function("TrainTask.apply", self.apply, "apply")
+        _check_function("TrainTask.loss", self.loss)
 
 
 @checks_keywords
@@ -92,6 +102,12 @@ class TrainLoop:
         stdout: bool = True,
     ) -> None:
         began = time.perf_counter()
+        if not isinstance(task, TrainTask):
+            raise TypeError(f"`task` must be a TrainTask, got a {type(task).__name__}.")
+        if not isinstance(init, CheckpointFileReader | Checkpoint):
+            _check_function("init", init, "init")
+        if rnkey is not None and not hasattr(rnkey, "dtype"):
+            raise TypeError(f"`rnkey` must be a key, such as `jax.random.key(0)`, got {rnkey!r}.")
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_introduced = stdout, False
         data = Data.of(task.data)
@@ -234,10 +250,13 @@ def _program(
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
         inputs, targets = split(batch)
         outputs, changed = call(params, model_state, inputs, rng, train=True)
+        check_call(task.loss, "TrainTask.loss", *("outputs" for _ in outputs), *("targets" for _ in targets))
         loss = task.loss(*outputs, *targets)
         if isinstance(loss, tuple | dict):
-            kind = type(loss).__name__
-            raise TypeError(f"`TrainTask.loss` returned a {kind}. Return one number; an `EvalTask` measures others.")
+            raise TypeError(
+                f"`TrainTask.loss` returned {kinds_of(loss)}. Return one number; an `EvalTask` measures others."
+            )
+        loss = checked_loss(loss, "TrainTask.loss")
         check_loss(loss, {"predictions": outputs, "targets": targets})
         check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
@@ -273,6 +292,13 @@ def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
 
 def _layout(devices: Sequence[Any] | None) -> Layout | None:
     return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
+
+
+def _check_function(name: str, given: Any, of_module: str = "") -> None:
+    if of_module and isinstance(given, nn.Module):
+        raise TypeError(f"`{name}` is the module {type(given).__name__}. Pass its method: `model.{of_module}`.")
+    if not callable(given):
+        raise TypeError(f"`{name}` must be a function, got {given!r}, a {type(given).__name__}.")
 
 
 def _whole(name: str, value: Any, low: int) -> int:

@@ -1,0 +1,87 @@
+"""What the user's losses and steps take and return, checked while they are traced, before anything has run."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+TRACED = (jax.Array, jax.ShapeDtypeStruct)
+
+
+def check_call(function: Callable[..., Any], name: str, *arguments: str, offered: tuple[str, ...] = ()) -> None:
+    """Refuses a `function` that cannot be called with these positional arguments; `offered` it may ask for by name.
+
+    >>> check_call(lambda model, batch: 0, "val_step", "model", "rng_key", "batch")
+    Traceback (most recent call last):
+    TypeError: `val_step` is called as `val_step(model, rng_key, batch)`, and takes (model, batch): too many positional arguments.
+    """  # noqa: E501 - an exception in a doctest is one line
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments, **{name: name for name in offered if name in signature.parameters})
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` is called as `{name}({', '.join(arguments)})`, and takes {signature}: {error}."
+        ) from None
+
+
+def loss_and_metrics(returned: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """The loss and the metrics that the function called `name` has returned: `loss`, or `(loss, metrics)`."""
+    match returned:
+        case (loss, Mapping() as metrics) if not isinstance(loss, Mapping):
+            return checked_loss(loss, name), dict(metrics)
+        case (Mapping(), _):
+            hint = " The loss comes first."
+        case Mapping():
+            hint = " The loss is apart from the metrics."
+        case tuple() | list() | None:
+            hint = ""
+        case loss:
+            return checked_loss(loss, name), {}
+    raise TypeError(
+        f"`{name}` returned {kinds_of(returned)}; it must return the loss, or the loss and a dict of metrics: "
+        f"`return loss, {{'accuracy': accuracy}}`.{hint}"
+    )
+
+
+def checked_loss(loss: Any, name: str) -> jax.Array:
+    """`loss` as an array, if it is one that has a gradient."""
+    dtype = getattr(loss, "dtype", None)
+    if (not isinstance(loss, int | float | complex) and dtype is None) or str(dtype).startswith(("<U", "|S", "object")):
+        raise TypeError(f"`{name}` returned {kinds_of(loss)} as the loss; it must be a number: a mean over the batch.")
+    array = jnp.asarray(loss)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"`{name}` returned a loss of dtype {array.dtype}, which has no gradient: it must be a real floating point "
+            "number. Counts of errors, `argmax` and comparisons cannot be trained on; report them as metrics."
+        )
+    return array
+
+
+def kinds_of(returned: Any) -> str:
+    """What a function has returned, for a message.
+
+    >>> kinds_of(({}, 1.0)), kinds_of(None)
+    ('a tuple of dict, float', 'nothing')
+    """
+    if isinstance(returned, tuple | list):
+        return f"a {type(returned).__name__} of {', '.join(map(_kind, returned)) or 'nothing'}"
+    return "nothing" if returned is None else f"a {_kind(returned)}"
+
+
+def class_of(thing: Any) -> str:
+    """The class of `thing`, with its package where it is somebody's.
+
+    >>> class_of(0.1), class_of(jax.ShapeDtypeStruct((), "int32")).split(".")[0]
+    ('float', 'jax')
+    """
+    kind = thing if isinstance(thing, type) else type(thing)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _kind(part: Any) -> str:
+    return f"{part.dtype} array of shape {part.shape}" if isinstance(part, TRACED) else type(part).__name__
