@@ -1,0 +1,412 @@
+"""Mistakes with data: shapes, dtypes, labels, empty sets, loaders."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from mistakes import (
+    IN_YOUR_CODE,
+    JUDGING,
+    LATE,
+    STEP,
+    Table,
+    Trainer,
+    X,
+    Y,
+    fitted,
+    functional,
+    loader,
+    looped,
+    made,
+    nnx_net,
+    train,
+    train_step,
+    trained,
+    val_step,
+)
+
+from jax_trainer import ArrayLoader
+from jax_trainer.datasets import DataError
+from jax_trainer.styles import train_fn
+
+DATA = Table()
+NNX_STYLES = ("fit, nnx", "TrainerModule, nnx", "train_fn")
+NAMES = np.array(["cat", "dog", "cow", "emu"] * 4)
+WIDE = np.ones((16, 5), np.float32)
+
+
+class Batches:
+    """Some batches, as a loader of one's own gives them."""
+
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+# shapes
+
+
+@DATA.each(
+    "inputs are wider than the model's first layer", "5", "4", r"float32\[8, ?5\]", IN_YOUR_CODE, styles=NNX_STYLES
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(WIDE))
+
+
+@DATA.each(
+    "validation inputs are wider than those of training", "val", r"float32\[8, ?5\]", styles=JUDGING, waits="2.3"
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, val=loader(WIDE))
+
+
+@DATA.each("images where the model wants flat rows", r"float32\[8, ?2, ?2\]", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X.reshape(16, 2, 2)))
+
+
+@DATA.row("fit: inputs and labels of different lengths", "16", "15", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X, Y[:15]))
+
+
+@DATA.row("ArrayLoader: inputs and labels of different lengths", "16", "15", error=ValueError)
+def _(folder: Path) -> None:
+    ArrayLoader((X, Y[:15]), 8)
+
+
+@DATA.row("fit: validation inputs and labels of different lengths", "16", "15", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y[:15]))
+
+
+@DATA.each("a batch whose inputs and labels have different lengths", r"float32\[8, ?4\]", r"int32\[7\]")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=[(X[:8], Y[:7])])
+
+
+@DATA.row("fit: labels with one axis too many", r"int32\[8, ?1\]", "squeeze")
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X, Y[:, None]))
+
+
+@DATA.row("fit: a table of one feature without its axis", r"float32\[8\]", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X[:, 0], Y))
+
+
+@DATA.row("fit: exchanged inputs and labels", r"int32\[8\]", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(Y, X))
+
+
+@DATA.row("fit: batches of changing rank", r"\[8, ?4\]", "rank", "train", error=DataError, at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[(X[:8], Y[:8]), (X[:8, None], Y[:8])])
+
+
+@DATA.row("fit: batches of changing keys", "label", "keys", error=DataError, at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[{"x": X[:8], "y": Y[:8]}, {"x": X[:8], "label": Y[:8]}])
+
+
+@DATA.row("TrainerModule: an example batch of another width than the data", "5", "4", at=STEP)
+def _(folder: Path) -> None:
+    trained(folder, loader(WIDE))
+
+
+@DATA.row("TrainerModule: the example is the inputs alone", "exmp_input|example", r"float32\[8, ?4\]", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    trained(folder, exmp_input=X[:8])
+
+
+@DATA.row("TrainerModule: no example batch", "exmp_input", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, exmp_input=...)
+
+
+@DATA.row("TrainerModule: the example is a loader", "exmp_input", r"next\(iter", "ArrayLoader", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, exmp_input=loader())
+
+
+# dtypes and labels
+
+
+@DATA.each("labels are words", "dtype|str", "label|batch|1", error=DataError)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=[(X[:8], NAMES[:8])])
+
+
+@DATA.row("ArrayLoader: labels are words", "U3", "[Nn]umber|numeric", error=DataError)
+def _(folder: Path) -> None:
+    ArrayLoader((X, NAMES), 8)
+
+
+@DATA.row("fit: labels are words, as arrays", "U3", "[Nn]umber|numeric", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X, NAMES))
+
+
+@DATA.row("fit: inputs of dtype object", "object", "[Nn]umber|numeric", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X.astype(object), Y))
+
+
+@DATA.row("fit: validation labels are words", "U3", "[Nn]umber|numeric", "val|test_ds", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, NAMES))
+
+
+@DATA.each("labels are floats for an integer cross entropy", r"float32\[8\]", "astype|integer|int", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, Y.astype(np.float32)))
+
+
+@DATA.each("labels are one-hot for an integer cross entropy", r"float32\[8, ?3\]", "argmax|integer", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, np.eye(3, dtype=np.float32)[Y]))
+
+
+@DATA.each("labels are one-hot integers", r"int32\[8, ?3\]", "argmax|one-hot")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, np.eye(3, dtype=np.int32)[Y]))
+
+
+OUT_OF_RANGE = ("label", "3", r"0.*2|3 classes", "first|batch")
+
+
+@DATA.each("labels count from 1", *OUT_OF_RANGE, at=LATE, never="Lower the learning rate")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, Y + 1))
+
+
+@DATA.each("labels of more classes than outputs", "label", "9", at=LATE, never="Lower the learning rate")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, np.where(Y == 2, 9, Y)))
+
+
+@DATA.each("labels are -1 where unknown", "label", "-1", at=LATE, never="Lower the learning rate")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, np.where(Y == 2, -1, Y)))
+
+
+@DATA.each("NaN in the inputs", "batch", "0|input", "NaN|nan|finite", at=LATE, never="Lower the learning rate")
+def _(style: str, folder: Path) -> None:
+    x = X.copy()
+    x[3, 1] = np.nan
+    train(style, folder, data=loader(x))
+
+
+@DATA.row("fit: names beside the numbers of a batch", "name", "S1", "leave it out", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[{"x": X[:8], "y": Y[:8], "name": np.array([b"a"] * 8)}])
+
+
+# ragged and empty
+
+
+@DATA.row("fit: ragged lists", "length", "train", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[([[1.0, 2.0], [3.0]], [0, 1])])
+
+
+@DATA.each("an empty list of batches", "train", "no batch|empty", error=DataError)
+def _(style: str, folder: Path) -> None:
+    if style.startswith("TrainerModule"):
+        trained(folder, [])
+    else:
+        train(style, folder, data=[])
+
+
+@DATA.row("fit: arrays without examples", "empty", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X[:0], Y[:0]))
+
+
+@DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no ", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X[:0], Y[:0]))
+
+
+@DATA.row("ArrayLoader: a batch larger than the data, the last one dropped", "32", "16", "drop_last", error=ValueError)
+def _(folder: Path) -> None:
+    ArrayLoader((X, Y), 32, drop_last=True)
+
+
+@DATA.row("TrainerModule: an empty validation loader", "val", "no batch|empty", waits="2.3")
+def _(folder: Path) -> None:
+    trained(folder, val=[])
+
+
+@DATA.row("TrainerModule: a batch of no examples", "0", "example|empty", error=DataError)
+def _(folder: Path) -> None:
+    trained(folder, [(X[:0], Y[:0])])
+
+
+@DATA.row("fit: a batch is None", "train", "None", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[None])
+
+
+@DATA.row("TrainerModule: training data is None", "NoneType", "train", error=DataError)
+def _(folder: Path) -> None:
+    made(folder).train_model(None)
+
+
+@DATA.row("train_fn: training data is None", "train_itr", error=TypeError)
+def _(folder: Path) -> None:
+    model = nnx_net()
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), None)
+
+
+# loaders
+
+
+@DATA.row("fit: a generator for several epochs", "once|exhausted|used up", "function", "list", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
+
+
+@DATA.row("TrainerModule: a generator for several epochs", "once", "function", "list", error=DataError)
+def _(folder: Path) -> None:
+    trained(folder, ((X[:8], Y[:8]) for _ in range(2)), train_epochs=3)
+
+
+@DATA.row("train_fn: a generator that ends before n_steps", "train", "once", "list", at=LATE, error=DataError)
+def _(folder: Path) -> None:
+    functional(((X[:8], Y[:8]) for _ in range(2)), n_steps=5)
+
+
+@DATA.row("TrainLoop: a generator that ends before n_steps", "train", "end|once", at=LATE, error=DataError)
+def _(folder: Path) -> None:
+    looped(data=((X[:8], Y[:8]) for _ in range(2)), steps=5)
+
+
+@DATA.row("fit: a generator to validate on, again and again", "test_ds", "once", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
+
+
+@DATA.row("fit: a list of examples instead of batches", "single example", "batch", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=list(zip(X, Y, strict=True)))
+
+
+@DATA.row("fit: a torch dataset instead of a loader", "single example", "DataLoader", error=DataError)
+def _(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    fitted(folder, train_ds=torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)))
+
+
+@DATA.row("fit: the path of a file instead of data", "str", "train", error=(DataError, TypeError))
+def _(folder: Path) -> None:
+    fitted(folder, train_ds="data/train.csv")
+
+
+@DATA.row("fit: a number instead of data", "int", "train", error=(DataError, TypeError))
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=3)
+
+
+@DATA.row("TrainerModule: the path of a file instead of a loader", "str", "train", error=(DataError, TypeError))
+def _(folder: Path) -> None:
+    trained(folder, "data/train.csv")
+
+
+@DATA.row("fit: a list of arrays instead of a tuple", "tuple", "split_batch|pair", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[X, Y])
+
+
+@DATA.row("fit: batches with names of their own", "pixels", "split_batch", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[{"pixels": X[:8], "digit": Y[:8]}])
+
+
+@DATA.row("fit: batches of three", "3", "split_batch", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[(X[:8], Y[:8], Y[:8])])
+
+
+@DATA.row("fit: split_batch returns one thing", "split_batch", "inputs and targets", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, split_batch=lambda batch: batch[0])
+
+
+@DATA.row("TrainLoop: batches are dicts", "pair", "x, y", error=DataError)
+def _(folder: Path) -> None:
+    looped(data=[{"x": X[:8], "y": Y[:8]}])
+
+
+@DATA.row("TrainerModule: a key that the batch does not have", "label", "input|target", IN_YOUR_CODE, error=KeyError)
+def _(folder: Path) -> None:
+    class Keyed(Trainer):
+        def batch_to_input(self, batch: Any) -> Any:
+            return batch["input"]
+
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            logits, mutable = self.model_linen_apply(params, state, batch["input"], rng, train=train)
+            return self.loss(logits, batch["labels"]), (mutable, {})
+
+    batch = {"input": X[:8], "target": Y[:8]}
+    trained(folder, [batch], kind=Keyed, exmp_input=batch)
+
+
+@DATA.row("fit: a loader that fails", "boom", "train", "batch", IN_YOUR_CODE, error=ValueError, at=LATE)
+def _(folder: Path) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Any:
+            yield X[:8], Y[:8]
+            raise ValueError("boom")
+
+    fitted(folder, train_ds=Broken())
+
+
+@DATA.row("fit: a loader with next only", "iter|iterate", error=(DataError, TypeError))
+def _(folder: Path) -> None:
+    class Nexting:
+        def __next__(self) -> Any:
+            return X[:8], Y[:8]
+
+    fitted(folder, train_ds=Nexting())
+
+
+@DATA.row("fit: a class of loaders instead of a loader", "class", error=(DataError, TypeError))
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=Batches)
+
+
+@DATA.row("ArrayLoader: a batch size of 0", "batch_size", "0", error=(ValueError, TypeError))
+def _(folder: Path) -> None:
+    ArrayLoader((X, Y), 0)
+
+
+@DATA.row("fit: a batch size that is a float", "batch_size", r"8\.0", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, batch_size=8.0)
+
+
+@DATA.row("fit: predicting on inputs of another width", "5", "4|kernel", r"float32\[8, ?5\]", at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder).predict(WIDE[:8])
+
+
+@DATA.row("TrainerModule: testing on data of another width", "test", r"float32\[8, ?5\]", IN_YOUR_CODE, at=LATE)
+def _(folder: Path) -> None:
+    trained(folder).test_model(loader(WIDE))
+
+
+@DATA.row("TrainerModule: predicting on data of another width", r"float32\[8, ?5\]", at=LATE)
+def _(folder: Path) -> None:
+    trained(folder).predict(loader(WIDE))

@@ -1,0 +1,168 @@
+"""Mistakes in hooks and callbacks."""
+
+from pathlib import Path
+from typing import Any
+
+from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, fitted, functional, loader, trained
+
+from jax_trainer.callbacks import (
+    Callback,
+    EarlyStoppingConfig,
+    ModelCheckpointConfig,
+)
+
+HOOKS = Table()
+
+
+def own_trainer(**methods: Any) -> Any:
+    return type("Own", (Trainer,), methods)
+
+
+def own_callback(**methods: Any) -> Any:
+    return type("Watching", (Callback,), methods)()
+
+
+@HOOKS.row("TrainerModule: a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(on_train_epoch_end=lambda self: None))
+
+
+@HOOKS.row("TrainerModule: a misspelt hook", "on_training_epoch_ned", "on_training_epoch_end")
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(on_training_epoch_ned=lambda self, train_metrics, epoch_idx: None))
+
+
+@HOOKS.row(
+    "TrainerModule: a hook with too few parameters",
+    "on_training_epoch_end",
+    "train_metrics",
+    error=TypeError,
+)
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(on_training_epoch_end=lambda self: None))
+
+
+@HOOKS.row("TrainerModule: a hook with another parameter", "on_training_epoch_end", "batch_idx", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(on_training_epoch_end=lambda self, train_metrics, epoch_idx, batch_idx: None))
+
+
+@HOOKS.row("a callback with a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
+def _(folder: Path) -> None:
+    trained(folder, callbacks=[own_callback(on_train_epoch_end=lambda self, trainer, pl_module: None)])
+
+
+@HOOKS.row("fit: a callback with a misspelt hook", "on_validation_epoch_edn", "on_validation_epoch_end")
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=[own_callback(on_validation_epoch_edn=lambda self, eval_metrics, epoch_idx: None)])
+
+
+@HOOKS.row("fit: a callback with a hook of Keras", "on_epoch_end", "on_training_epoch_end")
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=[own_callback(on_epoch_end=lambda self, epoch, logs=None: None)])
+
+
+@HOOKS.row("TrainerModule: a hook that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
+def _(folder: Path) -> None:
+    def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
+        raise RuntimeError("boom")
+
+    trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end))
+
+
+@HOOKS.row("fit: a callback that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
+def _(folder: Path) -> None:
+    def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
+        raise RuntimeError("boom")
+
+    fitted(folder, callbacks=[own_callback(on_training_epoch_end=on_training_epoch_end)])
+
+
+@HOOKS.row("train_fn: a hook that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
+def _(folder: Path) -> None:
+    def hook(step: int, **kwargs: Any) -> None:
+        raise RuntimeError("boom")
+
+    functional(hooks=[hook])
+
+
+@HOOKS.row("train_fn: a hook of other parameters", "hook", "step", error=TypeError)
+def _(folder: Path) -> None:
+    functional(hooks=[lambda: None])
+
+
+@HOOKS.row("train_fn: a hook that takes the step alone", "hook", "model", error=TypeError)
+def _(folder: Path) -> None:
+    functional(hooks=[lambda step: None])
+
+
+@HOOKS.row("train_fn: a hook that is called", "hook", "None", error=TypeError)
+def _(folder: Path) -> None:
+    functional(hooks=[None])
+
+
+@HOOKS.row("train_fn: a hook every 0 steps", "every_n_steps", "0", error=(ValueError, TypeError))
+def _(folder: Path) -> None:
+    def hook(step: int, **kwargs: Any) -> None: ...
+
+    hook.every_n_steps = 0  # type: ignore[attr-defined] - the mistake
+    functional(hooks=[hook])
+
+
+@HOOKS.row("a callback's class instead of one", "Watching", "class|object|instance", error=TypeError)
+def _(folder: Path) -> None:
+    class Watching(Callback):
+        pass
+
+    fitted(folder, callbacks=[Watching])
+
+
+@HOOKS.row("EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
+
+
+@HOOKS.row("EarlyStopping of a metric of validation without validation", "val/loss", at=STEP)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=[EarlyStoppingConfig(monitor="val/loss")])
+
+
+@HOOKS.row("TrainerModule: EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
+def _(folder: Path) -> None:
+    trained(folder, val=loader(), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
+
+
+@HOOKS.row("TrainerModule: ModelCheckpoint of a metric that is not there", "val/acc", "val/loss")
+def _(folder: Path) -> None:
+    trained(folder, val=loader(), callbacks=[ModelCheckpointConfig(monitor="val/acc", mode="max")])
+
+
+@HOOKS.row("EarlyStopping of a name that auto does not know", "val/my_score", "mode")
+def _(folder: Path) -> None:
+    EarlyStoppingConfig(monitor="val/my_score")
+    loss = lambda logits, labels: (logits.mean() ** 2, {"my_score": logits.mean()})
+    fitted(folder, test_ds=(X, Y), loss_fn=loss, callbacks=[EarlyStoppingConfig(monitor="val/my_score")])
+
+
+@HOOKS.row("EarlyStopping with a negative patience", "patience", "-1")
+def _(folder: Path) -> None:
+    EarlyStoppingConfig(monitor="val/loss", patience=-1)
+    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/loss", patience=-1)])
+
+
+@HOOKS.row("ModelCheckpoint with a mode that is none", "mode", "maximum", "max")
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), callbacks=[ModelCheckpointConfig(monitor="val/loss", mode="maximum")])
+
+
+@HOOKS.row("a callback with an unknown keyword", "moniter", "monitor", error=TypeError)
+def _(folder: Path) -> None:
+    EarlyStoppingConfig(moniter="val/loss")
+
+
+@HOOKS.row("a setting of state in a hook that is no state", "state", at=LATE)
+def _(folder: Path) -> None:
+    def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
+        self.state = {"params": 1}
+
+    trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end), train_epochs=2)

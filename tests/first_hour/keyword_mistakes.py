@@ -1,0 +1,266 @@
+"""Mistakes with keywords and values of settings, in every style."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from mistakes import (
+    Table,
+    X,
+    Y,
+    fitted,
+    functional,
+    loader,
+    looped,
+    made,
+    nnx_net,
+    train_step,
+    trained,
+    val_step,
+)
+
+from jax_trainer.styles import train_fn
+
+KEYWORDS = Table()
+
+
+def _rows(make: Any, style: str, cases: list[tuple[str, dict[str, Any], tuple[str, ...]]], **options: Any) -> None:
+    for name, changes, names in cases:
+        KEYWORDS.row(f"{style}: {name}", *names, **options)(lambda folder, changes=changes: make(folder, changes))
+
+
+# names that other libraries have
+
+_rows(
+    lambda folder, changes: fitted(folder, **changes),
+    "fit",
+    [
+        ("epochs", {"epochs": 3}, ("epochs", "num_epochs")),
+        ("max_epochs", {"max_epochs": 3}, ("max_epochs", "num_epochs")),
+        ("n_epochs", {"n_epochs": 3}, ("n_epochs", "num_epochs")),
+        ("validation_data", {"validation_data": (X, Y)}, ("validation_data", "test_ds")),
+        ("lr", {"lr": 0.1}, ("lr", "optimizer")),
+        ("loss", {"loss": lambda a, b: 0.0}, ("loss", "loss_fn")),
+        ("metrics", {"metrics": ["acc"]}, ("metrics", "metric|eval_step")),
+        ("callback", {"callback": []}, ("callback", "callbacks")),
+        ("verbose", {"verbose": 0}, ("verbose", "progress")),
+        ("shuffle", {"shuffle": True}, ("shuffle", "fit")),
+    ],
+    error=TypeError,
+)
+_rows(
+    lambda folder, changes: trained(folder, **changes),
+    "TrainerModule",
+    [
+        ("max_epochs", {"max_epochs": 3}, ("max_epochs", "train_epochs")),
+        ("epochs", {"epochs": 3}, ("epochs", "train_epochs")),
+        ("accumulate_grad_batches", {"accumulate_grad_batches": 2}, ("accumulate_grad_batches", "accumulate")),
+        ("gradient_clip_val", {"gradient_clip_val": 1.0}, ("gradient_clip_val", "clip")),
+        ("check_val_every_n_epochs", {"check_val_every_n_epochs": 1}, ("check_val_every_n_epoch`",)),
+        ("devices", {"devices": 2}, ("devices", "mesh")),
+        ("learning_rate", {"learning_rate": 0.1}, ("learning_rate", "optimizer")),
+        ("debugg", {"debugg": True}, ("debugg", "debug")),
+        ("train_epocs", {"train_epocs": 1}, ("train_epocs", "train_epochs")),
+    ],
+    error=TypeError,
+)
+_rows(
+    lambda folder, changes: functional(**changes),
+    "train_fn",
+    [
+        ("num_steps", {"num_steps": 3}, ("num_steps", "n_steps")),
+        ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
+        ("callbacks", {"callbacks": []}, ("callbacks", "hooks")),
+    ],
+    error=TypeError,
+)
+_rows(
+    lambda folder, changes: looped(**changes),
+    "TrainLoop",
+    [
+        ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
+        ("seed", {"seed": 3}, ("seed", "rnkey")),
+    ],
+    error=TypeError,
+)
+
+
+# values
+
+_rows(
+    lambda folder, changes: fitted(folder, **changes),
+    "fit",
+    [
+        ("num_epochs=0", {"num_epochs": 0}, ("num_epochs", "0")),
+        ("num_epochs=-1", {"num_epochs": -1}, ("num_epochs", "-1")),
+        ("num_epochs=2.5", {"num_epochs": 2.5}, ("num_epochs", "2.5")),
+        ("num_epochs='3'", {"num_epochs": "3"}, ("num_epochs", "'3'")),
+        ("num_epochs=True", {"num_epochs": True}, ("num_epochs", "True")),
+        ("num_epochs=None", {"num_epochs": None}, ("num_epochs", "None")),
+        ("eval_freq=0", {"eval_freq": 0}, ("eval_freq", "0")),
+        ("batch_size=-8", {"batch_size": -8}, ("batch_size", "-8")),
+        ("steps_per_epoch=0", {"steps_per_epoch": 0}, ("steps_per_epoch", "0")),
+        ("steps_per_call='all'", {"steps_per_call": "all"}, ("steps_per_call", "all", "epoch")),
+        ("mode='maximum'", {"mode": "maximum"}, ("mode", "maximum", "max")),
+        (
+            "metric='val/accuracy' without one",
+            {"metric": "val/accuracy", "test_ds": (X, Y)},
+            ("val/accuracy", "val/loss"),
+        ),
+        ("metric of validation without test_ds", {"metric": "val/loss"}, ("val/loss", "test_ds|train/loss")),
+        ("seed='a'", {"seed": "a"}, ("seed", "'a'")),
+        ("seed=1.5", {"seed": 1.5}, ("seed", "1.5")),
+        ("resume='yes'", {"resume": "yes"}, ("yes",)),
+        ("log_name with a folder above", {"log_name": "../x"}, ("name", r"\.\.")),
+        ("log_name=''", {"log_name": ""}, ("log_name|name",)),
+        ("log_name=3", {"log_name": 3}, ("log_name", "3")),
+        ("hparams with a function", {"hparams": {"act": jax.nn.relu}}, ("hparams", "act")),
+        ("hparams a list", {"hparams": [1, 2]}, ("hparams", "list")),
+        ("mesh with an unknown axis size", {"mesh": {"data": 3}}, ("data", "3", "8")),
+        ("mesh='all'", {"mesh": "all"}, ("Mesh", "str")),
+        ("resident='yes'", {"resident": "yes"}, ("resident", "yes")),
+        ("callbacks=[3]", {"callbacks": [3]}, ("callback", "int")),
+        ("callbacks=['EarlyStopping']", {"callbacks": ["EarlyStopping"]}, ("callback", "EarlyStopping|str")),
+    ],
+)
+_rows(
+    lambda folder, changes: trained(folder, **changes),
+    "TrainerModule",
+    [
+        ("train_epochs=0", {"train_epochs": 0}, ("train_epochs", "0")),
+        ("train_epochs='2'", {"train_epochs": "2"}, ("train_epochs", "'2'")),
+        ("train_epochs=1.5", {"train_epochs": 1.5}, ("train_epochs", "1.5")),
+        ("precision='fp16'", {"precision": "fp16"}, ("precision", "fp16", "bf16")),
+        ("accumulate=0", {"accumulate": 0}, ("accumulate", "0")),
+        ("ema=1.5", {"ema": 1.5}, ("ema", "1.5")),
+        ("seed='x'", {"seed": "x"}, ("seed", "'x'")),
+        ("on_nonfinite='ignore'", {"on_nonfinite": "ignore"}, ("on_nonfinite", "ignore", "skip")),
+        ("model_mode='torch'", {"model_mode": "torch"}, ("model_mode", "torch", "linen")),
+        ("model_mode of the other flavour", {"model_mode": "nnx"}, ("model_mode", "nnx", "linen")),
+        ("logger=3", {"logger": 3}, ("logger", "3")),
+        ("callbacks=[3]", {"callbacks": [3]}, ("callback", "int")),
+        ("both a model and its configuration", {"model_config": object()}, ("model_config", "model")),
+        ("no optimizer", {"optimizer": ...}, ("optimizer",)),
+        ("max_time=-1", {"max_time": -1.0}, ("max_time", "-1")),
+        ("val_every_n_steps=-5", {"val_every_n_steps": -5}, ("val_every_n_steps", "-5")),
+        ("mesh that does not divide the devices", {"mesh": {"data": 3}}, ("3", "8")),
+    ],
+)
+_rows(
+    lambda folder, changes: functional(**changes),
+    "train_fn",
+    [
+        ("n_steps=0", {"n_steps": 0}, ("n_steps", "0")),
+        ("n_steps=10.0", {"n_steps": 10.0}, ("n_steps", "10.0")),
+        ("eval_every_n_steps=0", {"eval_every_n_steps": 0}, ("eval_every_n_steps", "0")),
+        ("n_eval_batches=None", {"n_eval_batches": None}, ("n_eval_batches", "None")),
+        ("hooks=3", {"hooks": 3}, ("hooks", "3|int")),
+        ("hooks=[3]", {"hooks": [3]}, ("hook", "3|int")),
+    ],
+)
+_rows(
+    lambda folder, changes: looped(**changes),
+    "TrainLoop",
+    [
+        ("n_steps_per_checkpoint=0", {"n_steps_per_checkpoint": 0}, ("n_steps_per_checkpoint", "0")),
+        ("n_steps='5'", {"n_steps": "5"}, ("n_steps", "'5'")),
+        ("rnkey=0", {"rnkey": 0}, ("rnkey", "int|0", "jax.random.key")),
+        ("collections={'train': …}", {"collections": {"train": ["dropout"]}}, ("collections", "train", "apply")),
+    ],
+)
+
+
+@KEYWORDS.row("train_fn: the key is a number", "key", "int", error=TypeError)
+def _(folder: Path) -> None:
+    model = nnx_net()
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(0, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), loader())
+
+
+@KEYWORDS.row("train_fn: an optax optimizer", "optimizer", "nnx.Optimizer", error=TypeError)
+def _(folder: Path) -> None:
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), nnx_net(), optax.sgd(0.1), loader())
+
+
+@KEYWORDS.row("train_fn: model and optimizer exchanged", "optimizer|model", error=TypeError)
+def _(folder: Path) -> None:
+    model = nnx_net()
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), model, loader())
+
+
+@KEYWORDS.row("train_fn: a linen model", "model", "nnx", error=TypeError)
+def _(folder: Path) -> None:
+    from mistakes import Net
+
+    model = nnx_net()
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), Net(), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), loader())
+
+
+@KEYWORDS.row("train_fn: the optimizer of another model", "another model|other model|belong|no array")
+def _(folder: Path) -> None:
+    class Other(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first, self.second = nnx.Linear(4, 2, rngs=rngs), nnx.Linear(2, 3, rngs=rngs)
+
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), nnx_net(), nnx.Optimizer(Other(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), loader())
+
+
+@KEYWORDS.row("fit: the optimizer as the third argument", "test_ds", "optimizer", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, None, None, optax.adam(1e-3))
+
+
+@KEYWORDS.row("fit: the loss as the third argument", "test_ds", "loss_fn", error=TypeError)
+def _(folder: Path) -> None:
+    from mistakes import cross_entropy
+
+    fitted(folder, None, None, cross_entropy)
+
+
+@KEYWORDS.row("fit: the loss as the fourth argument", "positional|keyword|loss_fn", error=TypeError)
+def _(folder: Path) -> None:
+    from mistakes import Net, cross_entropy
+
+    from jax_trainer import fit
+
+    fit(Net(), (X, Y), (X, Y), cross_entropy)  # type: ignore[misc] - the mistake
+
+
+@KEYWORDS.row("fit: data before the model", "model|tuple", error=TypeError)
+def _(folder: Path) -> None:
+    from mistakes import Net
+
+    fitted(folder, (X, Y), Net())
+
+
+@KEYWORDS.row("TrainerModule: an optimizer where the configuration belongs", "config", "optimizer", error=TypeError)
+def _(folder: Path) -> None:
+    from mistakes import Net, Trainer
+
+    Trainer(Net(), optax.adam(1e-3), exmp_input=(X[:8], Y[:8]))
+
+
+@KEYWORDS.row("TrainerModule: num_epochs=0 of train_model", "num_epochs", "0", error=(ValueError, TypeError))
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), num_epochs=0)
+
+
+@KEYWORDS.row("TrainerModule: num_epochs='3' of train_model", "num_epochs", "'3'", error=(ValueError, TypeError))
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), num_epochs="3")
+
+
+@KEYWORDS.row("TrainerModule: epochs of train_model", "epochs", "num_epochs", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), epochs=3)
+
+
+@KEYWORDS.row("TrainerModule: val_loader by Lightning's name", "val_dataloaders", "val_loader", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), val_dataloaders=loader())

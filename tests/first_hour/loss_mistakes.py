@@ -1,0 +1,447 @@
+"""Mistakes in what a loss or a step returns, and in how it is written."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from mistakes import (
+    IN_YOUR_CODE,
+    LATE,
+    Table,
+    Trainer,
+    X,
+    Y,
+    cross_entropy,
+    fitted,
+    functional,
+    loader,
+    looped,
+    nnx_net,
+    train,
+    trained,
+    val_step,
+)
+
+from jax_trainer import TrainerModule
+
+LOSSES = Table()
+FITS = ("fit, linen", "fit, nnx")
+
+
+def linen_trainer(loss: Any) -> Any:
+    """A trainer whose linen loss makes this of `(loss, mutable)`."""
+
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            logits, mutable = self.model_linen_apply(params, state, batch[0], rng, train=train)
+            return loss(cross_entropy(logits, batch[1]), mutable)
+
+    return Own
+
+
+def nnx_trainer(loss: Any) -> Any:
+    """A trainer whose nnx loss makes this of the loss."""
+
+    class Own(Trainer):
+        def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+            return loss(cross_entropy(model(batch[0]), batch[1]))
+
+    return Own
+
+
+def step(returned: Any) -> Any:
+    """The two functions of `train_fn`, where the first makes this of the loss and the gradients."""
+
+    def train_step(model: Any, rng_key: Any, batch: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
+        return returned(loss, grads)
+
+    return train_step, val_step
+
+
+# what is returned
+
+
+@LOSSES.each("the loss returns nothing", "loss", "None|nothing")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: None)
+
+
+@LOSSES.each("the loss is one value per example and class", r"\(8, 3\)|\[8, ?3\]", "mean")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: optax.sigmoid_binary_cross_entropy(logits, jnp.zeros((8, 3))))
+
+
+@LOSSES.each("predictions [N, 1] minus targets [N]", r"\(8, 8\)|\[8, ?8\]", styles=FITS)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: (logits[:, :1] - labels) ** 2)
+
+
+@LOSSES.each("the loss is text", "str|text|Metric|loss", "loss")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: "0.5")
+
+
+@LOSSES.each("the loss computes with numpy", "numpy", "jnp|jax.numpy", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: np.mean(np.asarray(logits)))
+
+
+@LOSSES.each("the loss calls float", "float", "jnp|tracer|traced|compiled", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: float(cross_entropy(logits, labels)))
+
+
+@LOSSES.each("the loss calls item", "item", "jnp|tracer|traced|compiled|float", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: cross_entropy(logits, labels).item())
+
+
+def _branching(logits: Any, labels: Any) -> Any:
+    if logits.sum() > 0:
+        return cross_entropy(logits, labels)
+    return 0.0 * cross_entropy(logits, labels)
+
+
+@LOSSES.each("the loss branches on a value", "jnp.where", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=_branching)
+
+
+@LOSSES.each("the loss is a whole number", "int32", "float|whole")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: (logits.argmax(-1) != labels).sum())
+
+
+@LOSSES.each("the loss is complex", "complex", "real")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: cross_entropy(logits, labels) * 1j)
+
+
+@LOSSES.each("the loss has a bug of its own", "softmaxx", IN_YOUR_CODE, r"float32\[8, ?4\]", error=AttributeError)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: optax.softmaxx(logits, labels))
+
+
+@LOSSES.each("shapes in the loss do not go together", r"float32\[8, ?4\]", r"int32\[8\]", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: (logits * labels).mean())
+
+
+@LOSSES.row("fit: the loss returns (metrics, loss)", "loss", "dict", "order|swap|first", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: ({"acc": 1.0}, cross_entropy(logits, labels)))
+
+
+@LOSSES.row("fit: the loss returns a dict alone", "loss", "dict", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: {"loss": cross_entropy(logits, labels)})
+
+
+@LOSSES.row("fit: the loss returns the loss and the logits", "loss", "dict", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), logits))
+
+
+@LOSSES.row("fit: the loss returns three things", "loss", "tuple", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {}, {}))
+
+
+@LOSSES.row("fit nnx: the loss with the model returns (metrics, loss)", "dict", "order|swap|first", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, nnx_net(), loss_fn=lambda model, batch: ({"a": 1.0}, cross_entropy(model(batch[0]), batch[1])))
+
+
+@LOSSES.row(
+    "TrainerModule nnx: the loss returns (metrics, loss)", "loss_function", "dict", "order|swap|first", error=TypeError
+)
+def _(folder: Path) -> None:
+    trained(folder, kind=nnx_trainer(lambda loss: ({"acc": loss}, loss)), model=nnx_net())
+
+
+@LOSSES.row("TrainerModule nnx: the loss returns a dict alone", "loss_function", "dict", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=nnx_trainer(lambda loss: {"loss": loss}), model=nnx_net())
+
+
+@LOSSES.row("TrainerModule nnx: the loss returns three things", "loss_function", "tuple|3", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=nnx_trainer(lambda loss: (loss, {}, {})), model=nnx_net())
+
+
+@LOSSES.row("TrainerModule nnx: the loss returns the loss and the logits", "loss_function", "dict", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=nnx_trainer(lambda loss: (loss, jnp.zeros(3))), model=nnx_net())
+
+
+@LOSSES.row("TrainerModule linen: the loss alone", "loss_function_linen|linen loss", "mutable", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: loss))
+
+
+@LOSSES.row("TrainerModule linen: the loss and metrics, without collections", "mutable", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, {"acc": loss})))
+
+
+@LOSSES.row("TrainerModule linen: metrics before collections", "mutable", "metrics", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, ({"acc": loss}, mutable))))
+
+
+@LOSSES.row("TrainerModule linen: (metrics, loss)", "mutable|dict", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: ((mutable, {"acc": loss}), loss)))
+
+
+@LOSSES.row("TrainerModule linen: collections that are not what the model has", "mutable|collections", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, (loss, {}))))
+
+
+@LOSSES.row("train_fn: the gradients alone", "train_step", "loss", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: grads))
+
+
+@LOSSES.row("train_fn: (grads, loss)", "train_step", "gradients", error=(TypeError, ValueError))
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: (grads, loss)))
+
+
+@LOSSES.row("train_fn: nothing", "train_step", "return", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: None))
+
+
+@LOSSES.row("train_fn: the loss alone", "train_step", "gradients", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: loss))
+
+
+@LOSSES.row("train_fn: (loss, metrics, grads)", "train_step", "3|metrics", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: (loss, {}, grads)))
+
+
+@LOSSES.row(
+    "train_fn: gradients of jax.grad over something else", "gradients", "train_step", error=(TypeError, ValueError)
+)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: (loss, {"out": jnp.zeros(3)})))
+
+
+@LOSSES.row("train_fn: val_step returns (metrics, loss)", "val_step", "dict", error=(TypeError, ValueError))
+def _(folder: Path) -> None:
+    bad = lambda model, rng_key, batch: ({"acc": 1.0}, val_step(model, rng_key, batch))
+    functional(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], bad))
+
+
+@LOSSES.row("train_fn: val_step returns nothing", "val_step", "None|nothing", error=(TypeError, ValueError))
+def _(folder: Path) -> None:
+    functional(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], lambda model, rng_key, batch: None))
+
+
+@LOSSES.row("train_fn: a step with its arguments in another number", "rng_key|train_step", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=(lambda model, batch: None, val_step))
+
+
+@LOSSES.row("train_fn: one function instead of two", "fns", "train_step", "val_step", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=val_step)
+
+
+@LOSSES.row("TrainLoop: the loss returns a dict of metrics with it", "TrainTask.loss|`loss`", "tuple", error=TypeError)
+def _(folder: Path) -> None:
+    looped(loss=lambda logits, labels: (cross_entropy(logits, labels), {"acc": 1.0}))
+
+
+@LOSSES.row("TrainLoop: the loss takes other arguments", "loss", IN_YOUR_CODE + "|arguments", error=TypeError)
+def _(folder: Path) -> None:
+    looped(loss=lambda logits: logits.mean())
+
+
+@LOSSES.row("TrainLoop: the loss takes the batch", "loss", "logits|outputs|targets", error=TypeError)
+def _(folder: Path) -> None:
+    looped(loss=lambda params, batch, rng: 0.0)
+
+
+# metrics
+
+
+VECTOR = ("acc", r"\(8,\)|\[8\]", "mean")
+
+
+@LOSSES.row("fit: a metric per example", *VECTOR)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": logits.argmax(-1) == labels}))
+
+
+@LOSSES.row("TrainerModule: a metric per example", *VECTOR)
+def _(folder: Path) -> None:
+    vector = lambda loss, mutable: (loss, (mutable, {"acc": jnp.ones(8)}))
+    trained(folder, kind=linen_trainer(vector))
+
+
+@LOSSES.row("train_fn: a metric per example", *VECTOR)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: ((loss, {"acc": jnp.ones(8)}), grads)))
+
+
+@LOSSES.row("fit: a metric that is text", "note", "str", "number", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"note": "good"}))
+
+
+@LOSSES.row("TrainerModule: a metric that is text", "note", "str", "number", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, (mutable, {"note": "good"}))))
+
+
+@LOSSES.row("train_fn: a metric that is text", "note", "str", "number", error=TypeError)
+def _(folder: Path) -> None:
+    functional(fns=step(lambda loss, grads: ((loss, {"note": "good"}), grads)))
+
+
+@LOSSES.row("fit: a metric that is None", "acc", "None", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": None}))
+
+
+@LOSSES.row("fit: a metric with an unknown mode", "acc", "average", "mean", error=ValueError)
+def _(folder: Path) -> None:
+    loss = lambda logits, labels: (cross_entropy(logits, labels), {"acc": {"value": 1.0, "mode": "average"}})
+    fitted(folder, loss_fn=loss)
+
+
+@LOSSES.row("fit: metrics in a nested dict", "scores", "acc", "value", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"scores": {"acc": 1.0}}))
+
+
+@LOSSES.row("fit: a metric whose name is no text", "1|name", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {1: 2.0}))
+
+
+@LOSSES.row("fit: eval_step returns a tuple", "eval_step", "tuple", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: (1.0, 2.0))
+
+
+@LOSSES.row("fit: eval_step returns nothing", "eval_step", "nothing", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: None)
+
+
+@LOSSES.row("fit: eval_step that fails", "no_such", IN_YOUR_CODE, r"float32\[8, ?4\]", error=AttributeError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: state.no_such)
+
+
+# how it is written
+
+
+@LOSSES.row("fit: no loss", "loss_fn", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=None)
+
+
+@LOSSES.row("fit: the loss is called", "loss_fn", "function", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=cross_entropy(jnp.zeros((1, 3)), jnp.zeros(1, int)))
+
+
+@LOSSES.row("fit: the loss is a name", "loss_fn", "str", "function", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn="cross_entropy")
+
+
+@LOSSES.row("fit: a loss of one argument", "loss_fn", "logits", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda batch: 0.0)
+
+
+@LOSSES.row("fit: a loss that wants more", "loss_fn", "weights", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels, weights: 0.0)
+
+
+@LOSSES.row("fit: a loss that wants the epoch", "loss_fn", "epoch", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda logits, labels, epoch: 0.0)
+
+
+@LOSSES.row("fit: an nnx loss for a linen model", "params", "model", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+
+
+@LOSSES.row("fit: a linen loss for an nnx model", "params", "model", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, nnx_net(), loss_fn=lambda params, batch: 0.0)
+
+
+@LOSSES.row("fit: labels and logits exchanged in the loss", IN_YOUR_CODE, r"int32\[8\]")
+def _(folder: Path) -> None:
+    fitted(folder, loss_fn=lambda labels, logits: cross_entropy(logits, labels))
+
+
+@LOSSES.row("TrainerModule: no loss at all", "loss_function_linen", "Bare", error=NotImplementedError)
+def _(folder: Path) -> None:
+    class Bare(TrainerModule):
+        def batch_to_input(self, batch: Any) -> Any:
+            return batch[0]
+
+    trained(folder, kind=Bare)
+
+
+@LOSSES.row("TrainerModule: no batch_to_input", "batch_to_input", "Bare", error=NotImplementedError)
+def _(folder: Path) -> None:
+    class Bare(TrainerModule):
+        pass
+
+    trained(folder, kind=Bare)
+
+
+@LOSSES.row("TrainerModule: the loss of the other flavour only", "loss_function", "nnx", error=NotImplementedError)
+def _(folder: Path) -> None:
+    class LinenOnly(TrainerModule):
+        batch_to_input = Trainer.batch_to_input
+        loss_function_linen = Trainer.loss_function_linen
+
+    trained(folder, kind=LinenOnly, model=nnx_net())
+
+
+@LOSSES.row("TrainerModule: a loss of other parameters", "loss_function", "batch", error=TypeError)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, batch: Any) -> Any:
+            return 0.0
+
+    trained(folder, kind=Own)
+
+
+@LOSSES.row("TrainerModule: Lightning's training_step", "training_step", "loss_function", waits="1.15")
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 0.0
+
+    trained(folder, kind=Own)
+
+
+@LOSSES.each("a loss that is not finite from the start", "[Nn]ot finite|nan", "step|Step", at=LATE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: jnp.log(-jnp.abs(logits)).mean())
+
+
+@LOSSES.each("a learning rate by which the loss explodes", "learning rate", "step|Step", at=LATE)
+def _(style: str, folder: Path) -> None:
+    squared = lambda logits, labels: ((logits - labels[:, None]) ** 2).mean()
+    train(style, folder, data=loader(X * 1e18), loss=squared, tx=optax.sgd(1e30))

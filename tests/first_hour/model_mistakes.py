@@ -1,0 +1,367 @@
+"""Mistakes with models and optimizers."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from mistakes import (
+    IN_YOUR_CODE,
+    STYLES,
+    Net,
+    Nnx,
+    Table,
+    Trainer,
+    X,
+    fitted,
+    loader,
+    looped,
+    made,
+    nnx_net,
+    train,
+    train_step,
+    trained,
+    val_step,
+)
+
+from jax_trainer import TrainState
+from jax_trainer.styles import train_fn
+
+MODELS = Table()
+UPDATING = tuple(style for style in STYLES if style != "train_fn")  # whose nnx.Optimizer is made by the user
+LINEN = ("fit, linen", "TrainerModule, linen", "TrainLoop")
+NNX = ("fit, nnx", "TrainerModule, nnx", "train_fn")
+
+
+def _optimizer(style: str, folder: Path, tx: Any) -> None:
+    if style == "fit":
+        fitted(folder, optimizer=tx)
+    elif style == "TrainerModule":
+        trained(folder, optimizer=tx)
+    else:
+        looped(optimizer=tx)
+
+
+for _style in ("fit", "TrainerModule", "TrainLoop"):
+    for _name, _tx, _names in [
+        ("optax.adam without a call", optax.adam, ("optimizer", "optax.adam", r"optax\.adam\(")),
+        ("a learning rate as the optimizer", 1e-3, ("optimizer", "float", "optax")),
+        ("the name of an optimizer", "adam", ("optimizer", "str", "optax")),
+        ("a schedule as the optimizer", optax.cosine_decay_schedule(0.1, 10), ("optimizer", "optax")),
+        ("None as the optimizer", None, ("optimizer", "optax")),
+    ]:
+        MODELS.row(f"{_style}: {_name}", *_names, error=TypeError)(
+            lambda folder, style=_style, tx=_tx: _optimizer(style, folder, tx)
+        )
+
+
+@MODELS.row("fit: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
+def _(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    fitted(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
+
+
+@MODELS.row("TrainerModule: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
+def _(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    trained(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
+
+
+@MODELS.row("fit: a list of optimizers", "optimizer", "list", "optax.chain|optax", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, optimizer=[optax.clip(1.0), optax.adam(1e-3)])
+
+
+@MODELS.each("a learning rate that is text", "optimizer", styles=UPDATING)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, tx=optax.sgd("1e-3"))
+
+
+@MODELS.each("an optimizer whose mask has other keys", "optimizer", "nothing", styles=UPDATING)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, tx=optax.masked(optax.sgd(0.1), {"nothing": True}))
+
+
+@MODELS.each("labels of multi_transform that have no optimizer", "slow", "fast", "optimizer", styles=UPDATING)
+def _(style: str, folder: Path) -> None:
+    labels = lambda params: jax.tree.map(lambda _: "slow", params)
+    train(style, folder, tx=optax.multi_transform({"fast": optax.sgd(0.1)}, labels))
+
+
+@MODELS.row("fit: a state and an optimizer", "optimizer", "tx", error=TypeError)
+def _(folder: Path) -> None:
+    params = Net().init(jax.random.key(0), X[:1])["params"]
+    fitted(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)))
+
+
+@MODELS.row("fit: a state whose params are all variables", "params", IN_YOUR_CODE + "|variables|kernel")
+def _(folder: Path) -> None:
+    variables = Net().init(jax.random.key(0), X[:1])
+    state = TrainState.create(apply_fn=Net().apply, params=variables, tx=optax.sgd(0.1))
+    fitted(folder, state, optimizer=None)
+
+
+@MODELS.row("fit: a state of another width", r"float32\[8, ?4\]", "5")
+def _(folder: Path) -> None:
+    params = Net().init(jax.random.key(0), np.ones((1, 5)))["params"]
+    fitted(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)), optimizer=None)
+
+
+# models
+
+
+@MODELS.row("fit: the class of a linen model", "Net", r"Net\(", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Net)
+
+
+@MODELS.row("fit: the class of an nnx model", "Nnx", r"Nnx\(", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Nnx)
+
+
+@MODELS.row("TrainerModule: the class of a linen model", "Net", r"Net\(", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, model=Net)
+
+
+@MODELS.row("TrainerModule: a class that builds without rngs", "rngs", "Plain", error=TypeError)
+def _(folder: Path) -> None:
+    class Plain(nnx.Module):
+        def __init__(self, width: int, depth: int) -> None:
+            self.width = width
+
+    trained(folder, model=Plain)
+
+
+@MODELS.row("TrainerModule: a function that builds no module", "build", "dict", "nnx", error=TypeError)
+def _(folder: Path) -> None:
+    def build(rngs: nnx.Rngs) -> Any:
+        return {}
+
+    trained(folder, model=build)
+
+
+@MODELS.row("TrainerModule: a function that builds a linen module", "build", "Net", error=TypeError)
+def _(folder: Path) -> None:
+    def build(rngs: nnx.Rngs) -> Any:
+        return Net()
+
+    trained(folder, model=build)
+
+
+def _torch() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.nn.Linear(4, 3)
+
+
+@MODELS.row("fit: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, _torch())
+
+
+@MODELS.row("TrainerModule: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, model=_torch())
+
+
+@MODELS.row("fit: the parameters of a model", "dict", "linen|nnx|state", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Net().init(jax.random.key(0), X[:1]))
+
+
+@MODELS.row("fit: apply instead of the module", "linen|nnx", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Net().apply)
+
+
+@MODELS.row("TrainerModule: apply instead of the module", "linen|nnx", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, model=Net().apply)
+
+
+@MODELS.row("TrainerModule: the name of a model", "str", "linen|nnx", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, model="MLP")
+
+
+@MODELS.row("TrainerModule: no model", "model", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, model=...)
+
+
+class Silent(nn.Module):
+    """Forgets to return."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> None:
+        nn.Dense(3)(x)
+
+
+class Forgetful(nnx.Module):
+    """Forgets to return, too."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> None:
+        self.out(x)
+
+
+@MODELS.each("a model that returns nothing", "None|returned nothing", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Silent(), nnx_model=Forgetful(nnx.Rngs(0)))
+
+
+class Several(nn.Module):
+    """Returns two things."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Any:
+        return nn.Dense(3)(x), x
+
+
+@MODELS.row("fit: a model that returns two things", "tuple", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    fitted(folder, Several())
+
+
+class Undecorated(nn.Module):
+    """Without `nn.compact`."""
+
+    def __call__(self, x: jax.Array) -> Any:
+        return nn.Dense(3)(x)
+
+
+@MODELS.each(
+    "a linen model without nn.compact",
+    "compact",
+    IN_YOUR_CODE,
+    styles=LINEN,
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Undecorated())
+
+
+class Hungry(nn.Module):
+    """Wants two inputs."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> Any:
+        return nn.Dense(3)(x) * mask
+
+
+@MODELS.each(
+    "a linen model that wants more inputs",
+    "mask",
+    r"float32\[8, ?4\]",
+    styles=LINEN,
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Hungry())
+
+
+class Noisy(nn.Module):
+    """Asks for a stream that nobody gives."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Any:
+        return nn.Dense(3)(x) + jax.random.normal(self.make_rng("noise"), (3,))
+
+
+@MODELS.each(
+    "a linen model that asks for a random stream of its own",
+    "noise",
+    IN_YOUR_CODE,
+    styles=("fit, linen", "TrainLoop"),
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Noisy())
+
+
+class Torchlike(nnx.Module):
+    """As in torch: `forward`, and no `__call__`."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def forward(self, x: jax.Array) -> Any:
+        return self.out(x)
+
+
+@MODELS.each(
+    "an nnx model with forward instead of __call__",
+    "Torchlike",
+    "__call__|callable",
+    styles=NNX,
+)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, nnx_model=Torchlike(nnx.Rngs(0)))
+
+
+class Frozen(nnx.Module):
+    """Without any parameter."""
+
+    def __call__(self, x: jax.Array) -> Any:
+        return x[:, :3]
+
+
+@MODELS.each("an nnx model without parameters", "parameter", styles=NNX)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, nnx_model=Frozen())
+
+
+@MODELS.row("TrainerModule: a builder that fails", "boom", IN_YOUR_CODE, error=RuntimeError)
+def _(folder: Path) -> None:
+    def build(rngs: nnx.Rngs) -> Any:
+        raise RuntimeError("boom")
+
+    trained(folder, model=build)
+
+
+@MODELS.row("TrainerModule: batch_to_input that fails", "IndexError|out of range", IN_YOUR_CODE, error=IndexError)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def batch_to_input(self, batch: Any) -> Any:
+            return batch[5]
+
+    trained(folder, kind=Own)
+
+
+@MODELS.row("train_fn: wrt of nothing", "parameter", "BatchStat")
+def _(folder: Path) -> None:
+
+    model = nnx_net()
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.BatchStat), loader())
+
+
+@MODELS.row("train_fn: a model class", "nnx.Module|Module", error=TypeError)
+def _(folder: Path) -> None:
+
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    go(jax.random.key(0), Nnx, nnx.Optimizer(nnx_net(), optax.adam(0.1), wrt=nnx.Param), loader())
+
+
+@MODELS.row("TrainLoop: the module instead of its init", "init", "Net", r"model\.init", error=TypeError)
+def _(folder: Path) -> None:
+    looped(init=Net())
+
+
+@MODELS.row("TrainLoop: the module instead of its apply", r"model\.apply", error=TypeError)
+def _(folder: Path) -> None:
+    looped(apply=Net())
+
+
+@MODELS.row("TrainLoop: the loss is not a function", "loss", "str", error=TypeError)
+def _(folder: Path) -> None:
+    looped(loss="mse")
+
+
+@MODELS.row("TrainLoop: not a task", "task", "TrainTask", error=TypeError)
+def _(folder: Path) -> None:
+    looped(task={"apply": Net().apply})

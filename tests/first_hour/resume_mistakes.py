@@ -1,0 +1,160 @@
+"""Mistakes when loading and resuming, with permissions and with the disk."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from flax import linen as nn
+from mistakes import LATE, Net, Table, Trainer, cross_entropy, fitted, functional, loader, looped, made, trained
+
+from jax_trainer.checkpoint.store import CheckpointError
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.styles import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    TrainLoop,
+    TrainTask,
+    get_default_checkpointer,
+)
+
+RESUMING = Table()
+
+
+class Wide(nn.Module):
+    """Another model."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return nn.Dense(3)(nn.Dense(7)(x))
+
+
+def run_of(folder: Path) -> Path:
+    """The folder of a small finished run."""
+    return Path(fitted(folder).folder)
+
+
+@RESUMING.row("fit: resume from a folder that is not there", "nowhere", error=(ValueError, FileNotFoundError))
+def _(folder: Path) -> None:
+    fitted(folder, resume=folder / "nowhere")
+
+
+@RESUMING.row("fit: resume=True without a run", "runs|fit", "resume", error=(ValueError, FileNotFoundError))
+def _(folder: Path) -> None:
+    fitted(folder, resume=True)
+
+
+@RESUMING.row("fit: resume from a file", "notes.txt", error=Exception)
+def _(folder: Path) -> None:
+    (folder / "notes.txt").write_text("hello")
+    fitted(folder, resume=folder / "notes.txt")
+
+
+@RESUMING.row("fit: resume from a folder that is no run", "other", error=Exception)
+def _(folder: Path) -> None:
+    (folder / "other").mkdir()
+    fitted(folder, resume=folder / "other")
+
+
+@RESUMING.row("fit: resume with another model", "kernel|param|Dense", "Wide|shape|fit|missing|structure", at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder, Wide(), resume=run_of(folder), num_epochs=2)
+
+
+@RESUMING.row("fit: resume with another optimizer", "optimizer|opt_state", at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.sgd(0.1))
+
+
+@RESUMING.row("fit: log_dir is a file", "elsewhere", "file|folder|directory", error=OSError, waits="2.6")
+def _(folder: Path) -> None:
+    (folder / "elsewhere").write_text("")
+    fitted(folder, log_dir=folder / "elsewhere" / "runs")
+
+
+def _no_writing(folder: Path) -> Path:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    shut = folder / "shut"
+    shut.mkdir(mode=0o500)
+    return shut
+
+
+@RESUMING.row("fit: log_dir may not be written to", "shut", "permission|Permission|write", error=OSError)
+def _(folder: Path) -> None:
+    fitted(folder, log_dir=_no_writing(folder))
+
+
+@RESUMING.row("fit: log_dir on a read-only disk", "/proc", "made|written", error=OSError, waits="2.6")
+def _(folder: Path) -> None:
+    fitted(folder, log_dir="/proc/runs")
+
+
+@RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "made|written", error=OSError, waits="2.6")
+def _(folder: Path) -> None:
+    trained(folder, logger=LoggerConfig(log_dir="/proc/runs"))
+
+
+@RESUMING.row("TrainerModule: resume=True without a folder", "resume", error=Exception)
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), resume=True)
+
+
+@RESUMING.row("TrainerModule: resume from a folder that is not there", "nowhere", error=Exception)
+def _(folder: Path) -> None:
+    made(folder).train_model(loader(), resume=folder / "nowhere")
+
+
+@RESUMING.row("TrainerModule: load_model without a run", "checkpoint|folder|run", error=Exception)
+def _(folder: Path) -> None:
+    made(folder).load_model()
+
+
+@RESUMING.row("TrainerModule: load_model of a step that is not there", "77", error=Exception, at=LATE)
+def _(folder: Path) -> None:
+    trained(folder).load_model(77)
+
+
+@RESUMING.row("TrainerModule: load_from_checkpoint of a folder that is not there", "nowhere", error=Exception)
+def _(folder: Path) -> None:
+    Trainer.load_from_checkpoint(folder / "nowhere")
+
+
+@RESUMING.row("TrainerModule: load_weights of a file that is not there", "nowhere", error=Exception)
+def _(folder: Path) -> None:
+    made(folder).load_weights(folder / "nowhere")
+
+
+@RESUMING.row("TrainerModule: load_weights of another model", "kernel|Dense|param", error=Exception, at=LATE)
+def _(folder: Path) -> None:
+    run = trained(folder).folder.path
+    made(folder, model=Wide()).load_weights(run)
+
+
+@RESUMING.row("fit: checkpoints that are gone", "checkpoint", error=Exception, at=LATE)
+def _(folder: Path) -> None:
+    run = run_of(folder)
+    shutil.rmtree(run / "checkpoints")
+    fitted(folder, resume=run, num_epochs=2)
+
+
+@RESUMING.row("TrainLoop: a checkpoint file of another model", "kernel|Dense|fit|param", at=LATE)
+def _(folder: Path) -> None:
+    task = TrainTask(apply=Net().apply, optimizer=optax.adam(1e-2), loss=cross_entropy, data=loader())
+    write = CheckpointFileWriter(output_dir=str(folder / "loop"))
+    for checkpoint in TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False):
+        write(checkpoint)
+    looped(Wide(), init=CheckpointFileReader(dir=str(folder / "loop"), target=Wide().init))
+
+
+@RESUMING.row("train_fn: a checkpointer in a folder that cannot be", "/proc/checkpoints", error=CheckpointError)
+def _(folder: Path) -> None:
+    save, _, _ = get_default_checkpointer("/proc/checkpoints", save_every_n_steps=1)
+    functional(hooks=[save])
+
+
+@RESUMING.row("train_fn: a checkpointer that saves every 0 steps", "save_every_n_steps", "0", error=ValueError)
+def _(folder: Path) -> None:
+    get_default_checkpointer(str(folder), save_every_n_steps=0)

@@ -1,0 +1,59 @@
+"""The mistakes of the first hour: each is found in time, and its message names what is wrong and the cure."""
+
+import re
+from pathlib import Path
+
+import pytest
+from data_mistakes import DATA
+from hook_mistakes import HOOKS
+from keyword_mistakes import KEYWORDS
+from loss_mistakes import LOSSES
+from mistakes import FOLDER, LATE, Mistake, Said, is_ours, text_of
+from model_mistakes import MODELS
+from resume_mistakes import RESUMING
+from yaml_mistakes import COMMANDS
+
+from jax_trainer.engine.recorder import Recorder
+
+MISTAKES = [*DATA, *LOSSES, *KEYWORDS, *MODELS, *HOOKS, *RESUMING, *COMMANDS]
+
+
+def _param(mistake: Mistake) -> object:
+    waits = [pytest.mark.xfail(reason=f"waits for {mistake.waits}", strict=False)] if mistake.waits else []
+    return pytest.param(mistake, id=mistake.name, marks=waits)
+
+
+def test_there_are_enough_of_them():
+    assert len(MISTAKES) >= 130
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", [_param(mistake) for mistake in MISTAKES])
+def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps, dispatch = [], Recorder.dispatch
+
+    def counting(self: Recorder, *args: object, **kwargs: object) -> object:
+        done = dispatch(self, *args, **kwargs)
+        steps.append(done)
+        return done
+
+    monkeypatch.setattr(Recorder, "dispatch", counting)
+    if isinstance(mistake.error, int):
+        said = mistake.make(tmp_path)
+        assert isinstance(said, Said)
+        assert said.code == mistake.error
+        text = said.text
+        assert "Traceback" not in text
+    else:
+        with pytest.raises(mistake.error) as raised:
+            mistake.make(tmp_path)
+        text = text_of(raised.value)
+        assert is_ours(raised.value), text
+    assert [name for name in mistake.names if not re.search(name, text, re.DOTALL)] == [], text
+    assert not (mistake.never and re.search(mistake.never, text)), text
+    if mistake.at != LATE:
+        assert not steps, f"found after {len(steps)} steps: {text}"
+    if mistake.at == FOLDER:
+        assert not list(tmp_path.glob("runs/*")), f"found after a folder was made: {text}"
