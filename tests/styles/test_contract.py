@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import re
 import signal
+import traceback
 from functools import cache
 from pathlib import Path
 
@@ -146,8 +148,11 @@ def ctrl_c():
 @EVERY
 def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(ctrl_c, straight, name, tmp_path):
     style = STYLES[name]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as end:
         style(tmp_path).train(InterruptedData(tmp_path))
+    shown = "".join(traceback.format_exception(end.value))
+    assert "another exception" not in shown and "direct cause" not in shown
+    assert re.search(r"KeyboardInterrupt: Interrupted after step \d+ ", shown)
     saved = style(tmp_path).checkpoints
     assert [CheckpointStore(path.parent).verify(path) for path in saved] == [""] * len(saved)
     assert max(int(path.name.removeprefix("step_")) for path in saved) >= SAVE

@@ -41,9 +41,13 @@ def test_it_goes_on_in_the_middle_of_an_epoch(done, tmp_path):
 @pytest.mark.parametrize("done", ["nnx"], indirect=True)
 def test_a_run_that_was_interrupted_goes_on_with_the_same_trainer(done, tmp_path):
     trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks(interrupt_at=2 * STEPS + 1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as end:
         train(trainer)
     assert int(trainer.state.step) == 2 * STEPS + 1
+    call = f"step {2 * STEPS + 1} with `train_model(…, resume={str(trainer.folder.path)!r})`"
+    assert call in str(end.value) and end.value.__suppress_context__
+    reached = end.value.result  # type: ignore[attr-defined]
+    assert (reached.status, [one.step for one in reached.validations]) == ("interrupted", [STEPS, 2 * STEPS])
     assert "Run interrupted" in (trainer.folder.path / "run.log").read_text()
     trainer.config.callbacks["watcher"].interrupt_at = 0
     with fault("step:raise:2"), pytest.raises(FaultInjected):  # after which its state is gone

@@ -12,6 +12,7 @@ from jax_trainer.cli import commands, tables
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.cli.runs import Meant, meant, without_resume
 from jax_trainer.config import Loaded, redact
+from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import load_experiment
 
 
@@ -78,10 +79,10 @@ def _told_with_a_way_on(asked: argparse.Namespace, trainer: Any) -> Iterator[Non
 
 
 def _way_on(asked: argparse.Namespace, folder: RunFolder | None) -> str:
-    whole = [] if folder is None else [one.step for one in _saved(folder) if not one.without]
-    if folder is None or not whole:
+    step = None if folder is None else resumable_step(folder)
+    if folder is None or step is None:
         return "Nothing was saved."
-    return f"Go on from step {whole[-1]} by `{_command(asked, 'resume', folder)}`."
+    return f"Go on from step {step} by `{_command(asked, 'resume', folder)}`."
 
 
 def _saved(folder: RunFolder) -> list[Listed]:

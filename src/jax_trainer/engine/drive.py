@@ -98,7 +98,8 @@ def driving(
             last, reason = driver.event, str(driver.stopped or "")
             _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status, reason))
     if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
-        raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
+        by_hand = KeyboardInterrupt(f"Interrupted after step {last.step} (epoch {last.epoch}).")
+        raise (by_hand if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then
 

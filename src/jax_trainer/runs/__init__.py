@@ -1,5 +1,6 @@
 """A run that writes to a folder: where that is, who watches, what it goes on from, and what is kept when it fails."""
 
+from jax_trainer.runs.interrupted import interrupted, resumable_step
 from jax_trainer.runs.nonfinite import WatchedEvaluations, explained
 from jax_trainer.runs.place import Place, agreed, restored, resumable, run_and_step, standing_of
 from jax_trainer.runs.watching import Given, Watching, named_callbacks
@@ -11,9 +12,11 @@ __all__ = [
     "Watching",
     "agreed",
     "explained",
+    "interrupted",
     "named_callbacks",
     "restored",
     "resumable",
+    "resumable_step",
     "run_and_step",
     "standing_of",
 ]

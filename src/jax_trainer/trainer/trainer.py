@@ -24,7 +24,7 @@ from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
 from jax_trainer.registration import full_name
-from jax_trainer.runs import Given, Place, agreed, restored, standing_of
+from jax_trainer.runs import Given, Place, agreed, interrupted, restored, standing_of
 from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
 from jax_trainer.trainer.config import TrainerConfig
@@ -215,6 +215,9 @@ class TrainerModule(Keeper):
                 run of exactly this configuration, or begin one. A run that has ended trains no further.
             fork: go on in a new folder, and leave the one that is gone on from as it is.
             quiet: show no progress, whatever the configuration says.
+
+        Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
+        and its `result` is what would have been returned.
         """
         plan = self.config.plan(num_epochs)
         train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
@@ -249,6 +252,9 @@ class TrainerModule(Keeper):
             self._tell_of_layout(place, quiet=quiet)
             self._session = session
             return session.go(quiet=quiet)
+        except (KeyboardInterrupt, SystemExit) as end:
+            call = f"train_model(…, resume={str(place.folder.path)!r})"
+            raise interrupted(end, session.results.metrics, place.folder, call) from None
         finally:
             self._session = None
             if session.results.status in ("completed", "stopped"):

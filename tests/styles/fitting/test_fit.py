@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import traceback
 from typing import Any
 
 import grain
@@ -350,9 +351,13 @@ class Interrupt(Callback):
 
 
 def test_ctrl_c_leaves_a_valid_checkpoint_from_which_the_run_goes_on(done, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as end:
         trained(tmp_path, callbacks=[Interrupt(STEPS + 1)])
     [folder] = (tmp_path / "fit").iterdir()
+    assert f"step {STEPS + 1} " in str(end.value) and f"fit(…, resume={str(folder)!r})" in str(end.value)
+    reached = end.value.result  # type: ignore[attr-defined]
+    assert (reached.status, list(reached.history), int(reached.state.step)) == ("interrupted", [1], STEPS + 1)
+    assert len(traceback.extract_tb(end.tb)) < 8  # not all of the library
     store = CheckpointStore(folder / "checkpoints")
     last = store.all()[-1]
     assert (last.step, store.verify(last.path)) == (STEPS + 1, "")

@@ -23,7 +23,7 @@ from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainSt
 from jax_trainer.datasets import Data, Feed, Position
 from jax_trainer.engine import Event, Every, Plan, Standing, drive, train_events
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
-from jax_trainer.runs import Place, Watching, explained, restored, run_and_step, standing_of
+from jax_trainer.runs import Place, Watching, explained, interrupted, restored, run_and_step, standing_of
 from jax_trainer.styles.fitting.program import Trained
 from jax_trainer.styles.fitting.result import Asked, FitResult, History
 from jax_trainer.styles.fitting.told import config_text
@@ -101,7 +101,20 @@ class _Session:
         # without validation there is only what `fit` itself has chosen to go by
         is_judged = self._validates or saver.monitor == self._recording.told["metric"]
         store = self._store(saver, is_judged=is_judged)
-        state = self._work.begin()
+        try:
+            return self._result(self._trained(store), store)
+        except (KeyboardInterrupt, SystemExit) as end:
+            call = f"fit(…, resume={str(self._folder.path)!r})"
+            state = self._latest.state
+            reached = None if state is None else self._result(state, store)
+            raise interrupted(end, reached, self._folder, call) from None
+
+    def _result(self, state: TrainState, store: Store) -> FitResult:
+        asked = Asked(self._work.trained, self._work.program, state, store, self._work.batch_size)
+        return FitResult(asked, self._history, self._folder.path)
+
+    def _trained(self, store: Store) -> TrainState:
+        saver, state = self._recording.saver, self._work.begin()
         logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
             Logger, self._folder.path
         )
@@ -114,11 +127,9 @@ class _Session:
             at: Position | Standing = Position()
             if found is not None:
                 state, at = found[0], standing_of(found[1])
-            state = self._train(state, at, watching)
+            return self._train(state, at, watching)
         finally:
             self._close(logger, store)
-        asked = Asked(self._work.trained, self._work.program, state, store, self._work.batch_size)
-        return FitResult(asked, self._history, self._folder.path)
 
     def _store(self, saver: ModelCheckpointConfig, *, is_judged: bool) -> Store:
         if self._recording.writes_checkpoints:
@@ -187,10 +198,9 @@ class _Session:
         return {f"best/{monitor}": saved.metrics[monitor]} if saved is not None and monitor in saved.metrics else {}
 
     def _write_back(self) -> None:
-        module, held = self._work.trained.module, self._latest.held
-        # a step that failed on the device may have taken the arrays with it
-        if module is not None and held is not None and not any(leaf.is_deleted() for leaf in held.leaves):
-            write_back(module, held.state)
+        module, state = self._work.trained.module, self._latest.state
+        if module is not None and state is not None:
+            write_back(module, state)
             module.eval()
 
 
@@ -199,6 +209,12 @@ class _Latest:
 
     def __init__(self) -> None:
         self.held: HeldState | None = None
+
+    @property
+    def state(self) -> TrainState | None:
+        """None where there is none: a step that failed on the device may have taken the arrays with it."""
+        held = self.held
+        return None if held is None or any(leaf.is_deleted() for leaf in held.leaves) else held.state
 
     def handle(self, event: Event) -> None:
         self.held = event.held

@@ -92,7 +92,7 @@ class FitResult:
         best: epoch, step and metrics of the best checkpoint, or, with `save=False`, of the best state that was kept in
             memory; None where no state could be compared.
         folder: where the run is written.
-        status: "completed", or "stopped" if a callback wanted so.
+        status: "completed"; "stopped" if a callback ended the training; "interrupted" if Ctrl-C did.
     """
 
     def __init__(self, asked: Asked, history: History, folder: Path) -> None:

@@ -1,0 +1,28 @@
+"""What a person gets who ends a run by Ctrl-C: what was reached, and how to resume."""
+
+from typing import Any
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.listing import listed_in
+
+
+def resumable_step(folder: RunFolder) -> int | None:
+    """The step of the latest checkpoint from which the run can be resumed; damaged ones do not fail here again."""
+    # without asking the other processes, which may be gone
+    whole = [one.step for one in listed_in(folder.checkpoints) if not (one.problem or one.without)]
+    return whole[-1] if whole else None
+
+
+def interrupted(
+    end: KeyboardInterrupt | SystemExit, result: Any, folder: RunFolder, call: str
+) -> KeyboardInterrupt | SystemExit:
+    """`end` with what was reached as its `result`; of a Ctrl-C the message has the `call` that resumes the run.
+
+    To be raised `from None`: its traceback begins there, for nothing in the library went wrong.
+    """
+    end.result = result  # type: ignore[union-attr]  # exceptions take any attribute
+    if isinstance(end, KeyboardInterrupt):
+        step = resumable_step(folder)
+        how = "Nothing was saved." if step is None else f"Resume from step {step} with `{call}`."
+        end.args = (f"{str(end) or 'Interrupted.'} {how} What was reached is this exception's `result`.",)
+    return end.with_traceback(None)
