@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from data_sources import BATCHES, IDS, KINDS, SIZE
 
-from jax_trainer.datasets import ArrayLoader, DataError, Feed, RowLoader
+from jax_trainer.datasets import ArrayLoader, DataError, Feed, Position, RowLoader
 from jax_trainer.datasets.foreign import check_batch
 
 ARRAYS = np.arange(20, dtype=np.int32)
@@ -141,3 +141,21 @@ def test_leaves_that_are_not_numbers_are_named(bad):
 @pytest.mark.parametrize("good", [np.zeros(2, np.uint8), [1.0, 2], {"mask": np.ones(3, bool)}, np.zeros(2, np.float64)])
 def test_numbers_of_any_kind_pass(good):
     assert check_batch(good, "batch 3") is None
+
+
+def test_a_position_counts_examples_and_any_batch_size_fits_the_end_of_an_epoch():
+    arrays, middle, end = np.zeros((96, 2)), Position(2, 3), Position(2, 0)
+    feeds = {size: Feed(ArrayLoader(arrays, size), "train") for size in (4, 8, 9, 24)}
+    assert feeds[8].position_at(middle, 8) == middle == feeds[8].position_at(middle, None)  # old records say no size
+    assert feeds[4].position_at(middle, 8) == Position(2, 6)
+    assert feeds[24].position_at(middle, 8) == Position(2, 1)
+    assert feeds[9].position_at(end, 8) == end
+    with pytest.raises(DataError, match=r"3 batches of 8 .* 9 now.*24 \(such as 6, 8, 12\)"):
+        feeds[9].position_at(middle, 8)
+
+
+def test_data_without_an_order_of_its_own_keeps_its_batch_size_in_the_middle_of_an_epoch():
+    sizes = {"list": [np.zeros((4, 2))] * 9, "function": lambda: iter([np.zeros((4, 2))] * 9)}
+    with pytest.raises(DataError, match="3 batches of 8.* 4 now"):
+        Feed(sizes["list"], "train").position_at(Position(2, 3), 8)
+    assert Feed(sizes["function"], "train").position_at(Position(2, 3), 8) == Position(2, 3)  # nobody knows

@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.datasets.cursor import Cursor, Taken
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
-from jax_trainer.datasets.kinds import source_of
+from jax_trainer.datasets.kinds import Position, source_of
+from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.prefetch import Background, Direct, Supply
 from jax_trainer.datasets.shared_state import check_own
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
@@ -122,6 +124,36 @@ class Feed:
     def batch_size(self) -> int | None:
         """Examples per full batch over all processes, where data that is shared tells."""
         return getattr(self._data, "batch_size", None) if self.is_shared else None
+
+    @property
+    def full_batch(self) -> int | None:
+        """Examples of a full batch, where the data tells: over all processes, where they share it."""
+        if isinstance(self._data, list | tuple):
+            leaves = jax.tree.leaves(self._data[0]) if self._data else []
+            return next((int(leaf.shape[0]) for leaf in leaves if getattr(leaf, "shape", ())), None)
+        told = getattr(self._data, "batch_size", None)
+        return int(told) if isinstance(told, int | np.integer) else None
+
+    def position_at(self, position: Position, batch_size: int | None) -> Position:
+        """The same place, of a run whose batches had this size, in batches as they are now.
+
+        In the middle of an epoch that can be none. Then it is a `DataError`: examples would be repeated or left out.
+        """
+        now = self.full_batch
+        if not position.epoch_step or batch_size is None or now is None or batch_size == now:
+            return position
+        examples, is_ordered = position.epoch_step * batch_size, isinstance(self._data, Ordered)
+        if is_ordered and examples % now == 0:
+            return replace(position, epoch_step=examples // now)
+        fitting = [size for size in range(1, examples + 1) if is_ordered and examples % size == 0]
+        near = sorted(sorted(fitting, key=lambda size: abs(size - now))[:3])
+        divides = f", with a size that divides {examples} (such as {', '.join(map(str, near))})" if near else ""
+        raise DataError(
+            f"The run stands in the middle of epoch {position.epoch} of the {self.name!r} data, after "
+            f"{position.epoch_step} batches of {batch_size} examples, and its batches have {now} now: examples would "
+            f"be repeated or left out. Resume with batches of {batch_size}{divides}, or from a checkpoint at the end "
+            "of an epoch, where any size will do."
+        )
 
     @property
     def transforms(self) -> DeviceTransforms | None:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,9 +74,10 @@ class _Training:
         self._program, self._plan = program, plan
         self._step = step_of(state)  # from here the host counts
         at = Standing.of(at, self._step)
+        self._feed = train_feed(data, plan)
+        at = replace(at, position=self._feed.position_at(at.position, at.batch_size))
         self._epoch, self._epoch_step, self._feed_state = at.position.epoch, at.position.epoch_step, at.position.state
         self._has_ended, self._judged_step = at.has_ended, at.judged_step
-        self._feed = train_feed(data, plan)
         self._feed.restore(at.position.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
         self._evals = {name: Feed(source, name, may_be_empty=True, **options) for name, source in data.evals.items()}
@@ -261,6 +263,7 @@ class _Training:
             epoch_seconds=self._clock.seconds,
             epoch_waited=self._clock.waited,
             meter=self._recorder.meter_state(),
+            batch_size=self._feed.full_batch,
         )
 
     def _tell(self, *, wait: bool) -> Iterator[Event]:

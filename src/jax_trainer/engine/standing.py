@@ -24,6 +24,7 @@ class Standing:
         epoch_seconds: that this epoch's training took so far, without evaluations.
         epoch_waited: for how many of them there was no batch.
         meter: what the epoch's metrics are folded into so far.
+        batch_size: examples of a full batch, so that the position counts examples, too; None: it is not known.
     """
 
     position: Position = Position()
@@ -33,6 +34,7 @@ class Standing:
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
     meter: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
 
     @classmethod
     def of(cls, at: "Position | Standing", step: int) -> "Standing":

@@ -1,0 +1,86 @@
+"""A run that is resumed with another batch size neither repeats nor leaves out examples, in any style."""
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from style_runs import SAVE, STEPS, STYLES, arrays
+
+from jax_trainer import ArrayLoader
+from jax_trainer.datasets import DataError
+from jax_trainer.testing import FaultInjected, fault
+
+EVERY = pytest.mark.parametrize("name", ["TrainerModule, nnx", "fit, linen", "train_fn", "TrainLoop"])
+SIZE = 16
+IN_EPOCH_2 = 2  # steps that the run took of epoch 2 before it failed
+
+
+class Loader(ArrayLoader):
+    """Remembers where its epochs were opened, and refuses to be opened a second time: what follows is not looked at."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(arrays(SIZE * STEPS), size, shuffle=True, seed=3)
+        self.opened: list[tuple[int, int]] = []
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        if (number, start) == (1, 0):  # an example is taken
+            return super().epoch(number, start)
+        self.opened.append((number, start))
+        raise InterruptedError
+
+    def examples_behind(self) -> int:
+        (number, start), *_ = self.opened
+        return (number - 1) * SIZE * STEPS + start * self.batch_size
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """The folder of a training that failed in epoch 2, by style; done once for each."""
+
+    @cache
+    def kept(name: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("failed")
+        with fault(f"step:raise:{STEPS + IN_EPOCH_2}"), pytest.raises(FaultInjected):
+            STYLES[name](folder / "run").train()
+        return shutil.copytree(folder / "run", folder / "kept"), folder / "run"
+
+    def folder(name: str) -> Path:
+        kept_at, place = kept(name)
+        shutil.rmtree(place)
+        return shutil.copytree(kept_at, place)  # at the same place, as some find it by that
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("ERROR", "jax_trainer")
+
+
+@EVERY
+@pytest.mark.parametrize("size", [SIZE // 2, SIZE, SIZE * 2])
+def test_a_resume_in_the_middle_of_an_epoch_counts_examples(name, size, failed):
+    loader = Loader(size)
+    with pytest.raises(InterruptedError):
+        STYLES[name](failed(name)).train(loader, resume=True)
+    assert loader.examples_behind() == (STEPS + IN_EPOCH_2) * SIZE
+
+
+@EVERY
+def test_a_batch_size_that_does_not_fit_the_position_is_refused(name, failed):
+    loader = Loader(12)
+    with pytest.raises(DataError, match=r"epoch 2.*2 batches of 16.*have 12.*batches of 16.*divides 32.*8, 16.*end of"):
+        STYLES[name](failed(name)).train(loader, resume=True)
+    assert not loader.opened
+
+
+@EVERY
+def test_batches_that_were_made_by_somebody_else_are_refused_in_another_size(name, tmp_path):
+    folder = tmp_path / "run"
+    with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
+        STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE).epoch(1)))
+    with pytest.raises(DataError, match="3 batches of 16.*have 8.*batches of 16, or from a checkpoint at the end of"):
+        STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE // 2).epoch(1)), resume=True)
