@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from jax_trainer.core import PyTree, TrainState, leaf_path
+from jax_trainer.core.extra_args import by_signature
 
 
 def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformationExtraArgs:
@@ -17,7 +18,7 @@ def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformation
     Inside, its `tx` gets the `nnx.State`s that it gets from `optimizer.update`, so that masks and labels that were
     written for these hold here, too.
     """
-    tx = optax.with_extra_args_support(optimizer.tx)
+    tx = by_signature(optimizer.tx)
     structure = jax.tree.structure(nnx.as_pure(optimizer.opt_state))
 
     def init(params: PyTree) -> PyTree:
@@ -29,10 +30,22 @@ def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformation
         assert params is not None
         # both kinds of tree sort their keys, so the leaves come in the same order
         states = structure.unflatten(jax.tree.leaves(state))
-        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **extra)
+        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **_of_states(extra))
         return _plain(updates), _plain(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _of_states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step offers of plain dicts, of states of nnx."""
+    changed = dict(extra)
+    if "grad" in extra:
+        changed["grad"] = nnx.State(extra["grad"])
+    if "value_fn" in extra:
+        changed["value_fn"] = lambda params: extra["value_fn"](_plain(params))
+    if "grad_fn" in extra:
+        changed["grad_fn"] = lambda params, *more: nnx.State(extra["grad_fn"](_plain(params), *more))
+    return changed
 
 
 def write_back_optimizer(optimizer: nnx.Optimizer, state: TrainState) -> None:

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_trainer.core.accumulate import accumulate
+from jax_trainer.core.extra_args import by_signature
 from jax_trainer.core.leaf_statistics import check_modes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
@@ -86,8 +87,8 @@ def make_program(
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"`clip_norm` must be above 0, got {clip_norm}. Use None to leave gradients as they are.")
     if clip_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
-    tx = optax.with_extra_args_support(tx)
+        tx = optax.chain(optax.clip_by_global_norm(clip_norm), by_signature(tx))
+    tx = by_signature(tx)
     check_modes("intermediates", options.get("intermediates", ()))
 
     def begin(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:

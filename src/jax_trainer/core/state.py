@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_trainer.core.extra_args import OFFERED, by_signature
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.own_line import noting
 from jax_trainer.core.rng import key_data, key_of
@@ -72,9 +73,11 @@ class FlaxState(TrainState):
         Args:
             grads: of the loss, with respect to `params`.
             fields: fields of the state, such as `rng`; collections of the model, such as `batch_stats`; or all of these
-                in one, as `mutable_variables`.
+                in one, as `mutable_variables`; or what the optimizer wants to know, such as `value`, the loss.
         """
-        updates, opt_state = self.tx.update(like_params(grads), self.opt_state, self.params)
+        extra = {name: fields.pop(name) for name in OFFERED if name in fields}
+        grads = like_params(grads)
+        updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
         params = optax.apply_updates(self.params, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**self._as_fields(fields))
 

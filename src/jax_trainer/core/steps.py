@@ -118,7 +118,7 @@ def _with_loss(loss: jax.Array, reported: Mapping[str, Any], batch: Batch) -> Me
 
 
 def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
-    """One optimizer update. The loss is passed to optimizers that ask for it (`value=`)."""
+    """One optimizer update. Optimizers that ask for it get the loss (`value=`) and more, see `by_signature`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
@@ -126,8 +126,18 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
         # without it, on a GPU, statistics of gradients change how the update is fused, and its last bits
         grads = jax.lax.optimization_barrier(grads)
         loss = metrics.by_name["loss"].value
+
+        def found_at(params: PyTree) -> Gradients:
+            return grad_fn(state.replace(params=params), batch, rng)
+
+        offered: dict[str, Any] = {
+            "value": loss,
+            "grad": grads,
+            "value_fn": lambda params: found_at(params).metrics.by_name["loss"].value,
+            "grad_fn": lambda params, *_: found_at(params).grads,
+        }
         with noting("This happened in the optimizer's update."):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
             params = optax.apply_updates(state.params, updates)
         if log_norms:
             metrics = metrics.adding(**_norms(grads, params))

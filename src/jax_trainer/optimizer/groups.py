@@ -83,6 +83,9 @@ class Selection:
             raise SettingsError([(f"groups.{mine[1]}.parameter_regex", text)])
 
 
+OF_PARAMETERS = ("grad", "value_fn", "grad_fn")  # what a step offers that is of all parameters together
+
+
 class Parts(NamedTuple):
     """The states of what happens before, in and after the optimizers, of which there is one per group."""
 
@@ -112,6 +115,20 @@ class _Split:
     def group(self, tree: PyTree, name: str) -> PyTree:
         """`tree` with the leaves of one group."""
         return self.only(tree, lambda label: label == name)
+
+    def offered(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
+        """What of `extra` is of all parameters, as it is of one group while the others stay."""
+
+        def with_group(tree: PyTree) -> PyTree:
+            leaves = zip(self.labels, *map(self._structure.flatten_up_to, (params, tree)), strict=True)
+            return self.filled(mine if label == name else other for label, other, mine in leaves)
+
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "grad": lambda grad: self.group(grad, name),
+            "value_fn": lambda value_fn: lambda tree: value_fn(with_group(tree)),
+            "grad_fn": lambda grad_fn: lambda tree, *more: self.group(grad_fn(with_group(tree), *more), name),
+        }
+        return {kind: kinds[kind](extra[kind]) for kind in OF_PARAMETERS if kind in extra}
 
     def joined(self, groups: Mapping[str, PyTree]) -> PyTree:
         """One tree out of those of the groups."""
@@ -167,17 +184,21 @@ def grouped(
         params: PyTree | None = None,
         *,
         learning_rates: Mapping[str, jax.Array] = MappingProxyType({}),
-        **extra: object,
+        **extra: Any,
     ) -> tuple[PyTree, Parts]:
         split = _Split(updates, selection)
         grads, weights, rates = split.trained(updates), split.trained(params), split.rates(learning_rates)
-        changes, before_state = before.update(grads, state.before, weights, learning_rates=rates, **extra)
+        shared = {name: value for name, value in extra.items() if name not in OF_PARAMETERS}
+        changes, before_state = before.update(grads, state.before, weights, learning_rates=rates, **shared)
         done = {
-            name: optimizers[name].update(split.group(changes, name), inner, split.group(weights, name), **extra)
+            name: optimizers[name].update(
+                *(split.group(changes, name), inner, split.group(weights, name)),
+                **{**shared, **split.offered(extra, params, name)},
+            )
             for name, inner in state.optimizers.items()
         }
         changes = split.joined({name: change for name, (change, _) in done.items()})
-        changes, after_state = after.update(changes, state.after, weights, learning_rates=rates, **extra)
+        changes, after_state = after.update(changes, state.after, weights, learning_rates=rates, **shared)
         states = {name: inner for name, (_, inner) in done.items()}
         return split.whole(changes, updates), Parts(before_state, states, after_state)
 

@@ -45,7 +45,7 @@ RATES_OF_THEIR_OWN = {
     "sm3": "a number.",
 }
 LEFT_OUT = {
-    "lbfgs": "its line search evaluates the loss again, which a step cannot do",
+    "lbfgs": "its line search finds the step size itself; in Python, pass `optimizer=optax.lbfgs()`",
     "optimistic_adam": "optax has replaced it by `optimistic_adam_v2`",
     "dpsgd": "it needs the gradient of every single example",
     "schedule_free": "it wraps another optimizer",

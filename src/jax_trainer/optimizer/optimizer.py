@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
+from jax_trainer.core.extra_args import by_signature
 from jax_trainer.optimizer.curves import constant
 from jax_trainer.optimizer.elementary import ScheduleInterface
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
@@ -87,7 +88,7 @@ class OptimizerInterface(RegistrableConfigInterface):
     def build(self, total_steps: int | None = None) -> optax.GradientTransformationExtraArgs:
         """The whole optimizer for a run of `total_steps` updates (None: not known), for `learning_rate` to read."""
         rates = self._rates(total_steps)
-        optimizers = {name: optax.with_extra_args_support(self.transform(rate)) for name, rate in rates.items()}
+        optimizers = {name: by_signature(self.transform(rate)) for name, rate in rates.items()}
         inner = grouped(
             Selection(self.config.freeze, {name: group.parameter_regex for name, group in self.config.groups.items()}),
             optimizers,
