@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,13 +140,23 @@ class TensorboardToolLogger(ToolLoggerInterface):
             raise FileNotFoundError(f"{self._path} was deleted while the run wrote to it.")
 
 
+class _WithoutTorch:
+    """Meanwhile an import of torch fails in this thread, and only here: somebody else may import it at this moment."""
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Passes all other imports on."""
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is left out here", name=name)
+
+
 def _tensorboardx() -> Any:
-    """tensorboardX, without torch: where that is installed, it would be imported for annotations, in two seconds."""
-    has_torch = "torch" in sys.modules
-    if not has_torch:
-        sys.modules["torch"] = None  # type: ignore[assignment] - this is how an import is said to fail
-    try:
+    """tensorboardX; where torch is installed, it would be imported for annotations, which takes two seconds."""
+    with _WithoutTorch():
         return load_late("tensorboardX", extra="tensorboard")
-    finally:
-        if not has_torch:
-            del sys.modules["torch"]
