@@ -202,6 +202,15 @@ def test_a_file_that_hears_of_epochs_often_enough_gets_no_other_lines(monkeypatc
     assert [line.split()[4] for line in told.lines[1:]] == ["train"] * 4
 
 
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_a_notebook_gets_it_on_standard_output_and_anybody_else_on_standard_error(monkeypatch, capsys, is_notebook):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: is_notebook)
+    bar = ProgressBar(title="first", is_lead=True)
+    bar.handle(FitEnd(1, 1, None, "completed"))  # type: ignore[arg-type]
+    shown = capsys.readouterr()
+    assert [shown.err.strip(), shown.out.strip()] == (["", "first"] if is_notebook else ["first", ""])
+
+
 def test_secondary_statistics_do_not_crowd_a_line(monkeypatch):
     told = Told(monkeypatch)
     told(EvalEnd, "val", {"acc": 0.5, "acc_max": 1.0, "acc_std": 0.1, "loss": 2.0, "loss_min": 1.0, "size_max": 3.0})

@@ -127,6 +127,10 @@ def test_a_figure_shows_each_metric_with_training_and_evaluation_together(result
     }
 
 
+def test_a_notebook_shows_the_figure_as_a_picture(result):
+    assert result.plot()._repr_png_().startswith(b"\x89PNG")
+
+
 def test_it_says_what_it_is(result):
     assert repr(result).startswith("FitResult(completed after 2 epochs, best epoch ")
     assert result.folder.is_dir()

@@ -1,7 +1,9 @@
 """What `fit` gives back: the trained state, what happened, where it is written; and what can be asked of it."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,10 +132,12 @@ class FitResult:
         return asked.trained.as_given(state)
 
     def plot(self) -> Any:
-        """A figure of matplotlib: each metric over the epochs, training and evaluation together."""
-        figure = load_late("matplotlib.figure", extra="plots")
+        """A figure of matplotlib that a notebook shows: each metric over the epochs, training and evaluation together.
+
+        `result.plot().savefig("curves.png")` writes it to a file.
+        """
         groups = curves_of(self.history)
-        drawn = figure.Figure(figsize=(_WIDTH * max(1, len(groups)), _HEIGHT), layout="constrained")
+        drawn = _figure_class()(figsize=(_WIDTH * max(1, len(groups)), _HEIGHT), layout="constrained")
         for index, (name, curves) in enumerate(groups.items(), start=1):
             axes = drawn.add_subplot(1, len(groups), index)
             for label, points in curves.items():
@@ -145,6 +149,20 @@ class FitResult:
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best epoch {self.best.epoch}"
         return f"FitResult({self.status} after {len(self.history)} epochs{best}, folder={str(self.folder)!r})"
+
+
+@cache
+def _figure_class() -> Any:
+    """Figures of matplotlib that a notebook shows, whether or not `pyplot` was imported."""
+    figure = load_late("matplotlib.figure", extra="plots")
+
+    class Picture(figure.Figure):
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture
 
 
 def curves_of(history: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
