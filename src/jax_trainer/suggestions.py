@@ -26,6 +26,7 @@ _SAME = (  # words for one thing, ours among them
     ("log_dir", "default_root_dir", "logdir", "output_dir", "save_dir"),
     ("log_name", "run_name", "experiment_name"),
     ("detect_nans", "detect_anomaly", "terminate_on_nan"),
+    ("batch_size", "global_batch_size"),
     ("seed", "random_seed", "seed_everything", "random_state"),
     ("rnkey", "rng_key", "rng", "key"),
     ("optimizer", "tx", "opt"),

@@ -121,7 +121,7 @@ def _(folder: Path) -> None:
     trained(folder, loader(WIDE))
 
 
-@DATA.row("TrainerModule: the example is the inputs alone", "exmp_input|example", r"float32\[8, ?4\]", IN_YOUR_CODE)
+@DATA.row("TrainerModule: the example is the inputs alone", r"float32\[8, ?4\]", IN_YOUR_CODE)
 def _(folder: Path) -> None:
     trained(folder, exmp_input=X[:8])
 
@@ -230,7 +230,7 @@ def _(folder: Path) -> None:
     fitted(folder, train_ds=(X[:0], Y[:0]))
 
 
-@DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no ", error=DataError)
+@DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no |empty", error=DataError, waits="2.3")
 def _(folder: Path) -> None:
     fitted(folder, test_ds=(X[:0], Y[:0]))
 
@@ -245,7 +245,7 @@ def _(folder: Path) -> None:
     trained(folder, val=[])
 
 
-@DATA.row("TrainerModule: a batch of no examples", "0", "example|empty", error=DataError)
+@DATA.row("TrainerModule: a batch of no examples", r"\(0, 4\)", "no examples", error=DataError, at=STEP)
 def _(folder: Path) -> None:
     trained(folder, [(X[:0], Y[:0])])
 

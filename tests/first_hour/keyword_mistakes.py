@@ -7,9 +7,12 @@ import jax
 import optax
 from flax import nnx
 from mistakes import (
+    Net,
     Table,
+    Trainer,
     X,
     Y,
+    cross_entropy,
     fitted,
     functional,
     loader,
@@ -21,6 +24,8 @@ from mistakes import (
     val_step,
 )
 
+from jax_trainer import fit
+from jax_trainer.datasets import DataError
 from jax_trainer.styles import train_fn
 
 KEYWORDS = Table()
@@ -136,7 +141,7 @@ _rows(
         ("accumulate=0", {"accumulate": 0}, ("accumulate", "0")),
         ("ema=1.5", {"ema": 1.5}, ("ema", "1.5")),
         ("seed='x'", {"seed": "x"}, ("seed", "'x'")),
-        ("on_nonfinite='ignore'", {"on_nonfinite": "ignore"}, ("on_nonfinite", "ignore", "skip")),
+        ("on_nonfinite='abort'", {"on_nonfinite": "abort"}, ("on_nonfinite", "abort", "skip")),
         ("model_mode='torch'", {"model_mode": "torch"}, ("model_mode", "torch", "linen")),
         ("model_mode of the other flavour", {"model_mode": "nnx"}, ("model_mode", "nnx", "linen")),
         ("logger=3", {"logger": 3}, ("logger", "3")),
@@ -194,14 +199,12 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("train_fn: a linen model", "model", "nnx", error=TypeError)
 def _(folder: Path) -> None:
-    from mistakes import Net
-
     model = nnx_net()
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(jax.random.key(0), Net(), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), loader())
 
 
-@KEYWORDS.row("train_fn: the optimizer of another model", "another model|other model|belong|no array")
+@KEYWORDS.row("train_fn: the optimizer of another model", "optimizer's update")
 def _(folder: Path) -> None:
     class Other(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -216,33 +219,23 @@ def _(folder: Path) -> None:
     fitted(folder, None, None, optax.adam(1e-3))
 
 
-@KEYWORDS.row("fit: the loss as the third argument", "test_ds", "loss_fn", error=TypeError)
+@KEYWORDS.row("fit: the loss as the third argument", "val", "logits, labels", error=DataError)
 def _(folder: Path) -> None:
-    from mistakes import cross_entropy
-
     fitted(folder, None, None, cross_entropy)
 
 
 @KEYWORDS.row("fit: the loss as the fourth argument", "positional|keyword|loss_fn", error=TypeError)
 def _(folder: Path) -> None:
-    from mistakes import Net, cross_entropy
-
-    from jax_trainer import fit
-
     fit(Net(), (X, Y), (X, Y), cross_entropy)  # type: ignore[misc] - the mistake
 
 
-@KEYWORDS.row("fit: data before the model", "model|tuple", error=TypeError)
+@KEYWORDS.row("fit: data before the model", "trains a state", "tuple", error=TypeError)
 def _(folder: Path) -> None:
-    from mistakes import Net
-
     fitted(folder, (X, Y), Net())
 
 
 @KEYWORDS.row("TrainerModule: an optimizer where the configuration belongs", "config", "optimizer", error=TypeError)
 def _(folder: Path) -> None:
-    from mistakes import Net, Trainer
-
     Trainer(Net(), optax.adam(1e-3), exmp_input=(X[:8], Y[:8]))
 
 

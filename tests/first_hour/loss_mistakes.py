@@ -229,7 +229,10 @@ def _(folder: Path) -> None:
 
 
 @LOSSES.row(
-    "train_fn: gradients of jax.grad over something else", "gradients", "train_step", error=(TypeError, ValueError)
+    "train_fn: gradients of jax.grad over something else",
+    "Gradients|gradients",
+    "nnx.grad",
+    error=(TypeError, ValueError),
 )
 def _(folder: Path) -> None:
     functional(fns=step(lambda loss, grads: (loss, {"out": jnp.zeros(3)})))
@@ -427,7 +430,7 @@ def _(folder: Path) -> None:
     trained(folder, kind=Own)
 
 
-@LOSSES.row("TrainerModule: Lightning's training_step", "training_step", "loss_function", waits="1.15")
+@LOSSES.row("TrainerModule: Lightning's training_step", "training_step", "loss_function")
 def _(folder: Path) -> None:
     class Own(Trainer):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -52,7 +52,7 @@ for _style in ("fit", "TrainerModule", "TrainLoop"):
         ("a learning rate as the optimizer", 1e-3, ("optimizer", "float", "optax")),
         ("the name of an optimizer", "adam", ("optimizer", "str", "optax")),
         ("a schedule as the optimizer", optax.cosine_decay_schedule(0.1, 10), ("optimizer", "optax")),
-        ("None as the optimizer", None, ("optimizer", "optax")),
+        ("None as the optimizer", None, ("optimizer",)),
     ]:
         MODELS.row(f"{_style}: {_name}", *_names, error=TypeError)(
             lambda folder, style=_style, tx=_tx: _optimizer(style, folder, tx)

@@ -1,7 +1,6 @@
 """Mistakes when loading and resuming, with permissions and with the disk."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from flax import linen as nn
 from mistakes import LATE, Net, Table, Trainer, cross_entropy, fitted, functional, loader, looped, made, trained
 
+from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import (
@@ -129,15 +129,8 @@ def _(folder: Path) -> None:
 
 @RESUMING.row("TrainerModule: load_weights of another model", "kernel|Dense|param", error=Exception, at=LATE)
 def _(folder: Path) -> None:
-    run = trained(folder).folder.path
+    run = trained(folder, callbacks=[ModelCheckpointConfig(every_n_steps=1)]).folder.path
     made(folder, model=Wide()).load_weights(run)
-
-
-@RESUMING.row("fit: checkpoints that are gone", "checkpoint", error=Exception, at=LATE)
-def _(folder: Path) -> None:
-    run = run_of(folder)
-    shutil.rmtree(run / "checkpoints")
-    fitted(folder, resume=run, num_epochs=2)
 
 
 @RESUMING.row("TrainLoop: a checkpoint file of another model", "kernel|Dense|fit|param", at=LATE)

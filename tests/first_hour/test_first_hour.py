@@ -45,7 +45,7 @@ def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
         assert isinstance(said, Said)
         assert said.code == mistake.error
         text = said.text
-        assert "Traceback" not in text
+        assert "Traceback" not in text or mistake.error == 1, text  # one of the user's own code
     else:
         with pytest.raises(mistake.error) as raised:
             mistake.make(tmp_path)

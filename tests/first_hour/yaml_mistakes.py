@@ -133,14 +133,14 @@ def _(folder: Path) -> Said:
     return command(folder, "train", "configs")
 
 
-@COMMANDS.row("CLI: an import that fails", "broken_part", "boom", error=BAD)
+@COMMANDS.row("CLI: an import that fails", "broken_part", "boom", error=1)
 def _(folder: Path) -> Said:
     (folder / "broken_part.py").write_text("raise RuntimeError('boom')\n")
     return command(folder, "train", "tiny.yaml", "--import", "broken_part")
 
 
-@COMMANDS.row("CLI: a checkpoint that is not there", "step_77|77", error=BAD, at=LATE)
+@COMMANDS.row("CLI: a checkpoint that is not there", "no checkpoint", error=BAD, at=LATE)
 def _(folder: Path) -> Said:
     assert command(folder, "train", "tiny.yaml", "trainer.logger.log_dir=runs").code == 0
     run = next((folder / "runs").glob("*"))
-    return command(folder, "test", str(run), "--step", "77")
+    return command(folder, "test", str(run), "--which", "77")

@@ -83,7 +83,7 @@ class Checker:
             if name in known:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
-                near = self._problems.suggestion(name, known) or elsewhere(name)
+                near = self._problems.suggestion(name, known) or _inside(name, node) or elsewhere(name)
                 near = near or f" There are {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():
@@ -177,6 +177,13 @@ def _bare(option: Any) -> Any:
 def _is(option: Any, kind: type) -> bool:
     origin = get_origin(option)
     return isinstance(origin, type) and issubclass(origin, kind)
+
+
+def _inside(name: str, node: Node) -> str:
+    """A sentence about the section beside it that has a key which was not found."""
+    sections = (section for section, part in node.section.items() if part.is_section and name in part.section)
+    section = next(sections, "")
+    return f" Did you mean `{section}.{name}`?" if section else ""
 
 
 def _literals(hint: Any) -> list[str]:

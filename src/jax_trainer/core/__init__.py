@@ -27,7 +27,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.own_line import explaining, with_own_line
+from jax_trainer.core.own_line import explaining, noting, with_own_line
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
@@ -121,6 +121,7 @@ __all__ = [
     "make_train_step",
     "masked_mean",
     "new_state",
+    "noting",
     "readable_bytes",
     "replicate",
     "reported_in",

@@ -70,12 +70,13 @@ def _name(given: Any) -> str:
 
 
 def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
-    names = inspect.signature(build).parameters
+    names = dict(inspect.signature(build.__init__ if inspect.isclass(build) else build).parameters)
+    names.pop("self", None)
     example = {"exmp_input": inputs} if "exmp_input" in names else {}
     if others := _others_needed(names.values(), ("rngs", *example)):
         raise TypeError(
-            f"`{_name(build)}` is called with `rngs`, and asks for {', '.join(others)}, too. Pass a module, or a "
-            f"function that needs nothing else: `lambda rngs: {_name(build)}(…, rngs=rngs)`."
+            f"`{_name(build)}` is called with `rngs`, and asks for {', '.join(others)}, too. Pass an nnx or linen "
+            f"module, or a function that needs nothing else: `lambda rngs: {_name(build)}(…, rngs=rngs)`."
         )
     module = build(rngs=rngs, **example) if "rngs" in names else build(rngs, **example)
     if not isinstance(module, nnx.Module):
@@ -84,10 +85,11 @@ def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module
 
 
 def _others_needed(parameters: Iterable[inspect.Parameter], given: tuple[str, ...]) -> list[str]:
-    """What must be passed besides `given`; the first argument, whatever its name, may be the `rngs`."""
+    """What must be passed besides `given`; without an argument called `rngs`, the first one gets them."""
+    parameters = list(parameters)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     others = [name for name in needed if name not in given]
-    return others if "rngs" in needed else others[1:]
+    return others if any(p.name == "rngs" for p in parameters) else others[1:]
 
 
 class _Ready:

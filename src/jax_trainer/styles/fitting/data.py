@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch
+from jax_trainer.core import Batch, noting
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.datasets.foreign import as_arrays, known_as_tree
 from jax_trainer.datasets.peek import peeked
@@ -38,7 +38,8 @@ def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: 
     as tf.data and Grain do.
     """
     if is_arrays(data):
-        loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
+        with noting(f"This is the {name!r} data."):
+            loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
         return Given(loader, next(iter(loader.epoch(1))), is_cut=True)
     example, data = peeked(data, name)
     if not _is_single(example, split):

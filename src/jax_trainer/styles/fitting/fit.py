@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import optax
 
 from jax_trainer.callbacks import Callback, full_names
 from jax_trainer.callbacks.monitored import Mode
@@ -26,7 +27,7 @@ from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import agreed, named_callbacks
 from jax_trainer.runs.watching import Given
 from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
-from jax_trainer.styles.fitting.program import Trained, Wishes, seen_through, trained_of
+from jax_trainer.styles.fitting.program import Trained, Wishes, maker_of, seen_through, trained_of
 from jax_trainer.styles.fitting.recorded import (
     Recording,
     Resume,
@@ -122,6 +123,7 @@ def fit(
     """
     _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
     check_save(save, resume)
+    _check_given(model, test_ds, log_name)
     told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
     plan = Plan(
         max_epochs=num_epochs,
@@ -160,6 +162,15 @@ def fit(
     work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
     recording = Recording(told, saving, tensorboard, progress, writes_checkpoints=save is not False)
     return recorded_run(work, recording, agreed(lambda: place_of(log_dir, log_name, told, resume)))
+
+
+def _check_given(model: Any, test_ds: Any, log_name: Any) -> None:
+    """Refuses arguments that are in each other's place, before any data is drawn."""
+    maker_of(model)
+    if isinstance(test_ds, optax.GradientTransformation):
+        raise TypeError("`test_ds` is an optimizer. Pass it by name: `optimizer=optax.adam(1e-3)`.")
+    if not isinstance(log_name, str) or not log_name.strip("/. "):
+        raise ValueError(f"`log_name` must be text, the name of a folder in `log_dir`, got {log_name!r}.")
 
 
 def _check_numbers(**numbers: int) -> None:

@@ -57,7 +57,7 @@ def trained_of(given: Any, wishes: Wishes) -> Trained:
     """The program that trains `given`, whose evaluations also do what `eval_step` does."""
     if wishes.eval_step is not None:
         checked_eval_step(wishes.eval_step)
-    make = _maker_of(given)
+    make = maker_of(given)
     if make is not _of_program and wishes.loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
     return make(given, wishes)
@@ -87,7 +87,8 @@ class _AlsoInputs(NamedTuple):
         return Inputs(self.transforms.apply_to_images(key, batch.value, train=train))
 
 
-def _maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
+def maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
+    """What makes a program of `given`; refuses what cannot be trained."""
     if isinstance(given, Program):
         return _of_program
     if isinstance(given, FlaxState):
