@@ -39,10 +39,11 @@ def test_a_stream_that_is_closed_or_was_never_there_is_no_error(closed, tmp_path
 
 
 def test_it_writes_to_what_is_standard_error_now(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    captured = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", captured)
     ERR.write("one ")
     safe_console().print("two")
-    assert sys.stderr.getvalue() == "one two\n"
+    assert captured.getvalue() == "one two\n"
 
 
 def test_letters_that_a_stream_does_not_know_are_replaced(tmp_path):

@@ -13,6 +13,7 @@ from typing import Annotated
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.core.output import flush_output
 from jax_trainer.engine import Event, FitEnd, FitStart
 from jax_trainer.processes import peers
 from jax_trainer.settings import Above
@@ -75,8 +76,7 @@ class HangMonitor(Callback):
             f"thread is stands above{where}.{ends}"
         )
         if self.config.exits:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
             os._exit(HANGS)
 
     def _dump(self, file: Path) -> str:

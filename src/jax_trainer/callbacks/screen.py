@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from jax_trainer.core.output import SafeStream, safe_console
+
 START_OF_LINE = "\r\x1b[2K"
 
 
 def people_console() -> Console:
     """Where a person looks while a run lasts: the standard error output; in a notebook the standard output."""
-    console = Console()
-    return console if console.is_jupyter else Console(stderr=True)
+    console = safe_console(stderr=False)
+    return console if console.is_jupyter else safe_console()
 
 
 class Screen:
@@ -49,8 +51,7 @@ class Screen:
         else:
             text = "".join(f"{line}\n" for line in lines)
         if text:
-            self._console.file.write(text)
-            self._console.file.flush()
+            SafeStream(lambda: self._console.file).write(text)  # type: ignore[arg-type,return-value] - of text
 
     def _overwritten(self, lines: Sequence[str], bar: str) -> str:
         first, *more = [*lines, bar]

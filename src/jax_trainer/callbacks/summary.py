@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import jax
 from compoconf import register
-from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.checkpoint.durable import write_atomically
 from jax_trainer.core import PyTree, leaf_path
+from jax_trainer.core.output import safe_console
 
 LOG = logging.getLogger("jax_trainer")
 MODEL_FILE, PARAMS_FILE = "model.txt", "params.txt"
@@ -50,7 +50,7 @@ class ModelSummary(Callback):
         if self.event.step == 0 and self.trainer is None:  # a trainer logs it itself
             self.run.logger.log_scalar("param/num_model_params", _count(params), 0)
         if self.config.show:
-            Console(stderr=True).print(layers.rstrip(), markup=False, highlight=False, soft_wrap=True)
+            safe_console().print(layers.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
     def _layers(self) -> str:
         """The trainer's own table, where there is a trainer that can make one."""

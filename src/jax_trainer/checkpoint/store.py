@@ -54,6 +54,7 @@ from jax_trainer.checkpoint.together import (
     write_together,
 )
 from jax_trainer.core import TrainState, failpoint, step_of
+from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.datasets import Position
 from jax_trainer.processes.peers import PATIENCE
 
@@ -102,6 +103,7 @@ class CheckpointStore:
         slim_best: bool = False,
         patience: float = PATIENCE,
     ) -> None:
+        reserve_standard_streams()
         self.folder = Path(folder).absolute()
         self._retention = Retention(
             keep_latest=keep_latest,

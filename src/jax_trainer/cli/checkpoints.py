@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from jax_trainer.checkpoint.catalogue import name_of
@@ -21,6 +20,7 @@ from jax_trainer.config import ConfigError, config_from, redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
+from jax_trainer.core.output import safe_console
 from jax_trainer.trainer import TrainerConfig
 
 _SAVER = "ModelCheckpoint"
@@ -91,7 +91,7 @@ def _strays(place: _Place, listed: Sequence[Listed]) -> list[str]:
 def _shown_on_the_way(listed: Sequence[Listed], asked: argparse.Namespace) -> Iterable[Listed]:
     if asked.quiet or asked.json or not sys.stderr.isatty():
         return listed
-    return track(listed, "Verifying", console=Console(stderr=True), transient=True)
+    return track(listed, "Verifying", console=safe_console(), transient=True)
 
 
 def _comparison(run: RunFolder) -> dict[str, Any]:

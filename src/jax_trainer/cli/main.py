@@ -1,7 +1,6 @@
 """The command line: what can be asked, and how an end is told."""
 
 import argparse
-import io
 import json
 import logging
 import math
@@ -11,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -28,12 +27,14 @@ from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, O
 from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.core import NonFiniteError
+from jax_trainer.core.output import SafeStream, flush_output, reserve_standard_streams
 from jax_trainer.processes import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+_TRAININGS = ("train", "resume", "launch", "tune")
 
 _DESCRIPTION = """\
 Train, test and resume experiments that are described by one YAML file.
@@ -135,9 +136,11 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line asks; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    with _safe_output() as out:
+        code = _shown(next(iter(given), ""), _done(given), out)
     if arguments is not None:
-        return _done(arguments)
-    code = _done(sys.argv[1:])
+        return code
     was_stopped = code in (CTRL_C, TERMINATED)
     if was_stopped or (code and together.are_several()):
         # all of several processes were stopped; or one failed, and the others, which learn of it, may never come
@@ -172,7 +175,7 @@ def _done(given: Sequence[str]) -> int:
     if asked.json:
         _write(outcome.data)
     elif not asked.quiet:
-        outcome.show(_Page())
+        outcome.show(Console())
     if outcome.problem:
         sys.stderr.write(f"jax-trainer: {tame(_without_secrets(asked, outcome.problem))}\n")
     return FAILED if outcome.problem else DONE
@@ -180,9 +183,7 @@ def _done(given: Sequence[str]) -> int:
 
 def _ended_at_once(code: int) -> NoReturn:
     """Ends the process: a compiler that was interrupted goes on in a thread, and would crash while Python tidies up."""
-    with suppress(Exception):  # nobody may be reading any more
-        sys.stdout.flush()
-        sys.stderr.flush()
+    flush_output()
     os._exit(code)
 
 
@@ -195,12 +196,8 @@ def _tell(asked: argparse.Namespace, code: int, text: str, heading: str = "", **
 
 
 def _write(data: dict[str, Any]) -> None:
-    page = _Page()
-    try:
-        page.file.write(f"{json.dumps(_finite(data), allow_nan=False)}\n")
-        page.file.flush()
-    except BrokenPipeError:
-        page.on_broken_pipe()
+    sys.stdout.write(f"{json.dumps(_finite(data), allow_nan=False)}\n")
+    sys.stdout.flush()
 
 
 def _finite(data: Any) -> Any:
@@ -212,18 +209,24 @@ def _finite(data: Any) -> Any:
     return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
-class _Page(Console):
-    """Standard output; whoever reads it may stop when they have seen enough, and may not know every letter."""
+@contextmanager
+def _safe_output() -> Iterator[SafeStream]:
+    """Readers of the output may stop when they have seen enough, or have a full disk; user code writes there, too."""
+    reserve_standard_streams()
+    before = out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = made = SafeStream(lambda: out), SafeStream(lambda: err)  # type: ignore[assignment]
+    try:
+        yield made[0]
+    finally:
+        sys.stdout, sys.stderr = before
 
-    def __init__(self) -> None:
-        super().__init__()
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
 
-    def on_broken_pipe(self) -> None:
-        """Writes the rest to nowhere, as Python would complain about it at the end."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _shown(command: str, code: int, out: SafeStream) -> int:
+    """The exit code, after a word where the result could not be written; a training is done all the same."""
+    if code != DONE or out.failure is None or isinstance(out.failure, BrokenPipeError):
+        return code
+    sys.stderr.write(f"jax-trainer: What this command shows is incomplete: standard output failed ({out.failure}).\n")
+    return DONE if command in _TRAININGS else FAILED
 
 
 def _without_secrets(asked: argparse.Namespace, text: str) -> str:

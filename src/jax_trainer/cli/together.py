@@ -9,6 +9,7 @@ from contextlib import suppress
 import jax
 
 from jax_trainer.cli.outcomes import WrongInput
+from jax_trainer.core.output import SafeStream
 from jax_trainer.processes import HEARTBEAT, Job, JoiningError, join, peers, started_together
 
 
@@ -67,4 +68,5 @@ def _keep_output_clean() -> None:
     with suppress(io.UnsupportedOperation):  # where somebody captures it, there is nothing to keep apart
         own = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        sys.stdout = os.fdopen(own, "w", buffering=1)
+        opened = os.fdopen(own, "w", buffering=1)
+        sys.stdout = SafeStream(lambda: opened)  # type: ignore[assignment]

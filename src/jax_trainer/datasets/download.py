@@ -15,8 +15,9 @@ from http.client import HTTPException
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from jax_trainer.core.output import safe_console
 
 PIECE = 1 << 20  # bytes that are read at once
 MAX_BYTES = 1 << 30
@@ -200,7 +201,7 @@ def workshop(target: Path) -> Iterator[Path]:
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=safe_console())
 
 
 def _store(source: Readable, file: Path) -> str:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
+from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.logger.background import Background, Entry, Losses
 from jax_trainer.logger.files import sync
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig
@@ -77,6 +78,7 @@ class Logger(RegistrableConfigInterface):
         self._messages: RunLog | None = None
         self._tools: list[Background] = []
         if self.is_lead:
+            reserve_standard_streams()
             with contextlib.suppress(OSError):  # whoever writes there says that it cannot
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._step = last_step(self.folder / METRICS_FILE)  # of a run that goes on

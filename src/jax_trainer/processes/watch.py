@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,6 +222,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 def _end_process() -> None:
     LOG.error("This process ends, too, because another one is gone or has failed.")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError, AttributeError):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(1)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from rich.console import Console
 
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.adapters.nnx import Split
@@ -32,6 +31,7 @@ from jax_trainer.core import (
     with_statistics,
 )
 from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
@@ -340,7 +340,7 @@ class Learner(Task):
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
     def _show(self, text: str) -> None:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+        safe_console(stderr=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Transforms:

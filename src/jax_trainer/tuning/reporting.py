@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.core.output import safe_console
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.functions import Objective
 from jax_trainer.tuning.study import Study, TrialRecord
@@ -91,7 +90,7 @@ class Report:
 
 def speaker(quiet: bool) -> Callable[[str], None]:
     """Writes lines to standard error; nothing where it is to be quiet."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console = safe_console(soft_wrap=True, highlight=False, markup=False)
 
     def say(text: str) -> None:
         line = "".join(letter if letter.isprintable() else " " for letter in text)

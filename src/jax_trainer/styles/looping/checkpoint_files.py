@@ -6,7 +6,6 @@ or `highest_<group>_<metric>`; each of these is the folder of a `CheckpointStore
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
+from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Standing
 from jax_trainer.runs import standing_of
@@ -66,7 +66,7 @@ class _BestCheckpointFileWriter:
         found = self._store.best()
         self.best = None if found is None else found.metrics[self._name]
         if stdout and self.best is not None:
-            sys.stdout.write(f"The {self.word} value for the metric {self._name} is set to {self.best:.8f}.\n")
+            OUT.write(f"The {self.word} value for the metric {self._name} is set to {self.best:.8f}.\n")
 
     best: float | None  # the best value so far
 

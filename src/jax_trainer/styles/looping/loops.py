@@ -1,6 +1,5 @@
 """`TrainLoop`: training as something to iterate over, which gives checkpoints."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from jax_trainer.core import (
     with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
+from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Standing
@@ -227,8 +227,7 @@ class TrainLoop:
 
     def _say(self, text: str) -> None:
         if self._stdout:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
+            OUT.write(f"{text}\n")
 
 
 def _program(

@@ -1,10 +1,10 @@
 """Reports of checkpoints: to people on stdout, and to TensorBoard."""
 
-import sys
 import weakref
 from pathlib import Path
 from typing import TypeVar
 
+from jax_trainer.core.output import OUT
 from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
 from jax_trainer.styles.looping.checkpoints import Checkpoint, by_full_name, metrics_of
 
@@ -20,8 +20,7 @@ class SummaryLogger:
 
     def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
         """Reports `summary`."""
-        sys.stdout.write("\n" + "".join(f"{line}\n" for line in report(summary)))
-        sys.stdout.flush()
+        OUT.write("\n" + "".join(f"{line}\n" for line in report(summary)))
         return summary
 
 
