@@ -75,3 +75,34 @@ def test_a_long_wait_is_told_of(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         thread.wait()
     assert "Still waiting for a checkpoint in runs/1, since 0 seconds" in caplog.records[0].getMessage()
+
+
+def test_it_rests_between_two_writes_unless_somebody_waits():
+    thread, done = SavingThread("test", "a checkpoint"), []
+
+    def work() -> None:
+        time.sleep(0.1)
+        done.append(time.monotonic())
+
+    thread.submit(work)
+    while not done:
+        time.sleep(0.01)
+    thread.submit(work)
+    for _ in range(20):  # asking whether there is room is not waiting
+        thread.wait_for(lambda waiting: len(waiting) < 5)
+        time.sleep(0.01)
+    assert len(done) == 1 and thread.is_busy
+    thread.wait()
+    assert done[1] - done[0] < 0.8  # and not 0.9 of resting
+
+
+def test_after_a_failure_nothing_is_begun_before_it_was_raised():
+    thread, done = SavingThread("test", "a checkpoint"), []
+    thread.submit(lambda: 1 / 0)
+    thread.submit(lambda: done.append(1))
+    thread.settle()
+    assert not done
+    with pytest.raises(ZeroDivisionError):
+        thread.check()
+    thread.wait()
+    assert done == [1]

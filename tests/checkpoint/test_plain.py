@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.checkpoint.plain import decoded, encoded, not_plain
+from jax_trainer.checkpoint.plain import Fixed, decoded, encoded, not_plain
 
 
 def there_and_back(value: Any) -> Any:
@@ -141,3 +141,12 @@ def array(**changed: Any) -> dict[str, Any]:
 def test_what_somebody_else_made_up_is_an_error(content):
     with pytest.raises(ValueError, match="."):
         decoded(["fine", {"a": content}])
+
+
+def test_what_is_fixed_is_checked_and_encoded_once_and_comes_back_as_a_dict():
+    value = Fixed({"a": np.arange(3), "b": float("nan")})
+    assert not_plain([value], "it") == ""
+    content = encoded([value])
+    assert encoded([value])[0] is content[0]
+    assert type(decoded(content)[0]) is dict and decoded(content)[0]["a"].tolist() == [0, 1, 2]
+    assert "it[0]['a']" in not_plain([Fixed({"a": object()})], "it")

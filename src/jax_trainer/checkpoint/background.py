@@ -101,20 +101,25 @@ class SavingThread:
         return failure
 
     def _wait_while(self, holds: Callable[[], bool]) -> float:
+        def is_needed() -> bool:
+            is_own = self._thread is threading.current_thread()
+            return self.is_busy and holds() and not self._is_given_up and not is_own
+
         began, patience = time.monotonic(), _PATIENCE
+        if not is_needed():
+            return 0.0
         self._hurry(1)
         try:
-            while self.is_busy and holds() and not self._is_given_up and self._thread is not threading.current_thread():
-                try:
-                    with self._changed:
-                        if self.is_busy and holds():
-                            self._changed.wait(_SLICE)  # not `join`, which takes a thread for dead when interrupted
-                except KeyboardInterrupt:
-                    self._is_given_up = True
-                    raise
+            while is_needed():
+                with self._changed:
+                    if is_needed():
+                        self._changed.wait(_SLICE)  # not `join`, which takes a thread for dead when it is interrupted
                 if time.monotonic() - began > patience:
                     _log.warning("Still waiting for %s, since %.0f seconds.", self._what, time.monotonic() - began)
                     patience *= 2
+        except KeyboardInterrupt:
+            self._is_given_up = True
+            raise
         finally:
             self._hurry(-1)
         return time.monotonic() - began

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -39,8 +40,31 @@ _BITS = re.compile("[0-9a-f]{16}")
 _Shape = list[Annotated[int, AtLeast(0)]]
 
 
-def not_plain(value: Any, where: str, depth: int = 0) -> str:
+class Fixed(dict[str, Any]):
+    """A dict that nobody changes any more: it is checked and encoded once, however often it is saved."""
+
+    _encoded: Any = None
+
+
+def not_plain(value: Any, where: str) -> str:
     """What in `value` would not come back as it was; "" if all of it would."""
+    return "" if _is_plain(value, 0) else _problem(value, where, 0)
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """As a rule it is, and where everything in it is need not be put into words."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return True
+    if depth <= _DEEPEST and (isinstance(value, list) or type(value) is tuple):
+        return all(_is_plain(item, depth + 1) for item in value)
+    if isinstance(value, Fixed) and value._encoded is not None:
+        return True
+    if depth <= _DEEPEST and isinstance(value, dict):
+        return all(_is_plain(item, depth + 1) for item in chain(value, value.values()))
+    return not _problem(value, "", depth)
+
+
+def _problem(value: Any, where: str, depth: int) -> str:
     if value is None or type(value) in (bool, int, float, str, bytes):
         return ""
     if isinstance(value, np.ndarray | np.generic) or _is_tensor(value):
@@ -49,9 +73,7 @@ def not_plain(value: Any, where: str, depth: int = 0) -> str:
         return f"{where} is {shown(value)}, of type {type(value).__name__}"
     if depth > _DEEPEST:
         return f"{where} is nested too deeply"
-    return next(
-        (problem for item, place in _within(value, where) if (problem := not_plain(item, place, depth + 1))), ""
-    )
+    return next((problem for item, place in _within(value, where) if (problem := _problem(item, place, depth + 1))), "")
 
 
 def not_named(value: dict[Any, Any], where: str) -> str:
@@ -75,6 +97,9 @@ def encoded(value: Any) -> Any:
         return [encoded(item) for item in value]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [encoded(item) for item in value]}
+    if isinstance(value, Fixed):
+        value._encoded = encoded(dict(value)) if value._encoded is None else value._encoded
+        return value._encoded
     if isinstance(value, dict):
         if _TAG not in value and not not_named(value, ""):
             return {key: encoded(item) for key, item in value.items()}

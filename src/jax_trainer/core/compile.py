@@ -67,6 +67,7 @@ class CompiledProgram:
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
+        self._eval_formats: dict[Any, TapeFormat] = {}  # by structure, shapes and dtypes of what is evaluated
         self._on_recompile: OnRecompile = on_recompile
         # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
         self.steps_one_by_one = False
@@ -191,7 +192,11 @@ class CompiledProgram:
     def eval_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
         """The same for evaluation."""
         _begin(self.judge)
-        self._eval_format = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
+        leaves, structure = jax.tree.flatten((state, batch))
+        kind = (structure, *[(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves])
+        if kind not in self._eval_formats:  # small sets are evaluated often, and tracing takes longer than they do
+            self._eval_formats[kind] = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
+        self._eval_format = self._eval_formats[kind]
         return self._eval_format, self._blank(self._eval_format, length)
 
     def train_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax_trainer.callbacks import full_names
+from jax_trainer.checkpoint.plain import Fixed
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
 from jax_trainer.engine.events import Status
 from jax_trainer.settings import checked
@@ -88,7 +89,7 @@ class Results:
         known = self.metrics.validations
         if not known or known[-1][:2] != (epoch, step):
             known.append(Validation(epoch, step, {}))
-        known[-1].metrics.update(metrics)
+        known[-1] = Validation(epoch, step, Fixed({**known[-1].metrics, **metrics}))
         self.metrics[epoch] = {**self.metrics.get(epoch, {}), **metrics}
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.memory import BestInMemory
+from jax_trainer.checkpoint.plain import Fixed
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
 from jax_trainer.datasets import ArrayLoader
@@ -55,11 +56,12 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """All metrics so far."""
-        return {"epochs": self.epochs}
+        return {"epochs": dict(self.epochs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with those of a run that was interrupted."""
-        self.epochs = dict(checked(state, {"epochs": dict[int, dict[str, Any]]})["epochs"])
+        epochs = checked(state, {"epochs": dict[int, dict[str, Any]]})["epochs"]
+        self.epochs = {epoch: Fixed(metrics) for epoch, metrics in epochs.items()}
 
     @property
     def last(self) -> dict[str, float]:
@@ -70,7 +72,7 @@ class History:
 
     def _add(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         known = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_GUARD)}
-        self.epochs[epoch] = {**self.epochs.get(epoch, {}), **known}
+        self.epochs[epoch] = Fixed({**self.epochs.get(epoch, {}), **known})
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class FitResult:
 
     def __init__(self, asked: Asked, history: History, folder: Path) -> None:
         self._asked, self.folder, self.status = asked, folder, history.status
-        self.history: dict[int, dict[str, Any]] = dict(sorted(history.epochs.items()))
+        self.history: dict[int, dict[str, Any]] = {
+            epoch: dict(metrics) for epoch, metrics in sorted(history.epochs.items())
+        }
         self.state: Any = asked.trained.as_given(asked.state)
         self.model: nnx.Module | None = asked.trained.module
         saved = asked.store.best()
