@@ -1,4 +1,7 @@
+import shutil
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +29,19 @@ def test_the_newest_of_exactly_this_configuration_is_found(tmp_path):
     run(tmp_path, "other", "20261117-000000")
     assert found(tmp_path) == tmp_path / "mnist" / "20261115-142311-10"
     assert found(tmp_path, config=CONFIG + "\n") is None
+
+
+def test_the_run_that_began_last_is_found_also_where_the_clock_was_set_back(tmp_path, monkeypatch):
+    began = []
+    for now in (datetime(2026, 11, 15, 14, tzinfo=UTC), datetime(2026, 11, 15, 13, tzinfo=UTC), datetime(1970, 1, 1)):
+        monkeypatch.setattr("jax_trainer.checkpoint.folder.datetime", SimpleNamespace(now=lambda _, now=now: now))
+        folder = RunFolder.create(tmp_path, "mnist")
+        folder.write_text("config.yaml", CONFIG)
+        assert found(tmp_path) == folder.path
+        began.append(folder.path)
+    assert [path.name for path in began] == ["20261115-140000", "20261115-140000-2", "20261115-140000-3"]
+    shutil.rmtree(began[1])  # its number is not given again
+    assert RunFolder.create(tmp_path, "mnist").path.name == "20261115-140000-4"
 
 
 def test_a_version_is_found_if_it_has_this_configuration_and_otherwise_shows_where_they_differ(tmp_path):

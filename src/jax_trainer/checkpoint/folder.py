@@ -1,6 +1,7 @@
 """`RunFolder`: the folder of one run, and where things are in it."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from jax_trainer.checkpoint.names import safe_join
 METRICS = "metrics.jsonl"
 _MODE = 0o700  # what a run writes may be private
 _MOST_VERSIONS = 10_000  # that begin in one second
+_VERSION = re.compile(r"([0-9]{8}-[0-9]{6})(?:-([0-9]{1,9}))?")  # a name that a run was given by the clock
 _SUGGESTED = 5
 _LOOKED_AT = 2_000  # folders, when near runs are looked for: a home folder may be given
 
@@ -38,7 +40,9 @@ class RunFolder:
         Args:
             parent: the folder of all runs; made if need be.
             name: what the run is called; `/` separates several parts, "" has none.
-            version: None takes the time in UTC, `20261115-142311`, followed by `-2`, `-3` … where that is taken.
+            version: None takes the time in UTC, `20261115-142311`, followed by `-2`, `-3` … where that is taken. Where
+                the clock is behind the newest run there, that run's time is taken instead: names are in the order in
+                which runs began, which is how the newest is found.
                 A version that is given must be new, or a folder in which nothing was begun; "" adds none. This process
                 holds its lock from now on.
         """
@@ -160,9 +164,13 @@ def _claim_given(folder: Path) -> bool:
     return True
 
 
-def _claim_next(parent: Path, stamp: str) -> Path:
+def _claim_next(parent: Path, now: str) -> Path:
+    """A new folder, the last of all by name, also where the clock was set back: that is how runs are found."""
     _make(parent)
-    for number in range(1, _MOST_VERSIONS):
+    others = [(match[1], int(match[2] or 1)) for path in folders_in(parent) if (match := _VERSION.fullmatch(path.name))]
+    stamp = max([now, *(stamp for stamp, _ in others)])
+    first = max((number for other, number in others if other == stamp), default=0) + 1
+    for number in range(first, first + _MOST_VERSIONS):
         folder = safe_join(parent, stamp if number == 1 else f"{stamp}-{number}")
         try:
             os.mkdir(folder, _MODE)
