@@ -1,7 +1,7 @@
 """`Experiment`: everything that one YAML file says, and how it becomes a trainer with its data."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from jax_trainer.runs import Given
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.layout import layout_for
+from jax_trainer.trainer.own_init import has_own_init, made
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -114,6 +115,7 @@ def build(
     model: Any = None,
     optimizer: Any = None,
     callbacks: Given = (),
+    own: Mapping[str, Any] | None = None,
 ) -> Any:
     """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
 
@@ -125,24 +127,27 @@ def build(
         kind: the trainer's class, instead of the one that `run` names.
         model, optimizer: where `run` has none, because they were given in Python.
         callbacks: who watches besides those that `run` names.
+        own: further arguments of a class that has an `__init__` of its own.
     """
-    _check_given(run, model=model, optimizer=optimizer)
     mesh, make = _mesh(run), kind or trainer_class(run)  # before the data is loaded
+    makes_parts = has_own_init(make)
+    _check_given(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
-    if exmp_input is None:
-        if dataset is None:
-            raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
+    if exmp_input is None and dataset is not None:
         exmp_input = next(iter(dataset.train_loader))
+    if exmp_input is None and not makes_parts:
+        raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
     others = {"seed": run.seed, "num_gpus": run.num_gpus}
-    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "callbacks": callbacks, "dataset": dataset}
-    options |= {"other_configs": others, "folder": folder}
-    return make(run.trainer, run.model, run.optimizer, exmp_input, mesh, **options)
+    options: dict[str, Any] = {"config": run.trainer, "model_config": run.model, "optimizer_config": run.optimizer}
+    options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
+    options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
+    return made(make, {name: value for name, value in options.items() if value is not None}, own or {})
 
 
-def _check_given(run: StoredRun, **things: Any) -> None:
+def _check_given(run: StoredRun, *, may_lack: bool, **things: Any) -> None:
     for name, thing in things.items():
-        if getattr(run, name) is None and thing is None:
+        if getattr(run, name) is None and thing is None and not may_lack:
             raise _problem(name, f"This run was given its {name} in Python, so it is not stored: pass `{name}` again.")
         if getattr(run, name) is not None and thing is not None:
             raise _problem(name, f"This run has a {name} of its own: pass none, or change it by an override.")

@@ -153,6 +153,7 @@ class Keeper(Learner):
         dataset: DatasetModule | None = None,
         which: Which = "best",
         overrides: Sequence[str] = (),
+        **own: Any,
     ) -> Self:
         """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
 
@@ -163,11 +164,12 @@ class Keeper(Learner):
             dataset: for a run that had one which is not stored with it, or to judge on another.
             which: "best", "latest", or a step.
             overrides: of the stored configuration, such as `num_gpus=1`.
+            own: arguments of a subclass that has an `__init__` of its own; those with a default may be left out.
         """
         folder, step = run_and_step(Path(checkpoint))
         stored = stored_run(folder, overrides).value
         kind = kind_for(cls, trainer_class(stored), folder)
-        options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind}
+        options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind, "own": own}
         trainer = build(stored, model=model, optimizer=optimizer, **options)
         trainer.load_model(which=which if step is None else step)
         return trainer
