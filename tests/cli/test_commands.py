@@ -42,6 +42,19 @@ def test_testing_judges_the_same_weights_as_the_end_of_training(trained: Path, t
     assert said.data == {"status": "completed", "run": str(trained), "which": "best", "metrics": {"test": tested}}
 
 
+def test_the_end_of_a_run_says_which_weights_were_the_best_and_which_were_tested(run: Path, tmp_path: Path):
+    said = ask("resume", run, "--json", folder=tmp_path)  # it has ended, and is tested once more
+    best = said.data["best"]
+    assert said.data["tested"] == "best" and (best["monitor"], best["mode"]) == ("val/acc", "max")
+    found = {row["step"]: row["val/acc"] for row in rows(run) if "val/acc" in row}
+    assert best["value"] == max(found.values()) == found[best["step"]] and best["step"] == 4 * best["epoch"]
+    shown = ask("resume", run, folder=tmp_path).out
+    place = f"epoch {best['epoch']}, step {best['step']}"
+    assert f"Best weights: {place}: val/acc {best['value']:.6g}, higher is better." in shown
+    assert f"the best weights: {place}" in shown
+    assert place in ask("test", run, folder=tmp_path).out
+
+
 def test_testing_changes_nothing_in_the_folder(run: Path, tmp_path: Path):
     before = files(run)
     said = ask("test", run, "--which", "8", folder=tmp_path)

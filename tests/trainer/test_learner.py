@@ -53,6 +53,31 @@ def test_predictions_see_what_the_dataset_does_to_images(tmp_path):
     assert (guessed == labels).mean() == pytest.approx(trainer.test_model(loader)["test/acc"])
 
 
+def test_a_bound_model_takes_images_as_the_dataset_gives_them(flavour, tmp_path):
+    trainer, test = trainer_for(flavour, tmp_path), digits().test
+    bound, expected = trainer.bind_model(), trainer.test_model(digits().test_loader)["test/acc"]
+    assert test.input.dtype == np.uint8
+    assert (bound(test.input).argmax(-1) == test.target).mean() == pytest.approx(expected)
+    assert (jax.jit(bound)(test.input[:5]).argmax(-1) == bound(test.input[:5]).argmax(-1)).all()
+    seen = digits().transforms.apply(jax.random.key(0), test, train=False).input
+    np.testing.assert_allclose(trainer.bind_model(transforms=False)(seen), bound(test.input), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AttributeError, match=r"no 'out'.*transforms=False"):
+        bound.out  # noqa: B018
+
+
+def test_a_model_whose_inputs_are_computed_cannot_take_them_as_the_dataset_gives_them(tmp_path):
+    class Scaled(type(trainer_for("nnx", tmp_path))):
+        """Computes its input."""
+
+        def batch_to_input(self, batch):
+            return batch.input * 2
+
+    trainer = trainer_for("nnx", tmp_path)
+    trainer.__class__ = Scaled
+    with pytest.raises(ValueError, match=r"`batch_to_input` computes.*transforms=False"):
+        trainer.bind_model()(digits().test.input)
+
+
 def test_what_is_judged_is_what_is_bound_and_predicted(flavour, tmp_path):
     trainer = plain_for(flavour, tmp_path, ema=0.9)
     train_plain(trainer)

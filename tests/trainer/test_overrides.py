@@ -280,7 +280,7 @@ def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tm
     class Counting(Plain):
         """Adds how many batches there were."""
 
-        def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0) -> dict[str, Any]:
+        def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, **which: Any) -> dict[str, Any]:
             metrics = super().eval_model(data_loader, mode, epoch_idx)
             judged.append((mode, epoch_idx, metrics[f"{mode}/loss"]))
             return {**metrics, f"{mode}/batches": len(data_loader)}
@@ -330,7 +330,9 @@ def test_without_a_checkpoint_the_best_weights_are_tested_all_the_same(tmp_path)
     trainer = plain_for("nnx", tmp_path, kind=Drifting, train_epochs=3)
     results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
     assert results["test"]["test/loss"] == results[1]["val/loss"] < results[3]["val/loss"]
-    assert trainer.test_model(first_examples(64))["test/loss"] == results[3]["val/loss"]  # it has the last ones
+    assert (results.tested, results.best[:2], results.best[3:]) == ("best", (1, STEPS), ("val/loss", "min"))
+    assert trainer.test_model(first_examples(64)) == results["test"]
+    assert trainer.test_model(first_examples(64), which="last")["test/loss"] == results[3]["val/loss"]
 
 
 def test_where_nothing_tells_better_weights_that_is_said(tmp_path):

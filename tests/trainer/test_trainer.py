@@ -69,7 +69,7 @@ def test_the_test_judges_the_best_weights_and_not_the_last(done):
 
 def test_afterwards_the_trainer_has_the_last_weights(done):
     assert_same_bits(done.trainer.state, done.watcher.judged[EPOCHS * STEPS])
-    again = done.trainer.eval_model(digits().val_loader)
+    again = done.trainer.eval_model(digits().val_loader, which="last")
     assert again == done.results[EPOCHS]
 
 

@@ -53,11 +53,13 @@ def test(asked: argparse.Namespace) -> Outcome:
         trainer = built(loaded, folder)
         if trainer.dataset.test_loader is None:
             raise WrongInput(f"The dataset of {folder.path} has no test data.")
-        trainer.load_model(which=source.which)
+        saved = trainer.load_model(which=source.which)
         metrics = scalars(trainer.test_model(trainer.dataset.test_loader))
     run = redact(str(folder.path), secrets=asked.secrets)
     data = {"status": "completed", "run": run, "which": source.which, "metrics": {"test": metrics}}
-    return Outcome(data, lambda console: tables.metrics(console, {"test": metrics}))
+    # a `load_model` of the user's own need not say what it loaded
+    weights = str(source.which) if saved is None else f"epoch {saved.epoch}, step {saved.step}"
+    return Outcome(data, lambda console: tables.metrics(console, {weights: metrics}))
 
 
 def check(asked: argparse.Namespace) -> Outcome:

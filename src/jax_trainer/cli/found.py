@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from jax_trainer.checkpoint.direction import Direction, direction_words
 from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import Listed
 
@@ -32,7 +33,7 @@ class Found:
     strays: Sequence[str]
     verified: bool
     monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Direction = "min"
 
     @property
     def damaged(self) -> list[Listed]:
@@ -65,7 +66,8 @@ class Found:
         """What people are told besides."""
         notes = [] if self.listed else ["Nothing was saved."]
         if self.monitor is not None and self._best is not None:
-            notes.append(f"best: the {'largest' if self.mode == 'max' else 'smallest'} {shown(self.monitor)}")
+            place = f"epoch {self._best.epoch}, step {self._best.step}"
+            notes.append(f"best: {place}, by {shown(self.monitor)} ({direction_words(self.mode)})")
         if any(one.without for one in self.listed):
             notes.append("lacks: can be used and tested, and not be gone on from")
         if self.strays:

@@ -10,24 +10,27 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from jax_trainer.config import Described
+from jax_trainer.runs import Best
 from jax_trainer.settings import written
 from jax_trainer.trainer import DryRun
 
 
-def metrics(console: Console, by_set: Mapping[str, Mapping[str, float]]) -> None:
-    """Numbers by name, a row each."""
+def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> None:
+    """Numbers by name, a row each; `by_weights` has them by the weights that they are of."""
     table = Table(Column("metric", overflow="fold"), "value", "of")
-    for place, values in by_set.items():
-        whose = f"epoch {place}" if place.isdigit() else "the best weights"
+    for weights, values in by_weights.items():
         for name, value in sorted(values.items()):
-            table.add_row(escape(name), f"{value:.6g}", whose)
+            table.add_row(escape(name), f"{value:.6g}", weights)
     console.print(table)
 
 
-def trained(console: Console, by_place: Mapping[str, Mapping[str, float]], run: str, following: str) -> None:
-    """The last validation, the test, and where to go from here."""
-    validated = [place for place in by_place if place != "test"]
-    metrics(console, {place: by_place[place] for place in (*validated[-1:], "test") if place in by_place})
+def trained(
+    console: Console, by_weights: Mapping[str, Mapping[str, float]], best: Best | None, run: str, following: str
+) -> None:
+    """The last validation, the test, which weights are the best and by what, and where to go from here."""
+    metrics(console, by_weights)
+    if best is not None:
+        _line(console, f"Best weights: {best.words}.")
     _line(console, f"Run folder: {run}")
     if following:
         _line(console, f"Next: `{following}`, or look at its metrics.jsonl and config.yaml.")

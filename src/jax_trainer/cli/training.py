@@ -13,7 +13,7 @@ from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupt
 from jax_trainer.cli.runs import Meant, meant, without_resume
 from jax_trainer.config import Loaded, redact
 from jax_trainer.runs import resumable_step
-from jax_trainer.trainer import load_experiment
+from jax_trainer.trainer import TrainResults, load_experiment
 
 
 def train(asked: argparse.Namespace) -> Outcome:
@@ -56,8 +56,24 @@ def _trained(
     metrics = {str(place): commands.scalars(values) for place, values in results.items()}
     run = redact(str(trainer.folder.path), secrets=asked.secrets)
     following = _command(asked, "test", trainer.folder) if _saved(trainer.folder) else ""
-    outcome = {"status": "completed", "run": run, "metrics": metrics}
-    return Outcome(outcome, lambda console: tables.trained(console, metrics, run, following))
+    best, tested = results.best, results.tested
+    chosen = {"best": None if best is None else best.data(), "tested": tested}
+    outcome = {"status": "completed", "run": run, "metrics": metrics, **chosen}
+    shown = _by_weights(results, metrics)
+    return Outcome(outcome, lambda console: tables.trained(console, shown, best, run, following))
+
+
+def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The metrics of the last validation and of the test, by the weights that they are of."""
+    shown: dict[str, dict[str, float]] = {}
+    if results.validations:
+        last = results.validations[-1]
+        shown[f"epoch {last.epoch}, step {last.step}"] = metrics[str(last.epoch)]
+    if results.tested == "best" and results.best is not None:
+        shown[f"the best weights: epoch {results.best.epoch}, step {results.best.step}"] = metrics["test"]
+    elif results.tested is not None:
+        shown["the last weights"] = metrics["test"]
+    return shown
 
 
 @contextmanager

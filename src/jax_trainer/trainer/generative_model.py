@@ -14,6 +14,7 @@ from flax import nnx
 from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
+from jax_trainer.runs import Weights
 from jax_trainer.settings import Problem, SettingsError
 from jax_trainer.trainer.given import Module
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
@@ -124,6 +125,7 @@ class GenerativeTrainer(TrainerModule):
         steps: int | None = None,
         guidance: float | None = None,
         state: TrainState | None = None,
+        which: Weights | None = None,
     ) -> jax.Array:
         """New data, [count, …], as the weights that are judged make it. Compiled once for each count.
 
@@ -133,7 +135,9 @@ class GenerativeTrainer(TrainerModule):
             count: how many samples; with labels, as many as there are.
             steps: of the sampler; None: as many as the objective has.
             guidance: how much the labels count; None: the objective's own.
-            state: another state than the present one: in a callback, `self.state`.
+            state: another state, whose weights are used: in a callback, `self.state`.
+            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
+                and the present ones otherwise.
         """
         key = jax.random.key(key) if isinstance(key, int) else key
         condition = None if labels is None else jnp.asarray(labels, jnp.int32)
@@ -141,15 +145,22 @@ class GenerativeTrainer(TrainerModule):
         if count is None:
             raise ValueError("How many samples? Pass `labels`, one for each, or `count`.")
         shape = (count, *self.batch_to_data(self._transformed_example()).shape[1:])
-        network = self._network(state)
+        network = self._network(self._weights(which, state))
         return self.objective.sample(key, network, shape, condition, steps=steps, guidance=guidance)
 
-    def _network(self, state: TrainState | None) -> Any:
+    def bind_model(
+        self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = False
+    ) -> Any:
+        """The network with weights, to call. It works on noisy data, transformed already, so that there is no other."""
+        if transforms:
+            raise ValueError("`transforms=True`: the network is called with noisy data, which is transformed already.")
+        return super().bind_model(state, which=which, transforms=False)
+
+    def _network(self, state: TrainState) -> Any:
         """What is sampled from, computing as it was trained."""
         precision = Precision.named(self.config.precision)
         if self.model_mode == "nnx":
-            return cast_floats(self.bind_model(state), precision.compute)
-        state = self.state if state is None else state
+            return cast_floats(self._bound(state), precision.compute)
         params = cast_floats(state.extra.get("ema", state.params), precision.compute)
         return jax.tree_util.Partial(self._linen_network, {"params": params, **state.model_state})
 

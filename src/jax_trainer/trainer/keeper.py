@@ -9,19 +9,18 @@ import numpy as np
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
-from jax_trainer.core import Batch, GivenMesh, TrainState
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.core import Batch, GivenMesh
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, SavePoint, Standing, StepEnd
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.processes import peers
-from jax_trainer.runs import run_and_step
+from jax_trainer.runs import WEIGHTS, run_and_step
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.stored import configs_of, kind_for, storable
 from jax_trainer.trainer.task import Task
 
-WEIGHTS = ("params", "model_state", "extra")  # what of a state judging needs
 FINE_TUNED = ("params", "model_state")
 Which = int | Literal["best", "latest"]
 
@@ -79,10 +78,6 @@ class Keeper(Learner):
             options["better"] = self.is_new_model_better
         return CheckpointStore(folder.checkpoints, **options)
 
-    def with_weights(self, store: CheckpointStore, which: Any) -> TrainState:
-        """The present state with the weights of a checkpoint."""
-        return store.restore(which, like=self.state, only=WEIGHTS)[0]
-
     def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
         """Saves the present state as a checkpoint of its run; `metrics` are what it was judged by.
 
@@ -96,8 +91,10 @@ class Keeper(Learner):
         run = {"loop": at.to_data()}
         return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=run)
 
-    def load_model(self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None) -> None:
-        """Takes the weights of a checkpoint of this run.
+    def load_model(
+        self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None
+    ) -> Saved | None:
+        """Takes the weights of a checkpoint of this run, and returns which it is: its step, epoch and metrics.
 
         Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
 
@@ -107,8 +104,10 @@ class Keeper(Learner):
             which: instead of the epoch: "best", "latest", or a step.
         """
         store = self._store(self._own_folder("load from"))
-        if raise_if_not_found or _has(store, epoch_idx, which):
-            self.state = self.with_weights(store, _chosen(store, epoch_idx, which))
+        if not (raise_if_not_found or _has(store, epoch_idx, which)):
+            return None
+        self.state, saved = store.restore(_chosen(store, epoch_idx, which), like=self.state, only=WEIGHTS)
+        return saved
 
     def load_weights(
         self,

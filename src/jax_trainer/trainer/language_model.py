@@ -11,6 +11,7 @@ from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models.generation import generate_in_rounds
 from jax_trainer.models.token_loss import cross_entropy
+from jax_trainer.runs import Weights
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
@@ -57,6 +58,7 @@ class LanguageModelTrainer(TrainerModule):
         top_p: float | None = None,
         seed: int | jax.Array = 0,
         state: TrainState | None = None,
+        which: Weights | None = None,
     ) -> str:
         """`prompt` and the text that the model goes on with, by the averaged weights where there are some.
 
@@ -70,14 +72,16 @@ class LanguageModelTrainer(TrainerModule):
             top_k: draw among so many of the likeliest only.
             top_p: draw among the fewest that are together at least so likely.
             seed: decides what is drawn; or a random key.
-            state: whose weights are used; None: the present ones.
+            state: another state, whose weights are used.
+            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
+                and the present ones otherwise.
         """
         encode, decode = self._vocabulary()
         if not prompt:
             raise ValueError('`prompt` must have at least one character; "\\n" is like the beginning of a line.')
         known = self.dataset.metadata.get("vocab_size") if self.dataset is not None else None
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        model, key = self.bind_model(state), jax.random.key(seed) if isinstance(seed, int) else seed
+        model, key = self._bound(self._weights(which, state)), jax.random.key(seed) if isinstance(seed, int) else seed
         # a model may tell more tokens apart than the text has: those have no character
         (tokens,) = generate_in_rounds(model, key, encode(prompt)[None], length, **options, among=known)
         return decode(tokens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,9 @@ from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transfo
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
+from jax_trainer.runs import KeptBest, Weights, weights_of
 from jax_trainer.settings import Settings, SettingsError
+from jax_trainer.trainer.bound import BoundModel, batch_around
 from jax_trainer.trainer.custom_steps import accepting_step_states, dressing, with_own_steps
 from jax_trainer.trainer.given import Model, Module, optimizer_of
 from jax_trainer.trainer.layout import layout_for
@@ -66,6 +69,7 @@ class Learner(Task):
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
         self._held: HeldState | None = None
+        self._kept_best: KeptBest | None = None  # of the run that has just ended
         self._state_is_in_use = False
         self._given_callbacks: dict[str, Callback] = {}
         self._carried: DeviceTransforms | None = None  # by the data; None: none was seen yet
@@ -97,7 +101,7 @@ class Learner(Task):
 
     @property
     def state(self) -> TrainState:
-        """All that training changes. Before training it is made from `seed` and the example batch."""
+        """All that training changes, with the last weights. Before training it is made from `seed` and the example."""
         if self._held is None:
             self.pre_model_init_callback()
             self.state = self.init_model(self.exmp_input)
@@ -113,7 +117,11 @@ class Learner(Task):
 
     def hold(self, state: TrainState) -> None:
         """Makes `state` the present one; a run does so itself."""
-        self._held = HeldState.of(state)
+        self._held, self._kept_best = HeldState.of(state), None
+
+    def use_best(self, kept: KeptBest | None) -> None:
+        """After a run: these weights are used until others are set, where nobody asks for the last ones."""
+        self._kept_best = kept
 
     @contextmanager
     def having_state_in_use(self) -> Iterator[None]:
@@ -130,16 +138,44 @@ class Learner(Task):
 
     @property
     def model(self) -> Any:
-        """The module: of linen without, of nnx with the present weights."""
-        return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self.bind_model()
+        """The module itself: of linen without weights, of nnx with the last ones, those of `state`."""
+        return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self._bound(self.state)
 
-    def bind_model(self, state: TrainState | None = None) -> Any:
-        """A module with the present weights, to call: in evaluation mode, and apart from what training goes on with.
+    def bind_model(
+        self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
+    ) -> Any:
+        """A model with weights, to call: in evaluation mode, and apart from what is trained.
+
+        It takes inputs as the dataset gives them: where batches are transformed on the device, as by normalising, that
+        is done first, and what is returned is a `BoundModel`. Otherwise it is the module itself.
 
         Args:
-            state: another state, whose weights it has instead: in a callback, `self.state`.
+            state: another state, whose weights it has: in a callback, `self.state`.
+            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
+                and the present ones otherwise.
+            transforms: False: the module itself, for inputs that are transformed already.
         """
-        state = self.state if state is None else state
+        module = self._bound(self._weights(which, state))
+        if not (transforms and _Transforms(self)):
+            return module
+        seen = partial(self._transformed_inputs, stream(self._key, "eval transforms"))
+        return BoundModel(module, seen)
+
+    def _weights(self, which: Weights | None, state: TrainState | None = None) -> TrainState:
+        if state is None:
+            return weights_of(which, self.state, self._kept_best)
+        if which is not None:
+            raise TypeError("Pass `state`, whose weights are used, or `which`, not both.")
+        return state
+
+    def _transformed_inputs(self, key: jax.Array, *inputs: Any) -> tuple[Any, ...]:
+        """Inputs of the model, given as the dataset does, as an evaluation would see them."""
+        batch = batch_around(inputs, self.exmp_input, self.batch_to_input)
+        seen = self.batch_to_input(self.transform_batch(key, batch, False))
+        return seen if isinstance(seen, tuple) else (seen,)
+
+    def _bound(self, state: TrainState) -> Any:
+        """The module itself with the weights of a state, in evaluation mode."""
         params, model_state = copied((state.extra.get("ema", state.params), state.model_state))  # what is judged
         if self.model_mode == "linen":
             return self.model.bind({"params": params, **model_state})
@@ -275,16 +311,18 @@ class Learner(Task):
         """Takes the transforms of another dataset into the steps, and tells callbacks of it from the next run on."""
         self.dataset, self._program = dataset, None
 
-    # what can be asked of the present weights
+    # what can be asked of the weights
 
-    def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0) -> dict[str, Any]:
-        """The metrics of the present weights on one set; `mode` is what it is called.
+    def eval_model(
+        self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, *, which: Weights | None = None
+    ) -> dict[str, Any]:
+        """The metrics on one set; `mode` is what it is called, and `which` are the weights, as for `bind_model`.
 
         One of your own is asked after every evaluation of a run, and what it adds is added there.
         """
         if mode in self._just_judged:
             return dict(self._just_judged[mode])
-        return self._metrics_on({mode: data_loader}, self.config.limit_val_batches)
+        return self._metrics_on({mode: data_loader}, self.config.limit_val_batches, which)
 
     @contextmanager
     def having_judged(self, metrics: Mapping[str, dict[str, Any]]) -> Iterator[None]:
@@ -299,13 +337,17 @@ class Learner(Task):
         """Judges one batch, to see whether evaluating works."""
         return self._metrics_on({"val": val_loader}, 1)
 
-    def predict(self, data_loader: Any, max_batches: int | None = None) -> Any:
-        """The outputs of the present weights for all batches, one after the other, on the host.
+    def predict(self, data_loader: Any, max_batches: int | None = None, *, which: Weights | None = None) -> Any:
+        """The outputs for all batches, one after the other, on the host; a single batch is given as `[batch]`.
 
-        A single batch is given as `[batch]`.
+        Args:
+            data_loader: of batches as the dataset gives them.
+            max_batches: at most so many of them.
+            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
+                and the present ones otherwise.
         """
         self._see_evals({"predict": data_loader})
-        state = self.state  # first: an nnx model is built while it is made
+        state = self._weights(which)  # first: an nnx model is built while it is made
         outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
@@ -316,7 +358,7 @@ class Learner(Task):
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         wide = {"width": 140, "force_terminal": False, "force_jupyter": False}
         if self.model_mode == "nnx":
-            return nnx.tabulate(self.bind_model(), *inputs, console_kwargs=wide)
+            return nnx.tabulate(self.model, *inputs, console_kwargs=wide)
         return self.model.tabulate(self.get_model_rng(self._key), *inputs, console_kwargs=wide)
 
     def tabulate_params(self) -> str:
@@ -332,11 +374,13 @@ class Learner(Task):
         """Shows `tabulate`."""
         self._show(self.tabulate(exmp_input))
 
-    def _metrics_on(self, sets: Mapping[str, Any], max_batches: int | None = None) -> dict[str, Any]:
+    def _metrics_on(
+        self, sets: Mapping[str, Any], max_batches: int | None = None, which: Weights | None = None
+    ) -> dict[str, Any]:
         if not sets:
             raise ValueError("There is no data to judge the weights on.")
         self._see_evals(sets)
-        state = self.state  # first: an nnx model is built while it is made
+        state = self._weights(which)  # first: an nnx model is built while it is made
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
     def _show(self, text: str) -> None:

@@ -7,6 +7,7 @@ from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.plain import Fixed
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
 from jax_trainer.engine.events import Status
+from jax_trainer.runs import Best, Weights
 from jax_trainer.settings import checked
 
 TEST = "test"
@@ -27,6 +28,9 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
         status: "completed", or "stopped" if a callback ended the training.
         reason: why it did.
+        best: the weights that were the best in validation, which are used from now on: epoch, step, metrics; None:
+            there are none, and the last ones are used.
+        tested: which weights were tested, "best" or "last"; None: none were.
     """
 
     def __init__(self) -> None:
@@ -34,6 +38,8 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         self.validations: list[Validation] = []
         self.status: Status = "failed"
         self.reason = ""
+        self.best: Best | None = None
+        self.tested: Weights | None = None
 
 
 class Results:

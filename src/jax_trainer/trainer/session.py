@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from jax_trainer.callbacks import Callback, Progress, ProgressBar, Run, logger_observers
@@ -25,7 +26,17 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
-from jax_trainer.runs import WatchedEvaluations, Watching, explained, resumable, standing_of
+from jax_trainer.runs import (
+    KeptBest,
+    WatchedEvaluations,
+    Watching,
+    explained,
+    kept_in,
+    resumable,
+    standing_of,
+    used_by_default,
+    weights_of,
+)
 from jax_trainer.trainer.best import BestWeights
 from jax_trainer.trainer.hooks import TrainerHooks
 from jax_trainer.trainer.results import Results, TrainResults
@@ -68,8 +79,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.program, self.plan, self.data, self.tests = self.work
-        keeps_best = self.tests and self.data.evals and self.trainer.config.saver is None
-        self.best = BestWeights(self.trainer.is_new_model_better) if keeps_best else None
+        keeps_best = self.data.evals and self.trainer.config.saver is None
+        self.best = BestWeights(self.trainer, must_compare=bool(self.tests)) if keeps_best else None
         self._records = logger_observers(self.logger)
         self._driver: Driver | None = None
         self._events: Iterator[Event] = iter(())
@@ -104,7 +115,22 @@ class Session:
                         driver.feed(self._testing())
             finally:
                 self._driver = None
+        return self.settle()
+
+    def settle(self) -> TrainResults:
+        """Gives the trainer the best weights, which it uses from now on; returns what came out."""
+        self.trainer.use_best(self.kept_best)
+        self.results.metrics.best = None if self.kept_best is None else self.kept_best.best
         return self.results.metrics
+
+    @cached_property
+    def kept_best(self) -> KeptBest | None:
+        """The best weights, once there will be no others."""
+        trainer = self.trainer
+        if self.best is not None:
+            return self.best.kept(trainer.state)
+        self.store.wait()
+        return kept_in(self.store, trainer.state, None if trainer.compares_itself else trainer.config.saver)
 
     def train_epoch(self) -> dict[str, Any]:
         """The rest of the epoch that has begun; its metrics, none if it was cut off."""
@@ -174,12 +200,8 @@ class Session:
 
     def _testing(self) -> Iterator[Event]:
         trainer = self.trainer
-        if self.best is not None:
-            state = self.best.of(trainer.state)
-        else:
-            self.store.wait()
-            has_best = self.store.best() is not None
-            state = trainer.with_weights(self.store, "best") if has_best else trainer.state
+        self.results.metrics.tested = used_by_default(self.kept_best)
+        state = weights_of(None, trainer.state, self.kept_best)
         epoch = 0 if self._driver is None else self._driver.event.epoch
         at = Event(step_of(trainer.state), epoch, HeldState.of(state))
         return eval_events(self.program, at, self.tests, trainer.config.test_plan)

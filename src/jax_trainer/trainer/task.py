@@ -6,10 +6,15 @@ from typing import Any
 
 import jax
 
+from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 
-GOOD_SIGNS = {"val/val_metric": "min", "val/acc": "max", "val/loss": "min"}  # where no metric is monitored
+GOOD_SIGNS: dict[str, Direction] = {
+    "val/val_metric": "min",
+    "val/acc": "max",
+    "val/loss": "min",
+}  # where no metric is monitored
 
 
 class Task(BaseTrainer):
@@ -65,12 +70,19 @@ class Task(BaseTrainer):
         new, old = float(new_metrics[monitor]), float(old_metrics[monitor])
         return (new < old if mode == "min" else new > old) or (math.isnan(old) and not math.isnan(new))
 
-    def _sign(self, metrics: Mapping[str, Any]) -> tuple[str, str]:
+    def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
+        """The metric among these by which `is_new_model_better` compares by itself, and which way; None: none is."""
+        return next(((name, mode) for name, mode in self._signs.items() if name in metrics), None)
+
+    @property
+    def _signs(self) -> dict[str, Direction]:
         saver = self.config.saver
-        signs = GOOD_SIGNS if saver is None else {saver.monitor: saver.best_mode}
-        for name, mode in signs.items():
-            if name in metrics:
-                return name, mode
+        return GOOD_SIGNS if saver is None else {saver.monitor: saver.best_mode}
+
+    def _sign(self, metrics: Mapping[str, Any]) -> tuple[str, Direction]:
+        if (found := self.compared_by(metrics)) is not None:
+            return found
+        signs = self._signs
         there = ", ".join(sorted(metrics)) or "none"
         raise ValueError(
             f"Cannot tell which weights are better: there is no {' or '.join(signs)} among the metrics, which are "

@@ -24,7 +24,7 @@ from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
 from jax_trainer.processes import peers
 from jax_trainer.registration import full_name
-from jax_trainer.runs import Given, Place, agreed, interrupted, restored, standing_of
+from jax_trainer.runs import Given, Place, Weights, agreed, interrupted, restored, standing_of
 from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
 from jax_trainer.trainer.config import TrainerConfig
@@ -205,7 +205,9 @@ class TrainerModule(Keeper):
     ) -> TrainResults:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
 
-        `validations` of the result has every validation with its epoch and step, also those inside epochs.
+        `validations` of the result has every validation with its epoch and step, also those inside epochs; `best` says
+        which weights were the best in validation. Afterwards `predict`, `bind_model`, `eval_model` and `test_model`
+        use these (`which="last"`: the others); `state` has the last ones, from which training would continue.
 
         Args:
             val_loader, test_loader: one loader, or several by name.
@@ -254,7 +256,9 @@ class TrainerModule(Keeper):
             return session.go(quiet=quiet)
         except (KeyboardInterrupt, SystemExit) as end:
             call = f"train_model(…, resume={str(place.folder.path)!r})"
-            raise interrupted(end, session.results.metrics, place.folder, call) from None
+            # of several processes, others may be gone, and a store would ask them
+            reached = session.results.metrics if peers().are_several else session.settle()
+            raise interrupted(end, reached, place.folder, call) from None
         finally:
             self._session = None
             if session.results.status in ("completed", "stopped"):
@@ -279,21 +283,29 @@ class TrainerModule(Keeper):
         self.state = run(self.program, self.state, self._data(train_loader, {}), plan, [heard], at)
         return full_names(heard.metrics, "train")
 
-    def test_model(self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0) -> dict[str, Any]:
-        """The metrics of the present weights on the test set, or on several of them by name.
+    def test_model(
+        self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0, *, which: Weights | None = None
+    ) -> dict[str, Any]:
+        """The metrics on the test set, or on several of them by name.
 
-        `apply_callbacks` tells the callbacks of the last run, too, whose logger is closed.
+        Args:
+            test_loader: one loader, or several by name.
+            apply_callbacks: notify the callbacks of the last run, too, whose logger is closed.
+            epoch_idx: the epoch that they are given.
+            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
+                and the present ones otherwise.
         """
         sets = named_sets("test", test_loader)
         if apply_callbacks and sets:
             self._see_evals(sets)
-            at = Event(int(self.state.step), epoch_idx, HeldState.of(self.state))
+            state = self._weights(which)
+            at = Event(int(state.step), epoch_idx, HeldState.of(state))
             for event in eval_events(self.program, at, sets, self.config.test_plan):
                 for callback in self.callbacks.values():
                     callback.handle(event)
                 if isinstance(event, EvalRoundEnd):
                     return merged_names(event.metrics)
-        return self._metrics_on(sets, self.config.test_plan.eval_batches)
+        return self._metrics_on(sets, self.config.test_plan.eval_batches, which)
 
     def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
         """`iterator` with a progress bar, where the configuration shows one and this process leads.
@@ -308,6 +320,7 @@ class TrainerModule(Keeper):
         """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
         had, is_own = self._held, type(self).init_model is not Learner.init_model
         self._program, self._has_optimizer, self._at, self._last_metrics = program, True, Position(), {}
+        self._kept_best = None
         if had is None or resume:
             self._held = None
             state = self.state

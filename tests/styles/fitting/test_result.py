@@ -1,6 +1,7 @@
 """What can be asked of a training: outputs, curves, the best state; and of modules, that they are trained."""
 
 import copy
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def test_an_nnx_module_has_the_trained_weights_and_is_in_evaluation_mode(result,
     _, params, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
     assert_same_bits(nnx.to_pure_dict(params), result.state.params)
     assert_same_bits(nnx.to_pure_dict(rest), result.state.model_state)
-    np.testing.assert_allclose(module(X), result.predict(X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module(X), result.predict(X, which="last"), rtol=1e-5, atol=1e-6)
 
 
 def test_an_nnx_module_has_the_newest_weights_however_training_ends(tmp_path):
@@ -132,7 +133,12 @@ def test_a_notebook_shows_the_figure_as_a_picture(result):
 
 
 def test_it_says_what_it_is(result):
-    assert repr(result).startswith("FitResult(completed after 2 epochs, best epoch ")
+    best = result.best
+    value = f"{best.metrics['val/loss']:.6g}"
+    said = (
+        f"best: epoch {best.epoch}, step {best.step}: val/loss {value}, lower is better; predict uses the best weights"
+    )
+    assert repr(result).startswith(f"FitResult(completed after 2 epochs, {said}; folder=")
     assert result.folder.is_dir()
 
 
@@ -145,12 +151,13 @@ def test_a_program_is_fitted_too(tmp_path):
     result = trained(tmp_path, program, train=X, test=X, metric="acc")
     assert result.best is not None
     assert result.best.metrics["val/acc"] == max(metrics["val/acc"] for metrics in result.history.values())
-    np.testing.assert_allclose(result.predict(X), X - result.state.params, rtol=1e-6)
+    np.testing.assert_allclose(result.predict(X, which="last"), X - result.state.params, rtol=1e-6)
+    np.testing.assert_allclose(result.predict(X), X - result.best_state().params, rtol=1e-6)
     assert result.model is None
 
 
 def test_where_nothing_was_saved_there_is_no_best_state(result):
     lone = copy.copy(result)
-    lone.best = None
+    lone._asked = replace(result._asked, kept=None)
     with pytest.raises(ValueError, match="There is no best checkpoint"):
         lone.best_state()

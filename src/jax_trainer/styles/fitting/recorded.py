@@ -23,7 +23,7 @@ from jax_trainer.core import CompiledProgram, HeldState, NonFiniteError, TrainSt
 from jax_trainer.datasets import Data, Feed, Position
 from jax_trainer.engine import Event, Every, Plan, Standing, drive, train_events
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
-from jax_trainer.runs import Place, Watching, explained, interrupted, restored, run_and_step, standing_of
+from jax_trainer.runs import Place, Watching, explained, interrupted, kept_in, restored, run_and_step, standing_of
 from jax_trainer.styles.fitting.program import Trained
 from jax_trainer.styles.fitting.result import Asked, FitResult, History
 from jax_trainer.styles.fitting.told import config_text
@@ -110,7 +110,8 @@ class _Session:
             raise interrupted(end, reached, self._folder, call) from None
 
     def _result(self, state: TrainState, store: Store) -> FitResult:
-        asked = Asked(self._work.trained, self._work.program, state, store, self._work.batch_size)
+        kept = kept_in(store, state, self._recording.saver, validated=self._validates)
+        asked = Asked(self._work.trained, self._work.program, state, kept, self._work.batch_size)
         return FitResult(asked, self._history, self._folder.path)
 
     def _trained(self, store: Store) -> TrainState:

@@ -5,36 +5,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.checkpoint.memory import BestInMemory
 from jax_trainer.checkpoint.plain import Fixed
-from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, predictions
+from jax_trainer.runs import Best, KeptBest, Weights, used_by_default, weights_of
 from jax_trainer.settings import checked
 from jax_trainer.styles.fitting.data import Inputs, is_arrays
 from jax_trainer.styles.fitting.program import Trained
 
-WEIGHTS = ("params", "model_state", "extra")  # what of a state its best checkpoint keeps
 _OF_THE_GUARD = "guard/"  # always 0 here: a run ends with the first step that is not finite
 _OF_TRAINING = "optimizer/"  # metrics that are not about the model
 _WIDTH, _HEIGHT = 5.0, 3.5  # inches of one plot
-
-
-class Best(NamedTuple):
-    """The best checkpoint: its epoch and step, and what was measured with it."""
-
-    epoch: int
-    step: int
-    metrics: dict[str, float]
 
 
 class History:
@@ -82,7 +72,7 @@ class Asked:
     trained: Trained
     program: CompiledProgram
     state: TrainState
-    store: CheckpointStore | BestInMemory
+    kept: KeptBest | None
     batch_size: int
 
 
@@ -90,11 +80,13 @@ class FitResult:
     """What came out of a training.
 
     Attributes:
-        state: the trained state, as it was given: of a linen module, a state with `apply_fn` and `tx`.
-        model: the nnx module with the trained weights, in evaluation mode; None for anything else.
+        state: the trained state with the last weights, as it was given: of a linen module, a state with `apply_fn` and
+            `tx`.
+        model: the nnx module with the last weights, in evaluation mode; None for anything else.
         history: metrics by epoch, such as `{1: {"train/loss": 0.7, "val/loss": 0.6, "val/accuracy": 0.8}}`.
-        best: epoch, step and metrics of the best checkpoint, or, with `save=False`, of the best state that was kept in
-            memory; None where no state could be compared.
+        best: the best weights, of a checkpoint or, with `save=False`, kept in memory: their epoch, step and metrics,
+            and by which metric; None where no state could be compared.
+        used: which weights `predict` uses by itself: "best", or "last" where nothing was validated.
         folder: where the run is written.
         status: "completed"; "stopped" if a callback ended the training; "interrupted" if Ctrl-C did.
     """
@@ -106,34 +98,34 @@ class FitResult:
         }
         self.state: Any = asked.trained.as_given(asked.state)
         self.model: nnx.Module | None = asked.trained.module
-        saved = asked.store.best()
-        self.best = None if saved is None else Best(saved.epoch, saved.step, dict(saved.metrics))
+        self.best: Best | None = None if asked.kept is None else asked.kept.best
+        self.used: Weights = used_by_default(asked.kept)
 
-    def predict(self, x: Any, *, batch_size: int | None = None) -> PyTree:
+    def predict(self, x: Any, *, batch_size: int | None = None, which: Weights | None = None) -> PyTree:
         """What the trained model, in evaluation mode, makes of `x`, one output per example, as numpy arrays.
 
         Args:
             x: an array of inputs (a tuple of arrays: several arguments of the model), or whatever `fit` trains on
                 besides: a loader, a list of batches, …, whose targets are not looked at.
             batch_size: of arrays; left out, that of the training.
+            which: "best" or "last"; left out, the best weights in validation, if there was one, and else the last.
         """
         asked = self._asked
         if is_arrays(x):
             inputs = x if asked.trained.is_program else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or asked.batch_size)
-        outputs = list(predictions(asked.program, asked.state, x))
+        outputs = list(predictions(asked.program, weights_of(which, asked.state, asked.kept), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
     def best_state(self) -> Any:
-        """The state with the weights of the best checkpoint (with `save=False`, from memory); as `state` otherwise.
+        """The state with the best weights, from the disk or, with `save=False`, from memory; as `state` otherwise.
 
         `write_back(model, result.best_state())` puts them into an nnx module.
         """
-        if self.best is None:
-            raise ValueError(f"There is no best checkpoint in {self.folder}: nothing was saved that could be compared.")
         asked = self._asked
-        state, _ = asked.store.restore("best", like=asked.state, only=WEIGHTS)
-        return asked.trained.as_given(state)
+        if asked.kept is None:
+            raise ValueError(f"There is no best checkpoint in {self.folder}: nothing was saved that could be compared.")
+        return asked.trained.as_given(asked.kept.state)
 
     def plot(self) -> Any:
         """A figure of matplotlib that a notebook shows: each metric over the epochs, training and evaluation together.
@@ -151,8 +143,9 @@ class FitResult:
         return drawn
 
     def __repr__(self) -> str:
-        best = "" if self.best is None else f", best epoch {self.best.epoch}"
-        return f"FitResult({self.status} after {len(self.history)} epochs{best}, folder={str(self.folder)!r})"
+        best = "" if self.best is None else f", best: {self.best.words}"
+        used = f"predict uses the {self.used} weights"
+        return f"FitResult({self.status} after {len(self.history)} epochs{best}; {used}; folder={str(self.folder)!r})"
 
 
 @cache
