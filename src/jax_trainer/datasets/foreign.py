@@ -46,6 +46,20 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
     return batch if batch is None else _as_array(batch, copy=copy)
 
 
+def is_arrays(data: Any) -> bool:
+    """Whether `data` is all examples at once: an array, or a tuple, dict or dataclass of arrays, and not batches."""
+    is_record = dataclasses.is_dataclass(data) and not isinstance(data, type) and not hasattr(data, "__iter__")
+    if isinstance(data, tuple | Mapping) or is_record:
+        leaves = jax.tree.leaves(known_as_tree(data))
+        return bool(leaves) and all(map(is_array, leaves))
+    return is_array(data)
+
+
+def is_array(data: Any) -> bool:
+    """Whether `data` is one array, or a tensor."""
+    return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__array__")
+
+
 def known_as_tree(batch: Any) -> Any:
     """`batch`; a plain dataclass is made known to JAX as a tree of its fields (`size` stays a plain number)."""
     if dataclasses.is_dataclass(batch) and jax.tree_util.all_leaves([batch]):
@@ -72,6 +86,12 @@ def check_batch(batch: Batch, where: str) -> None:
             )
         if np.shape(leaf)[:1] == (0,):
             raise DataError(f"The {where} has {name} of shape {np.shape(leaf)}: it holds no examples. Leave it out.")
+
+
+def as_example(batch: Any) -> Batch:
+    """An example batch as arrays, like the batches of a loader; one that holds nothing else stays as it is."""
+    are_arrays = all(isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
+    return batch if are_arrays else as_arrays(batch, copy=False)
 
 
 def _as_array(leaf: Any, *, copy: bool) -> Any:

@@ -3,16 +3,19 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import jax
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.core import PyTree
+from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
-from jax_trainer.datasets.feed import Data, Resident
+from jax_trainer.datasets.feed import Data, Feed, Resident
+from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import nearby_multiples
-from jax_trainer.datasets.transforms import DeviceTransforms
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.datasets.transforms import DeviceTransforms, carrying
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 
 Count = Annotated[int, AtLeast(0)]
@@ -110,7 +113,9 @@ class DatasetModule(RegistrableConfigInterface):
 
     Args:
         config: batch sizes, seeds and the like.
-        train, val, test: arrays that share their first axis, in a tuple, dict or dataclass; or a loader.
+        train, val, test: arrays that share their first axis, in a tuple, dict or dataclass; or whatever else gives
+            batches: a torch `DataLoader`, a loader with `epoch`, a list of them, a function that returns an iterator.
+        train_loader, val_loader, test_loader: what gives the batches of these sets, where they are something else.
         metadata: what else there is to know.
         class_names: names of the classes, by label.
         transforms: what happens to batches on the device, inside the compiled step.
@@ -120,17 +125,31 @@ class DatasetModule(RegistrableConfigInterface):
     >>> data = DatasetModule(DatasetConfig(global_batch_size=32), train=(images, labels), val=(images, labels))
     >>> len(data.train_loader), len(data.val_loader)
     (9, 10)
+
+    A subclass may also set `train_loader`, and what else it has, by itself.
     """
 
     config: Any  # the class of a set's own configuration, which derives from `DatasetConfig`
+    train: Any = None
+    val: Any = None
+    test: Any = None
+    train_loader: Any = None
+    val_loader: Any = None
+    test_loader: Any = None
+    metadata: Mapping[str, Any] = MappingProxyType({})
+    class_names: tuple[str, ...] = ()
+    transforms: DeviceTransforms = DeviceTransforms()
 
     def __init__(
         self,
         config: DatasetConfig,
-        train: PyTree,
+        train: PyTree = None,
         val: PyTree = None,
         test: PyTree = None,
         *,
+        train_loader: Any = None,
+        val_loader: Any = None,
+        test_loader: Any = None,
         metadata: Mapping[str, Any] | None = None,
         class_names: tuple[str, ...] = (),
         transforms: DeviceTransforms = DeviceTransforms(),
@@ -138,9 +157,11 @@ class DatasetModule(RegistrableConfigInterface):
         self.config, self.metadata, self.class_names = config, dict(metadata or {}), class_names
         self.transforms = transforms
         self.train, self.val, self.test = train, val, test
-        self.train_loader = self._loader(train, "train", shuffle=True, drop_last=True)
-        self.val_loader = self._loader(val, "val")
-        self.test_loader = self._loader(test, "test")
+        if train is None and train_loader is None:
+            raise TypeError(f"{type(self).__name__} has nothing to train on: pass `train`, arrays or a loader.")
+        self.train_loader = self._loader(train, train_loader, "train", shuffle=True, drop_last=True)
+        self.val_loader = self._loader(val, val_loader, "val")
+        self.test_loader = self._loader(test, test_loader, "test")
         self._carry_transforms()
         if isinstance(self.train_loader, ArrayLoader):
             why = "the data is in memory, and batches are cut out of it in microseconds."
@@ -158,15 +179,23 @@ class DatasetModule(RegistrableConfigInterface):
         named = {"val": self.val_loader, "test": self.test_loader}
         return {name: loader for name, loader in named.items() if loader is not None}
 
+    def example(self) -> Batch:
+        """The first batch of the training data, as arrays; no batch is lost by it."""
+        batch, self.train_loader = peeked(self.train_loader)
+        return batch
+
     def _carry_transforms(self) -> None:
         """Gives the loaders their transforms along: whoever is given one of them applies them."""
-        if not self.transforms:
-            return
-        for loader in (self.train_loader, *self.eval_loaders.values()):
-            loader.transforms = self.transforms
+        if self.transforms:
+            for name in ("train_loader", *(f"{name}_loader" for name in self.eval_loaders)):
+                setattr(self, name, carrying(getattr(self, name), self.transforms, name))
 
-    def _loader(self, part: PyTree, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
-        if part is None or hasattr(part, "epoch"):
+    def _loader(self, part: PyTree, loader: Any, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
+        part = part if loader is None else loader
+        if part is None:
+            return None
+        if not is_arrays(part):
+            Feed(part, name, may_be_empty=True)  # refuses what cannot be iterated
             return part
         size = self.config.batch_size()
         examples = len(jax.tree.leaves(part)[0])

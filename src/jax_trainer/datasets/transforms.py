@@ -192,6 +192,25 @@ def transforms_of(data: Any) -> DeviceTransforms | None:
     return found if isinstance(found, DeviceTransforms) else None  # others may mean something else by this name
 
 
+class _Batches(list):
+    """A list of batches that carries transforms."""
+
+    transforms: DeviceTransforms
+
+
+def carrying(data: Any, transforms: DeviceTransforms, name: str) -> Any:
+    """`data`, which carries `transforms` from now on: it has them as an attribute."""
+    data = _Batches(data) if type(data) in (list, tuple) else data
+    try:
+        data.transforms = transforms
+    except AttributeError as error:
+        raise TypeError(
+            f"`{name}` is a {type(data).__name__}, which cannot carry the device transforms of its dataset. Pass a "
+            "loader, a list of batches, or a function that returns an iterator."
+        ) from error
+    return data
+
+
 def common_transforms(trained: DeviceTransforms | None, evals: Mapping[str, Any]) -> DeviceTransforms:
     """What all batches of a run are seen through: the transforms that the training data carries, if it does.
 

@@ -135,7 +135,7 @@ def build(
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
     if exmp_input is None and dataset is not None:
-        exmp_input = next(iter(dataset.train_loader))
+        exmp_input = dataset.example()
     if exmp_input is None and not makes_parts:
         raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
     others = {"seed": run.seed, "num_gpus": run.num_gpus}

@@ -18,7 +18,7 @@ from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
-from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
@@ -370,7 +370,8 @@ def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
         kind = type(exmp_input).__name__
         raise TypeError(f"`exmp_input` is a {kind}, and must be one batch: `exmp_input=next(iter(train_loader))`.")
     if exmp_input is None and dataset is not None:
-        return next(iter(dataset.train_loader))
+        return dataset.example()
+    exmp_input = as_example(exmp_input)
     if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(exmp_input)):
         check_batch(exmp_input, "example batch (`exmp_input`)")
     return exmp_input

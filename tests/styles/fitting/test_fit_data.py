@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
-from jax_trainer.styles.fitting.data import Inputs, inputs_of, is_arrays, split_of, taken
+from jax_trainer.datasets.foreign import is_arrays
+from jax_trainer.styles.fitting.data import Inputs, inputs_of, split_of, taken
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
 Pair = collections.namedtuple("Pair", ["features", "label"])

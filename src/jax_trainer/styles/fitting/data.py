@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_trainer.core import Batch, noting
 from jax_trainer.datasets import ArrayLoader, DataError
-from jax_trainer.datasets.foreign import as_arrays, known_as_tree
+from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
 from jax_trainer.datasets.peek import peeked
 
 INPUTS = ("input", "inputs", "x", "image", "images", "features")
@@ -54,19 +54,6 @@ def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: 
     return Given(data, example, is_cut=False)
 
 
-def is_arrays(data: Any) -> bool:
-    """Whether `data` is all examples at once: an array, or a tuple, dict or dataclass of arrays, and not batches."""
-    is_record = dataclasses.is_dataclass(data) and not isinstance(data, type) and not hasattr(data, "__iter__")
-    if isinstance(data, tuple | Mapping) or is_record:
-        leaves = jax.tree.leaves(known_as_tree(data))
-        return bool(leaves) and all(map(_is_array, leaves))
-    return _is_array(data)
-
-
-def _is_array(data: Any) -> bool:
-    return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__array__")
-
-
 def _is_single(example: Batch, split: SplitBatch) -> bool:
     try:
         targets = split(example)[1]
@@ -98,7 +85,7 @@ def inputs_of(split_batch: SplitBatch | None) -> Callable[[Batch], Any]:
     def inputs(batch: Batch) -> Any:
         if isinstance(batch, Inputs):
             return batch.value
-        if _is_array(batch):
+        if is_array(batch):
             return batch
         return _found(batch, INPUTS, 0, "inputs") if split_batch is None else split_batch(batch)[0]
 

@@ -21,12 +21,13 @@ from jax_trainer.core import (
     with_finite_guard,
 )
 from jax_trainer.datasets import Data, DataError, Feed, transforms_of
+from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.engine import Every, Plan
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import agreed, named_callbacks
 from jax_trainer.runs.watching import Given
-from jax_trainer.styles.fitting.data import SplitBatch, is_arrays, split_of, taken
+from jax_trainer.styles.fitting.data import SplitBatch, split_of, taken
 from jax_trainer.styles.fitting.program import Trained, Wishes, maker_of, seen_through, trained_of
 from jax_trainer.styles.fitting.recorded import (
     Recording,

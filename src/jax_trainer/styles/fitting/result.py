@@ -15,11 +15,11 @@ from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.plain import Fixed
 from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
 from jax_trainer.datasets import ArrayLoader
-from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, predictions
 from jax_trainer.runs import Best, KeptBest, Weights, used_by_default, weights_of
 from jax_trainer.settings import checked
-from jax_trainer.styles.fitting.data import Inputs, is_arrays
+from jax_trainer.styles.fitting.data import Inputs
 from jax_trainer.styles.fitting.program import Trained
 
 _OF_THE_GUARD = "guard/"  # always 0 here: a run ends with the first step that is not finite
