@@ -1,3 +1,5 @@
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,38 @@ def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, i
     assert said in problem.text.replace(f"{tmp_path}/", "") or said[-20:] in problem.text
 
 
+def test_a_pipe_that_is_included_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "link.yaml").symlink_to("pipe.yaml")
+    (tmp_path / "null.yaml").symlink_to("/dev/zero")
+    for name in ("pipe.yaml", "link.yaml", "null.yaml"):
+        (problem,) = complaints(tmp_path, f"title: x\ninclude: {name}\n")
+        assert problem.place.line == 2
+        assert name in problem.text and "pipe or a device" in problem.text
+
+
+def test_a_stored_configuration_that_is_a_pipe_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="pipe or a device"):
+        load_config(tmp_path / "config.yaml", Sketch, may_include=False)
+
+
+def test_a_pipe_that_a_person_names_is_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "sketch.yaml")
+    writer = threading.Thread(target=(tmp_path / "sketch.yaml").write_text, args=("title: piped\n",))
+    writer.start()
+    assert load_config(tmp_path / "sketch.yaml", Sketch).value.title == "piped"
+    writer.join()
+
+
+@pytest.mark.parametrize("secret", ["hunter2 is my password\n", "- hunter2\n", "[hunter2]\n", "a: b\nhunter2\n"])
+def test_the_error_for_an_included_link_does_not_show_what_is_behind_it(tmp_path: Path, secret: str):
+    (tmp_path / "secret.txt").write_text(secret)
+    (tmp_path / "base.yaml").symlink_to("secret.txt")
+    (problem,) = complaints(tmp_path, "title: x\ninclude: base.yaml\n")
+    assert "base.yaml" in str(problem.place) and "hunter2" not in str(problem)
+
+
 def test_few_files_that_include_each_other_often_are_refused_at_once(tmp_path: Path):
     for level in range(4):
         written(tmp_path, f"include: [{', '.join([f'f{level + 1}.yaml'] * 5)}]\n", f"f{level}.yaml")
@@ -102,8 +136,8 @@ def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
     [
         ("", "sketch.yaml:1: expected keys and values, found nothing."),
         ("# nothing\n", "expected keys and values, found nothing."),
-        ("- 1\n- 2\n", "sketch.yaml:1: expected keys and values, found [1, 2]."),
-        ("word\n", "sketch.yaml:1: expected keys and values, found 'word'."),
+        ("- 1\n- 2\n", "sketch.yaml:1: expected keys and values, found a list."),
+        ("word\n", "sketch.yaml:1: expected keys and values, found a single value."),
         ("x" * 100_001, "sketch.yaml: sketch.yaml is larger than 100,000 bytes."),
         (b"title: x\npages: \xff\n", "sketch.yaml:2: This is not UTF-8 text: invalid start byte at byte 16."),
         ("title: x\n".encode("utf-16"), "sketch.yaml:1: This is not UTF-8 text"),

@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,9 +49,11 @@ class _Files:
             raise self._given_up(asked_at, INCLUDE, f"Files include each other in a circle: {chain}.")
         if self._files > MAX_FILES:
             raise self._given_up(asked_at, INCLUDE, f"More than {MAX_FILES} files are included.")
-        tree = parse(self.text(file, asked_at), str(file), self._problems)
+        is_own = not above and self._may_include  # a person has named it, who may also pass a pipe
+        tree = parse(self.text(file, asked_at, any_kind=is_own), str(file), self._problems)
         if not tree.is_section:
-            found = "nothing" if tree.value is None else shown(tree.data())
+            # what stands there is not shown: behind a link may be a file that nobody is to see
+            found = "nothing" if tree.value is None else "a list" if isinstance(tree.value, list) else "a single value"
             raise self._given_up(tree.place, "", f"expected keys and values, found {found}.")
         own = Node({name: node for name, node in tree.section.items() if name != INCLUDE}, tree.place)
         bases = tree.section.get(INCLUDE, Node([], tree.place))
@@ -67,14 +70,19 @@ class _Files:
         text = f"expected the name of a .yaml file, or a list of them, found {shown(node.data())}."
         raise self._given_up(node.place, INCLUDE, text)
 
-    def text(self, file: Path, asked_at: Place) -> str:
-        """What stands in `file`, for which `asked_at` asks."""
+    def text(self, file: Path, asked_at: Place, *, any_kind: bool = True) -> str:
+        """What stands in `file`, for which `asked_at` asks; of `any_kind`: a pipe is read, too, and waited for."""
         try:
-            with file.open("rb") as stream:
+            with open(file, "rb", opener=None if any_kind else _open_at_once) as stream:
+                if not (any_kind or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
+                    text = f"{file} cannot be read: it is a pipe or a device. Include a regular file."
+                    raise self._given_up(asked_at, "", text)
                 data = stream.read(MAX_BYTES + 1)
         except FileNotFoundError:
             near = suggestion(file.name, [other.name for other in file.parent.glob("*.y*ml")])
             raise self._given_up(asked_at, "", f"There is no file {file}.{near}") from None
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise self._given_up(asked_at, "", f"{file} cannot be read: {reason}.") from None
@@ -93,6 +101,11 @@ class _Files:
     def _given_up(self, place: Place, key: str, text: str) -> ConfigError:
         self._problems.add(place, key, text)
         return self._problems.error()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for somebody to write to it, should it be a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def overridden(tree: Node, overrides: Sequence[str], problems: Problems) -> Node:
