@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 import jax
-from compoconf import RegistrableConfigInterface, Registry, register, register_interface, registered
+from compoconf import ConfigInterface, RegistrableConfigInterface, Registry, register, register_interface, registered
 from flax import linen as nn
 from flax import nnx
 
@@ -157,12 +157,12 @@ for _interfaces in (_INTERFACES.values(), _ON_INPUTS[:2], _ON_INPUTS[2:]):
     same_section(*_interfaces)
 
 
-def model_mode(config: BaseModelConfig) -> ModelMode:
+def model_mode(config: ConfigInterface) -> ModelMode:
     """Whether the model of this configuration is one of nnx or of linen, by where it is registered."""
     return _registration(config)[0]
 
 
-def build_model(config: BaseModelConfig, exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
+def build_model(config: ConfigInterface, exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
     """The model of this configuration.
 
     Args:
@@ -177,7 +177,7 @@ def build_model(config: BaseModelConfig, exmp_input: Any, rngs: nnx.Rngs) -> nnx
     return model(config, **example, rngs=rngs)
 
 
-def _registration(config: BaseModelConfig) -> tuple[ModelMode, type[Any]]:
+def _registration(config: ConfigInterface) -> tuple[ModelMode, type[Any]]:
     name, kind = config.class_name, type(config).__name__
     found: list[tuple[ModelMode, type[Any]]] = [
         (mode, Registry.get_class(interface, name))  # type: ignore[arg-type]  # compoconf means the class

@@ -74,7 +74,13 @@ class OptimizerInterface(RegistrableConfigInterface):
 
     config: Any  # the class of an optimizer's own configuration, which derives from `BaseOptimizerConfig`
 
-    def __init__(self, config: BaseOptimizerConfig) -> None:
+    def __init__(self, config: Any) -> None:
+        if type(self).build is OptimizerInterface.build and not isinstance(config, BaseOptimizerConfig):
+            name = type(config).__name__
+            raise TypeError(
+                f"{type(self).__name__} needs the keys of `BaseOptimizerConfig`, which {name} lacks. Derive {name} "
+                "from it, or write `build(self, total_steps)`."
+            )
         self.config = config
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:

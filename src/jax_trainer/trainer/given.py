@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import optax
+from compoconf import ConfigInterface
 from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.core import class_of
-from jax_trainer.interfaces import BaseModelConfig, ModelMode, build_model, model_mode
+from jax_trainer.interfaces import ModelMode, build_model, model_mode
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
-from jax_trainer.settings import Settings
 
 Module = nnx.Module | nn.Module
 
@@ -30,7 +30,7 @@ class Model:
 
     def __init__(self, given: Any) -> None:
         self._given = given
-        self.config = given if isinstance(given, BaseModelConfig) else None
+        self.config = given if isinstance(given, ConfigInterface) else None
         self.mode: ModelMode = _mode(given)
         self.name = _name(given)
 
@@ -49,7 +49,7 @@ class Model:
 
 
 def _mode(given: Any) -> ModelMode:
-    if isinstance(given, BaseModelConfig):
+    if isinstance(given, ConfigInterface):
         return model_mode(given)
     if isinstance(given, nn.Module):
         return "linen"
@@ -64,7 +64,7 @@ def _mode(given: Any) -> ModelMode:
 
 
 def _name(given: Any) -> str:
-    if isinstance(given, BaseModelConfig):
+    if isinstance(given, ConfigInterface):
         return given.class_name.rpartition(".")[2]
     return getattr(given, "__name__", type(given).__name__).strip("<>")
 
@@ -104,7 +104,13 @@ class _Ready:
 
 def optimizer_of(given: Any) -> Optimizer:
     """What makes the optimizer, from a configuration or an optax optimizer."""
-    if isinstance(given, Settings):
+    if isinstance(given, ConfigInterface):
+        if not given.class_name:
+            kind = type(given).__name__
+            raise TypeError(
+                f"{kind} belongs to no optimizer: its `class_name` is empty. Decorate the optimizer with `@register`, "
+                f"and annotate it with `config: {kind}`."
+            )
         return given.instantiate(OptimizerInterface)
     return _Ready(checked_optimizer(given, ", or an optimizer's configuration"))
 

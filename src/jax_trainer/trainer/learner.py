@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from compoconf import ConfigInterface
 from flax import nnx
 
 from jax_trainer.adapters import linen_program, nnx_program
@@ -38,7 +39,7 @@ from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import KeptBest, Weights, weights_of
-from jax_trainer.settings import Settings, SettingsError
+from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.bound import BoundModel, batch_around
 from jax_trainer.trainer.custom_steps import accepting_step_states, dressing, with_own_steps
 from jax_trainer.trainer.given import Model, Module, optimizer_of
@@ -402,4 +403,4 @@ class _Transforms:
 
 
 def _config(given: Any) -> Any:
-    return given if isinstance(given, Settings) else None
+    return given if isinstance(given, ConfigInterface) else None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from compoconf import ConfigInterface
 from flax import linen as nn
 from flax import nnx
 
@@ -19,7 +20,6 @@ from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stre
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DataError, DeviceTransforms, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
-from jax_trainer.settings import Settings
 from jax_trainer.styles.fitting.data import Inputs, SplitBatch, inputs_of, split_of
 from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
 
@@ -239,7 +239,7 @@ def _judging(program: Program, view: Callable[[TrainState], Any], eval_step: Any
 
 def _tx_of(wishes: Wishes) -> optax.GradientTransformation:
     given = wishes.optimizer
-    if isinstance(given, Settings):
+    if isinstance(given, ConfigInterface):
         return given.instantiate(OptimizerInterface).build(wishes.total_steps)
     if isinstance(given, nnx.Optimizer):
         return given.tx
