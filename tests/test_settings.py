@@ -95,7 +95,7 @@ class House(Settings):
 @pytest.mark.parametrize(
     ("hint", "good", "bad"),
     [
-        (int, [0, -5, 10**400], [True, 1.0, "1", None]),
+        (int, [0, -5, 2**63 - 1], [True, 2**63, 10**400, 1.0, "1", None]),
         (float, [0, 1.5, -2], [True, float("nan"), float("inf"), -float("inf"), 10**400, "1", None, 1j]),
         (bool, [True, False], [0, 1, "true", None]),
         (str, ["", "a"], [1, None, b"a"]),

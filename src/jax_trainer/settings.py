@@ -146,10 +146,14 @@ class Settings(ConfigInterface):
         cls.class_name = ""  # until a class is registered with it: it is not the one that its parent belongs to
 
     def __post_init__(self) -> None:
-        hints = hints_of(type(self))
+        hints, values = hints_of(type(self)), self.stored()
+        for name, value in values.items():
+            if (number := plain(value)) is not value:
+                object.__setattr__(self, name, number)
+                values[name] = number
         found = [
             (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{meant(hints[name], value)}")
-            for name, value in self.stored().items()
+            for name, value in values.items()
             if not fits(hints[name], value)
         ]
         # what keys must have in common is asked only when each of them makes sense
@@ -276,8 +280,27 @@ def classes_in(value: Any, path: str = "") -> Iterator[tuple[str, type]]:
         yield from classes_in(part, f"{path}.{name}".lstrip("."))
 
 
+def plain(value: Any) -> Any:
+    """`value` with Python's numbers for those of numpy and JAX, also inside of lists and mappings.
+
+    >>> import numpy as np
+    >>> plain([np.int64(3), np.array(0.5), "text"])
+    [3, 0.5, 'text']
+    """
+    if isinstance(value, dict):
+        parts = {name: plain(item) for name, item in value.items()}
+        return parts if any(parts[name] is not item for name, item in value.items()) else value
+    if type(value) in (list, tuple):
+        items = [plain(item) for item in value]
+        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    is_number = getattr(getattr(value, "dtype", None), "kind", "") in ("b", "i", "u", "f") and value.ndim == 0
+    return value.item() if is_number else value
+
+
 def meant(hint: Any, value: Any) -> str:
-    """A sentence with the word that `value` was meant to be, where `hint` allows only some words."""
+    """What else to say of a value that does not fit: the word that it was meant to be, or how large a number may be."""
+    if _is_too_large(value):
+        return f" A whole number has at most 64 bits: it is at most {_LARGEST}."
     kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind) if isinstance(word, str)]
     is_word = isinstance(value, str | int) and not isinstance(value, bool)
@@ -289,18 +312,27 @@ def fits(hint: Any, value: Any) -> bool:
     return any(_fits_one(option, value) for option in options(hint))
 
 
+_LARGEST = 2**63 - 1
+
+
+def _is_too_large(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return any(map(_is_too_large, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST
+
+
 def _fits_one(hint: Any, value: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return fits(args[0], value) and all(bound.allows(value) for bound in args[1:])
     if hint is Any:
-        return True
+        return not _is_too_large(value)
     if hint in (None, NoneType):
         return value is None
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if hint in (int, bool, str):
-        return type(value) is hint
+        return type(value) is hint and not _is_too_large(value)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
     if origin is tuple:

@@ -44,7 +44,8 @@ texts = st.one_of(
 names = st.text(st.sampled_from(f"{string.ascii_letters}_- 01~#&*!?é:{{"), min_size=1, max_size=12).filter(
     lambda name: name != "class_name" and not is_secret(name)
 )
-numbers = st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False))
+whole = st.integers(-(2**63), 2**63 - 1)
+numbers = st.one_of(whole, st.floats(allow_nan=False))
 plain = st.one_of(st.none(), st.booleans(), numbers, texts)
 anything = st.recursive(
     plain, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(names, parts, max_size=3), max_leaves=8
@@ -59,15 +60,15 @@ sketches = st.builds(
     scale=st.floats(0, 10, exclude_min=True),
     is_draft=st.booleans(),
     line=st.sampled_from(["solid", "dashed", "dotted"]),
-    margins=st.tuples(st.integers(), st.integers()),
+    margins=st.tuples(whole, whole),
     tags=st.lists(texts, max_size=3),
     pattern=st.sampled_from(["", "a|b", "[0-9]+", "\\.x$"]),
-    limit=st.none() | st.integers(0),
+    limit=st.none() | st.integers(0, 2**63 - 1),
     shape=st.none() | shapes,
     shapes=st.dictionaries(names, shapes, max_size=3),
     grey=st.floats(0, allow_nan=False, allow_infinity=False) | shapes,
-    tool=st.builds(SketchPenConfig, width=st.integers(1), share=st.floats(0, 1, exclude_max=True)),
-    paper=st.builds(Paper, width=st.integers(), height=st.integers()),
+    tool=st.builds(SketchPenConfig, width=st.integers(1, 2**63 - 1), share=st.floats(0, 1, exclude_max=True)),
+    paper=st.builds(Paper, width=whole, height=whole),
     notes=st.dictionaries(names, texts, max_size=3),
     extra=anything,
 )

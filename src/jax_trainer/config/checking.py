@@ -9,7 +9,7 @@ from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.registration import full_name
-from jax_trainer.settings import Candidate, SettingsError, candidates, expected, fits, hints_of, listed, options
+from jax_trainer.settings import Candidate, SettingsError, candidates, expected, fits, hints_of, listed, meant, options
 from jax_trainer.suggestions import elsewhere
 
 CLASS = "class_name"
@@ -47,8 +47,7 @@ class Checker:
         if _has_hidden(value):
             return self._complain(node, path, "a secret was hidden here when this was stored. Give it again.")
         if not fits(hint, value):
-            is_word = isinstance(value, str | int) and not isinstance(value, bool)
-            near = self._problems.suggestion(str(value), _literals(hint)) if is_word else ""
+            near = "" if self._problems.is_full else meant(hint, value)
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
         kinds = [_bare(option) for option in options(hint)]
         return float(value) if type(value) is int and float in kinds and int not in kinds else value

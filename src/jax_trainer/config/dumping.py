@@ -9,7 +9,7 @@ import yaml
 from jax_trainer.config.yaml_text import key_problem, scalar_of
 from jax_trainer.redaction import redact
 from jax_trainer.registration import stored_name
-from jax_trainer.settings import Settings, hints_of, options
+from jax_trainer.settings import Settings, hints_of, options, plain
 
 
 def as_data(config: Any) -> Any:
@@ -20,7 +20,7 @@ def as_data(config: Any) -> Any:
         return _named(config, {field.name: getattr(config, field.name) for field in fields(config) if field.init})
     if isinstance(config, Mapping):
         return {str(name): as_data(value) for name, value in config.items()}
-    return [as_data(value) for value in config] if isinstance(config, list | tuple) else config
+    return [as_data(value) for value in config] if isinstance(config, list | tuple) else plain(config)
 
 
 def _named(config: Any, values: dict[str, Any]) -> dict[str, Any]:

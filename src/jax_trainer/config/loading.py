@@ -12,7 +12,7 @@ from jax_trainer.config.problems import ConfigError, ConfigProblem, Place, Probl
 from jax_trainer.config.references import resolved
 from jax_trainer.config.yaml_text import MAX_DEPTH, key_problem
 from jax_trainer.redaction import secret_values
-from jax_trainer.settings import SettingsError
+from jax_trainer.settings import SettingsError, plain
 
 Config = TypeVar("Config")
 
@@ -75,4 +75,4 @@ def _as_node(data: Any, path: str, depth: int, problems: Problems) -> Node:
     if isinstance(data, list | tuple):
         items = [_as_node(value, f"{path}.{n}".strip("."), depth + 1, problems) for n, value in enumerate(data)]
         return Node(items, place)
-    return Node(data, place)
+    return Node(plain(data), place)

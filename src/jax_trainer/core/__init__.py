@@ -50,6 +50,7 @@ from jax_trainer.core.steps import (
     make_train_step,
 )
 from jax_trainer.core.tape import TapeFormat
+from jax_trainer.core.whole_number import whole_number
 from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_check, with_finite_guard
 
 __all__ = [
@@ -130,6 +131,7 @@ __all__ = [
     "stream",
     "streams",
     "thawed",
+    "whole_number",
     "with_ema",
     "with_finite_check",
     "with_finite_guard",

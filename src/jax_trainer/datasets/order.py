@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_trainer.core import whole_number
 from jax_trainer.datasets.transforms import DeviceTransforms
 
 
@@ -38,9 +39,8 @@ class Order:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seed"):
-            value, low = getattr(self, name), int(name == "batch_size")
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-                raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")
+            whole = whole_number(name, getattr(self, name), int(name == "batch_size"))
+            object.__setattr__(self, name, whole)
         if self.examples == 0 and (self.shuffle or self.drop_last):  # an evaluation set may be empty: a run says so
             raise ValueError("The set is empty: it holds no examples. Check the files and the split.")
         if self.drop_last and self.examples < self.batch_size:

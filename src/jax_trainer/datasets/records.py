@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core import Batch
+from jax_trainer.core import Batch, whole_number
 from jax_trainer.datasets.host import HostTransform, HostTransforms
 from jax_trainer.datasets.order import Order, Ordered
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
@@ -58,9 +58,7 @@ class GrainLoader(Ordered):
         process: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> None:
-        for name, value in (("workers", workers), ("read_ahead", read_ahead)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"`{name}` must be a whole number of at least 0, got {value!r}.")
+        workers, read_ahead = whole_number("workers", workers, 0), whole_number("read_ahead", read_ahead, 0)
         if timeout is not None and not (timeout > 0 and workers):
             raise ValueError(f"`timeout` (here {timeout!r}) must be above 0, and needs `workers` of at least 1.")
         self._source, self._decode = _opened(source, decode), decode

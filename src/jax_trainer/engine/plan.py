@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
+from jax_trainer.core import whole_number
+
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
@@ -85,13 +87,18 @@ class Plan:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
             raise ValueError("The plan has no end: set `max_steps`, `max_epochs` or `max_time`.")
         for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
-            _at_least(1, name, getattr(self, name))
+            self._make_whole(name, 1)
         for name in ("max_steps", "max_epochs", "sanity_batches", "overfit_batches", "fast_dev_run"):
-            _at_least(0, name, getattr(self, name))
+            self._make_whole(name, 0)
         if self.steps_per_call != "epoch":
-            _at_least(1, "steps_per_call", self.steps_per_call, ' or "epoch"')
+            self._make_whole("steps_per_call", 1, ' or "epoch"')
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"`max_time` must be above 0, got {self.max_time}.")
+
+    def _make_whole(self, name: str, low: int, alternative: str = "") -> None:
+        value = getattr(self, name)
+        if value is not None:
+            object.__setattr__(self, name, whole_number(name, value, low, alternative))
 
     @property
     def max_seconds(self) -> float | None:
@@ -172,10 +179,3 @@ class Plan:
         """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
         looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts, *self.saves))
         return max(0, min((n for n in (left, *looks) if n is not None), default=sys.maxsize))
-
-
-def _at_least(low: int, name: str, value: int | None, alternative: str = "") -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"`{name}` must be a whole number of at least {low}{alternative}, got {value!r}.")

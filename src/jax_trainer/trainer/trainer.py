@@ -16,7 +16,7 @@ from rich.progress import track
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state
+from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, whole_number
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
@@ -221,6 +221,7 @@ class TrainerModule(Keeper):
         Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
         and its `result` is what would have been returned.
         """
+        num_epochs = None if num_epochs is None else whole_number("num_epochs", num_epochs, 0)
         plan = self.config.plan(num_epochs)
         train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
         evals = named_sets("val", val_loader) if self.config.validates else {}

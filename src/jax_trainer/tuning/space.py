@@ -8,6 +8,7 @@ from jax_trainer.config import Place
 from jax_trainer.config.files import read_dotted
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems, shown
+from jax_trainer.settings import plain
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.entries import read_dimension
 
@@ -34,4 +35,4 @@ def _as_node(data: Any) -> Node:
     place = Place("space")
     if isinstance(data, Mapping):
         return Node({str(name): _as_node(value) for name, value in data.items()}, place)
-    return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else data, place)
+    return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else plain(data), place)

@@ -1,11 +1,11 @@
 """`fit`: a model, data and a loss; everything else of a training is there."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import optax
 
 from jax_trainer.callbacks import Callback, full_names
@@ -17,6 +17,7 @@ from jax_trainer.core import (
     PyTree,
     compile_program,
     layout_of,
+    whole_number,
     with_finite_check,
     with_finite_guard,
 )
@@ -122,7 +123,8 @@ def fit(
             time. A loss that is not finite ends the run in any case, as soon as it is known.
         mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
     """
-    _check_numbers(eval_freq=eval_freq, num_epochs=num_epochs, batch_size=batch_size)
+    eval_freq, num_epochs = whole_number("eval_freq", eval_freq, 1), whole_number("num_epochs", num_epochs, 1)
+    batch_size, seed = whole_number("batch_size", batch_size, 1), operator.index(seed)
     check_save(save, resume)
     _check_given(model, test_ds, log_name)
     told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
@@ -152,7 +154,7 @@ def fit(
         "eval_step": name_of(eval_step),
         "num_epochs": num_epochs,
         "eval_freq": eval_freq,
-        "steps_per_epoch": steps_per_epoch,
+        "steps_per_epoch": plan.steps_per_epoch,
         "batch_size": batch_size,
         "seed": seed,
         "metric": saver.monitor,
@@ -172,12 +174,6 @@ def _check_given(model: Any, test_ds: Any, log_name: Any) -> None:
         raise TypeError("`test_ds` is an optimizer. Pass it by name: `optimizer=optax.adam(1e-3)`.")
     if not isinstance(log_name, str) or not log_name.strip("/. "):
         raise ValueError(f"`log_name` must be text, the name of a folder in `log_dir`, got {log_name!r}.")
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
 
 
 def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:

@@ -16,7 +16,7 @@ from jax_trainer.checkpoint import direction
 from jax_trainer.checkpoint.direction import Mode
 from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, SaveError
-from jax_trainer.core import PyTree, TrainState, step_of
+from jax_trainer.core import PyTree, TrainState, step_of, whole_number
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Event, Every, FitEnd, FitStart, Observer, SavePoint, StepMetrics
 from jax_trainer.runs import standing_of
@@ -99,9 +99,8 @@ class SaveHook(Participant):
     """
 
     def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"`save_every_n_steps` must be a whole number of at least 1, got {every_n_steps!r}.")
-        self._store, self.every_n_steps, self.criterion = store, every_n_steps, criterion
+        self._store, self.criterion = store, criterion
+        self.every_n_steps = whole_number("save_every_n_steps", every_n_steps, 1)
 
     def __call__(
         self,

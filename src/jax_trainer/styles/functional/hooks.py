@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_trainer.core import Program, TrainState
+from jax_trainer.core import Program, TrainState, whole_number
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Event, Every, Observer, SavePoint, Standing
 from jax_trainer.styles.functional.mirror import Mirror
@@ -27,7 +27,7 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
     >>> hook.every_n_steps
     100
     """
-    _check_number(n, "every_n_steps")
+    n = whole_number("every_n_steps", n, 1)
 
     def decorate(hook: Hook) -> Hook:
         if isinstance(hook, Participant):
@@ -116,9 +116,7 @@ class HookCaller:
 def interval_of(hook: Hook) -> int | None:
     """The number of steps between two calls of `hook`; None where it does not say."""
     n = getattr(hook, "every_n_steps", None)
-    if n is not None:
-        _check_number(n, f"every_n_steps` of the hook `{name_of(hook)}")
-    return n
+    return None if n is None else whole_number(f"every_n_steps` of the hook `{name_of(hook)}", n, 1)
 
 
 def checked_hooks(hooks: Iterable[Hook]) -> tuple[list[Hook], list[Participant]]:
@@ -165,8 +163,3 @@ def _check_signature(hook: Hook) -> None:
         ) from None
     except ValueError:  # something built in, which does not tell
         return
-
-
-def _check_number(n: Any, name: str) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"`{name}` must be a whole number of at least 1, got {n!r}.")

@@ -1,7 +1,7 @@
 """`train_fn`: two functions of an nnx model, one that trains and one that judges, become a training."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     explaining,
+    whole_number,
     with_finite_check,
     with_finite_guard,
 )
@@ -88,8 +89,10 @@ def train_fn(
         detect_nans: a step whose loss or gradients are not finite changes nothing, so that the model keeps the weights
             from before; costs a little time. A loss that is not finite ends training in any case.
     """
-    numbers = {"n_steps": n_steps, "eval_every_n_steps": eval_every_n_steps, "n_eval_batches": n_eval_batches}
-    _check_numbers({**numbers, "steps_per_call": steps_per_call})
+    n_steps = whole_number("n_steps", n_steps, 1)
+    eval_every_n_steps = whole_number("eval_every_n_steps", eval_every_n_steps, 1)
+    n_eval_batches = whole_number("n_eval_batches", n_eval_batches, 1)
+    steps_per_call = whole_number("steps_per_call", steps_per_call, 1)
     called, taking_part = checked_hooks(hooks)
     plan = Plan(
         max_steps=n_steps,
@@ -267,9 +270,3 @@ def _two_functions(fns: Any) -> tuple[NnxStep, NnxStep]:
     if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
     return fns[0], fns[1]
-
-
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")

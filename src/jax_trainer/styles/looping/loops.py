@@ -27,6 +27,7 @@ from jax_trainer.core import (
     make_program,
     readable_bytes,
     streams,
+    whole_number,
     with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
@@ -144,7 +145,7 @@ class TrainLoop:
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        self._n_steps = _whole("n_steps", value, 0)
+        self._n_steps = whole_number("n_steps", value, 0)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -153,7 +154,7 @@ class TrainLoop:
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = _whole("n_steps_per_checkpoint", value, 1)
+        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value, 1)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         self._say_if_done(self.n_steps)
@@ -171,7 +172,7 @@ class TrainLoop:
 
     def run(self, n_steps: int) -> Iterator[Checkpoint]:
         """The same as calling the loop."""
-        self._say_if_done(_whole("n_steps", n_steps, 0))
+        self._say_if_done(whole_number("n_steps", n_steps, 0))
         return iter(partial(self._up_to, n_steps), None)
 
     def next_step(self) -> Checkpoint:
@@ -298,9 +299,3 @@ def _check_function(name: str, given: Any, of_module: str = "") -> None:
         raise TypeError(f"`{name}` is the module {type(given).__name__}. Pass its method: `model.{of_module}`.")
     if not callable(given):
         raise TypeError(f"`{name}` must be a function, got {given!r}, a {type(given).__name__}.")
-
-
-def _whole(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.")
-    return value
