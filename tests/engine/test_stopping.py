@@ -1,4 +1,5 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -6,7 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from jax_trainer.engine.stopping import by_ctrl_c
+
 JOB = Path(__file__).with_name("preemption_job.py")
+
+
+def test_ctrl_c_is_shown_in_one_line_and_any_other_error_as_before(monkeypatch, capsys):
+    others: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: others.append(value))
+    for end in (by_ctrl_c("Interrupted after step 3."), by_ctrl_c("Interrupted after step 4.")):
+        sys.excepthook(type(end), end, None)
+    impatient, error = KeyboardInterrupt(), ValueError("x")
+    for other in (impatient, error):
+        sys.excepthook(type(other), other, None)
+    assert capsys.readouterr().err == "Interrupted after step 3.\nInterrupted after step 4.\n"
+    assert others == [impatient, error]
+
+
+@pytest.mark.slow
+def test_a_script_that_ctrl_c_ends_says_so_in_one_line_and_ends_by_the_signal():
+    code = "import jax_trainer.engine.stopping as stopping; raise stopping.by_ctrl_c('Interrupted after step 3.')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "Interrupted after step 3.\n")
 
 
 @pytest.mark.slow

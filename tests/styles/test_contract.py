@@ -152,7 +152,8 @@ def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(ctrl_c, straight,
         style(tmp_path).train(InterruptedData(tmp_path))
     shown = "".join(traceback.format_exception(end.value))
     assert "another exception" not in shown and "direct cause" not in shown
-    assert re.search(r"KeyboardInterrupt: Interrupted after step \d+ ", shown)
+    if name != "TrainLoop":  # between whose steps there is the user's code, where Ctrl-C is Python's own
+        assert re.search(r"KeyboardInterrupt: Interrupted after step \d+ .*resume", shown, re.IGNORECASE)
     saved = style(tmp_path).checkpoints
     assert [CheckpointStore(path.parent).verify(path) for path in saved] == [""] * len(saved)
     assert max(int(path.name.removeprefix("step_")) for path in saved) >= SAVE

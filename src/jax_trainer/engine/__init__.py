@@ -25,7 +25,7 @@ from jax_trainer.engine.loop import eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
 from jax_trainer.engine.predictions import predictions
 from jax_trainer.engine.standing import Standing
-from jax_trainer.engine.stopping import Interruption, StopTraining
+from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
     "Driver",
@@ -54,6 +54,7 @@ __all__ = [
     "driving",
     "eval_events",
     "evaluate",
+    "is_by_ctrl_c",
     "predictions",
     "run",
     "train_events",

@@ -16,7 +16,7 @@ from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status, S
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.standing import Standing
-from jax_trainer.engine.stopping import Interruption, StopTraining
+from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
 from jax_trainer.processes import Watch, peers
 
 LOG = logging.getLogger("jax_trainer")
@@ -98,7 +98,7 @@ def driving(
             last, reason = driver.event, str(driver.stopped or "")
             _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status, reason))
     if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
-        by_hand = KeyboardInterrupt(f"Interrupted after step {last.step} (epoch {last.epoch}).")
+        by_hand = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
         raise (by_hand if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then

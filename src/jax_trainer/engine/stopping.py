@@ -1,6 +1,8 @@
 """The ways in which a run is asked to end."""
 
 import signal
+import sys
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -23,6 +25,37 @@ class Interruption(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+def by_ctrl_c(message: str) -> KeyboardInterrupt:
+    """Raised when Ctrl-C has ended a run after its current step. Its `result` is what was reached, where that is known.
+
+    A script that does not catch it ends with the message alone, and by the signal, as any other: nothing went wrong
+    that a traceback would explain. For the same reason it is no class of its own, for which Python would exit with 1.
+    """
+    end = KeyboardInterrupt(message)
+    end.result = None  # type: ignore[attr-defined]  # exceptions take any attribute
+    if not isinstance(sys.excepthook, _OneLine):
+        sys.excepthook = _OneLine(sys.excepthook)
+    return end
+
+
+def is_by_ctrl_c(end: BaseException) -> bool:
+    """Whether `end` is one of `by_ctrl_c`: a second Ctrl-C does not wait, and ends the run wherever it is."""
+    return isinstance(end, KeyboardInterrupt) and hasattr(end, "result")
+
+
+class _OneLine:
+    """Shows the message of a `by_ctrl_c`, and anything else as it was shown before."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if is_by_ctrl_c(value) and sys.stderr is not None:
+            sys.stderr.write(f"{value}\n")
+        else:
+            self._before(kind, value, trace)
 
 
 class Preemption:

@@ -1,9 +1,10 @@
-"""What a person gets who ends a run by Ctrl-C: what was reached, and how to resume."""
+"""What a person gets who ends a run by Ctrl-C: what was reached, and how to resume, in one line."""
 
 from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.listing import listed_in
+from jax_trainer.engine import is_by_ctrl_c
 
 
 def resumable_step(folder: RunFolder) -> int | None:
@@ -16,13 +17,13 @@ def resumable_step(folder: RunFolder) -> int | None:
 def interrupted(
     end: KeyboardInterrupt | SystemExit, result: Any, folder: RunFolder, call: str
 ) -> KeyboardInterrupt | SystemExit:
-    """`end` with what was reached as its `result`; of a Ctrl-C the message has the `call` that resumes the run.
-
-    To be raised `from None`: its traceback begins there, for nothing in the library went wrong.
-    """
-    end.result = result  # type: ignore[union-attr]  # exceptions take any attribute
+    """`end` with what was reached as its `result`; of a Ctrl-C the message has the `call` that resumes the run."""
     if isinstance(end, KeyboardInterrupt):
+        if not is_by_ctrl_c(end):
+            return end
         step = resumable_step(folder)
         how = "Nothing was saved." if step is None else f"Resume from step {step} with `{call}`."
-        end.args = (f"{str(end) or 'Interrupted.'} {how} What was reached is this exception's `result`.",)
-    return end.with_traceback(None)
+        end.args = (f"{end} {how} What was reached is the `result` of this KeyboardInterrupt.",)
+        end.__traceback__ = None  # nothing in the library went wrong
+    end.result = result  # type: ignore[union-attr]  # exceptions take any attribute
+    return end

@@ -30,7 +30,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import Data, DeviceTransforms, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
-from jax_trainer.engine import Observer, Plan, run
+from jax_trainer.engine import Observer, Plan, is_by_ctrl_c, run
 from jax_trainer.logger.active_wandb import ActiveWandb
 from jax_trainer.styles.functional.hooks import (
     Continued,
@@ -224,6 +224,10 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     data = Data(train, {} if val is None else {"val": val})
     try:
         run(compiled, state, data, setup.plan, [*bars, report, *callers, *savers, mirror], at)
+    except KeyboardInterrupt as end:
+        if savers and is_by_ctrl_c(end):
+            end.args = (f"{end} The same call again resumes from the latest checkpoint.",)
+        raise
     except NonFiniteError as error:
         if setup.guarded:  # only the count went on after the last good step
             job.optimizer.step.set_value(jnp.asarray(error.step - 1, jnp.uint32))
