@@ -104,7 +104,7 @@ def test_processes_at_the_same_time_choose_differently():
     alone, together = OptunaStudy(), OptunaStudy()
     choosing = Choosing(seed=0)
     with quiet_optuna():
-        choosing.ask(alone, trials=7, others=0)
-        choosing.ask(together, trials=7, others=1)
+        choosing.ask(alone, lambda *_: 7, others=0)
+        choosing.ask(together, lambda *_: 7, others=1)
     drawn = [one.before._rng.rng.uniform() for one in (alone, together)]
     assert drawn[0] != drawn[1]

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,8 +27,9 @@ class Choosing:
     """How values are chosen, and which trials are cut.
 
     The sampler is made anew for every trial, so that what it chooses depends on the seed and the trials so far alone: a
-    study that goes on then goes on as if it had never stopped. Several processes with the same seed do not choose the
-    same: what is random in a trial also depends on its number, which is its own, and on whether others are at work.
+    study that is resumed makes the trials that it would have made. A trial that was interrupted is repeated with its
+    values, and counts for nothing. Several processes with the same seed do not choose the same: what is random in a
+    trial also depends on its number, which is its own, and on whether others are at work.
 
     Args:
         sampler: who chooses.
@@ -51,11 +52,17 @@ class Choosing:
             return pruners.SuccessiveHalvingPruner()
         return pruners.HyperbandPruner() if self.pruner == "hyperband" else pruners.NopPruner()
 
-    def ask(self, study: Any, trials: int, others: int) -> Any:
-        """The next trial of an Optuna study that has so many, where `others` are making theirs."""
-        study.sampler = self._sampler(trials, os.getpid() if others else 0)  # for what is chosen together
+    def ask(self, study: Any, place_of: Callable[..., int], others: int) -> Any:
+        """The next trial of an Optuna study, where `others` are making theirs.
+
+        Args:
+            study: Optuna's.
+            place_of: the place of a trial, by its number, among those that count; without one, that of the next trial.
+            others: how many trials are being made elsewhere.
+        """
+        study.sampler = self._sampler(place_of(), os.getpid() if others else 0)  # for what is chosen together
         trial = study.ask()
-        study.sampler = self._sampler(trial.number, 1)  # for what is chosen one by one
+        study.sampler = self._sampler(place_of(trial.number), 1)  # for what is chosen one by one
         return trial
 
     def _sampler(self, *parts: int) -> Any:

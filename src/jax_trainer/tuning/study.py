@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from jax_trainer.tuning.choosing import Choosing, StudyError, untried
 from jax_trainer.tuning.dimensions import Space, Values
-from jax_trainer.tuning.liveness import is_made
+from jax_trainer.tuning.liveness import PROCESS, is_made
 from jax_trainer.tuning.storage import optuna
 
 LOG = logging.getLogger("jax_trainer")
-AGAIN, DEATHS, ERROR = "again", "deaths", "error"  # notes at a trial
-_MOST_DEATHS = 2  # of the same values: a process that is killed by them twice would be killed a third time
+AGAIN, DEATHS, REPEATS, ERROR = "again", "deaths", "repeats", "error"  # notes at a trial
+_MOST_DEATHS = 5  # of the same values: a process that is killed by them so often would be killed again
 _BEGUN_WITH, _EXPERIMENT = "begun with", "experiment"  # notes at a study
 
 State = Literal["complete", "pruned", "failed", "interrupted", "running"]
@@ -96,22 +96,38 @@ class Study:
             LOG.warning(f"The study {self.name!r} was begun with another experiment: {'; '.join(told)}.")
 
     def finished(self) -> int:
-        """How many trials are over; not those that are made again."""
-        return sum(record.state in ("complete", "pruned", "failed") for record in self.records())
+        """How many trials came to an end of their own; not those that are repeated, nor those whose process died."""
+        is_over = optuna().trial.TrialState.is_finished
+        ended = [trial.user_attrs for trial in self._frozen() if is_over(trial.state)]
+        return sum(not notes.get(AGAIN) and notes.get(DEATHS, 0) < _MOST_DEATHS for notes in ended)
 
     def running(self) -> int:
         """How many trials are being made now."""
         return len(self._frozen(optuna().trial.TrialState.RUNNING))
 
+    def is_unsure(self) -> bool:
+        """Whether there is a running trial of which nobody has said yet that they make it; it may be a dead one's."""
+        return any(PROCESS not in trial.user_attrs for trial in self._frozen(optuna().trial.TrialState.RUNNING))
+
     def ask(self) -> Any:
-        """The next trial; None where everything was tried."""
+        """The next trial; None where everything was tried.
+
+        What is chosen depends on the trials so far without those that were interrupted: it is the same as if none were.
+        """
+        if not self.running():
+            self._repeat_what_was_forgotten()
         if self._choosing.sampler == "grid" and not self._frozen(optuna().trial.TrialState.WAITING):
             tried = [self._space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
             following = next(untried(self._space, tried), None)
             if following is None:
                 return None
             self._study.enqueue_trial(self._space.stored(following))
-        return self._choosing.ask(self._study, len(self._frozen()), self.running())
+        return self._choosing.ask(self._study, self._place_of, self.running())
+
+    def _place_of(self, number: int | None = None) -> int:
+        """The place of a trial among those that were not interrupted; of the next one, if none is given."""
+        trials = [trial for trial in self._frozen() if trial.state.name != "WAITING"]
+        return sum(not trial.user_attrs.get(AGAIN) and (number is None or trial.number < number) for trial in trials)
 
     def tell(self, trial: Any, value: float) -> None:
         """The trial is over, and this came out."""
@@ -134,11 +150,10 @@ class Study:
 
     def tell_interrupted(self, trial: Any) -> None:
         """The trial was not ended by itself: its values are tried again."""
-        if self._give_up(trial, {AGAIN: True}):
-            self._enqueue(trial.params, trial.user_attrs.get(DEATHS, 0))
+        self._end(self._storage.get_trial(trial._trial_id), {AGAIN: True})
 
     def bury_the_dead(self) -> None:
-        """Ends the trials of processes that are gone; their values are tried again, once."""
+        """Ends the trials of processes that are gone; their values are tried again."""
         for trial in self._frozen(optuna().trial.TrialState.RUNNING):
             if not is_made(trial):
                 self._bury(trial)
@@ -147,8 +162,11 @@ class Study:
         deaths = trial.user_attrs.get(DEATHS, 0) + 1
         again = deaths < _MOST_DEATHS
         text = "" if again else f"The process was killed {deaths} times while it tried these values."
-        if self._give_up(trial, {AGAIN: again, ERROR: text}) and again:
-            self._enqueue(trial.params or _fixed(trial), deaths)
+        self._end(trial, {AGAIN: again, DEATHS: deaths, ERROR: text})
+
+    def _end(self, trial: Any, notes: Mapping[str, Any]) -> None:
+        if self._give_up(trial, notes) and notes[AGAIN]:
+            self._repeat(trial, {**trial.user_attrs, **notes}.get(DEATHS, 0))
 
     def _give_up(self, trial: Any, notes: Mapping[str, Any]) -> bool:
         """Ends a trial; False where another process was quicker, and has done all that is to be done."""
@@ -160,9 +178,18 @@ class Study:
             return False
         return True
 
-    def _enqueue(self, stored: Mapping[str, Any], deaths: int) -> None:
-        if stored:  # none were chosen yet: there is nothing to try again
-            self._study.enqueue_trial(dict(stored), user_attrs={DEATHS: deaths})
+    def _repeat(self, trial: Any, deaths: int) -> None:
+        stored = {**_fixed(trial), **trial.params}
+        if stored:  # otherwise none were chosen yet, and the next trial takes its place
+            self._study.enqueue_trial(stored, user_attrs={DEATHS: deaths, REPEATS: trial.number})
+
+    def _repeat_what_was_forgotten(self) -> None:
+        """A process may have been killed between ending a trial and seeing to it that it is repeated."""
+        trials = self._frozen()
+        repeated = {trial.user_attrs.get(REPEATS) for trial in trials}
+        for trial in trials:
+            if trial.user_attrs.get(AGAIN) and trial.state.is_finished() and trial.number not in repeated:
+                self._repeat(trial, trial.user_attrs.get(DEATHS, 0))
 
     def records(self) -> list[TrialRecord]:
         """All trials that have begun."""

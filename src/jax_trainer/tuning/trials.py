@@ -43,6 +43,9 @@ class TrialMaker:
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
             self._study.bury_the_dead()
+            if self._study.is_unsure():
+                time.sleep(0.1)  # somebody is about to say so, or was killed before that
+                continue
             if self._study.finished() + self._study.running() >= wanted:
                 return
             trial = self._study.ask()
