@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jax_trainer.adapters.bridged import lacks_variables, with_variables
 from jax_trainer.adapters.calls import ToInput, arguments, asked_for, sown_metrics, whole_batch
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
@@ -74,6 +75,11 @@ class Split:
 
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self.trainable = trainable
+        if lacks_variables(model):
+            raise ValueError(
+                f"This {type(model).__name__} has a linen module (`nnx.bridge.ToNNX`) without variables. Make them by "
+                "an example of its inputs, before the optimizer is made: `nnx.bridge.lazy_init(model, x)`."
+            )
         model.train()
         self.train_graph, params, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
         if not jax.tree.leaves(params):
@@ -147,7 +153,7 @@ def nnx_program(
     made: list[Split] = []
 
     def built(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        module = _build(model, key, batch)
+        module = with_variables(_build(model, key, batch), to_input(batch), stream(key, "bridged"))
         if not made:
             made.append(Split(nnx.eval_shape(lambda: module), trainable))
         return made[0].arrays(module)

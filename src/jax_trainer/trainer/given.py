@@ -10,6 +10,7 @@ from compoconf import ConfigInterface
 from flax import linen as nn
 from flax import nnx
 
+from jax_trainer.adapters.bridged import lacks_variables
 from jax_trainer.core import class_of
 from jax_trainer.interfaces import ModelMode, build_model, model_mode
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
@@ -38,6 +39,11 @@ class Model:
     def has_weights(self) -> bool:
         """Whether it is an nnx module, which has its first weights already."""
         return isinstance(self._given, nnx.Module)
+
+    @property
+    def lacks_variables(self) -> bool:
+        """Whether it is an nnx module with a linen one inside that was never called."""
+        return isinstance(self._given, nnx.Module) and lacks_variables(self._given)
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> Module:
         """The module; one that was given is itself."""

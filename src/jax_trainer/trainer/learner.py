@@ -12,6 +12,7 @@ from compoconf import ConfigInterface
 from flax import nnx
 
 from jax_trainer.adapters import linen_program, nnx_program
+from jax_trainer.adapters.bridged import with_variables
 from jax_trainer.adapters.nnx import Split
 from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
 from jax_trainer.callbacks.callback import state_in_use
@@ -86,7 +87,7 @@ class Learner(Task):
         """The first weights: of linen, the variables; of nnx, the module with them."""
         inputs = self.batch_to_input(exmp_input)
         if self.model_mode == "nnx":
-            return self.build_model(inputs, nnx.Rngs(init_rng))
+            return with_variables(self.build_model(inputs, nnx.Rngs(init_rng)), inputs, stream(init_rng, "bridged"))
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return self._linen_module(inputs).init(self.get_model_rng(init_rng), *inputs)
 
@@ -298,6 +299,8 @@ class Learner(Task):
         }
         if self.model_mode == "nnx":
             make = lambda key, example: self.run_model_init(example, key)
+            if self._model.lacks_variables:  # which it gets in place, so before anything is traced
+                make(stream(self._key, "init"), self._transformed_example())
             return nnx_program(make, self.loss_function, tx, **options)
         with explaining(self.exmp_input):
             module = self._linen_module(self.batch_to_input(self.exmp_input))

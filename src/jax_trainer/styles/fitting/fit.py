@@ -141,7 +141,7 @@ def fit(
     train = taken(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
     evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
     total = _total_steps(train.data, plan)
-    trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed))
+    trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example))
     trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
     found = _metric(program, trained, train.example, metric, named, validates=bool(evals))

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.adapters import LinenView, linen_program, nnx_program
+from jax_trainer.adapters.bridged import lacks_variables, with_variables
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.adapters.linen import flax_state_program
 from jax_trainer.adapters.nnx import Split
@@ -51,6 +52,7 @@ class Wishes(NamedTuple):
     split_batch: SplitBatch | None
     total_steps: int | None
     seed: int
+    example: PyTree = None  # a batch
 
 
 def trained_of(given: Any, wishes: Wishes) -> Trained:
@@ -171,6 +173,9 @@ def _of_linen(module: nn.Module, wishes: Wishes) -> Trained:
 
 
 def _of_nnx(module: nnx.Module, wishes: Wishes) -> Trained:
+    if lacks_variables(module):
+        inputs = inputs_of(wishes.split_batch)(wishes.example)
+        with_variables(module, inputs, stream(jax.random.key(wishes.seed), "bridged"))
     loss = _nnx_loss(Loss.of(wishes.loss_fn), module, wishes.split_batch)
     program = nnx_program(module, loss, _tx_of(wishes), to_input=inputs_of(wishes.split_batch))
     split = Split(module, nnx.Param)

@@ -1,0 +1,99 @@
+"""Linen modules inside of nnx ones get their variables from the example batch, where there is one."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jax_trainer import TrainerModule
+from jax_trainer.adapters import nnx_program
+from jax_trainer.adapters.bridged import lacks_variables
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.styles import fit, train_fn
+
+X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int32)
+DATA = [(X, Y)]
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.relu(nn.Dense(5)(x)))
+
+
+class Outer(nnx.Module):
+    """Has one inside."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner, self.out = nnx.bridge.ToNNX(Inner(), rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.inner(x))
+
+
+MODELS = {
+    "with rngs": lambda: nnx.bridge.ToNNX(Inner(), rngs=nnx.Rngs(0)),
+    "without rngs": lambda: nnx.bridge.ToNNX(Inner()),
+    "inside another": lambda: Outer(nnx.Rngs(0)),
+    "built": lambda: Outer,
+}
+
+
+def loss(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class Classifier(TrainerModule):
+    def batch_to_input(self, batch: Any) -> Any:
+        return batch[0]
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+        return loss(model(batch[0]), batch[1]), {}
+
+
+def with_trainer(model: Any, folder: Any) -> Any:
+    options: dict[str, Any] = {"enable_progress_bar": False, "logger": LoggerConfig(log_dir=str(folder))}
+    trainer = Classifier(model=model, optimizer=optax.sgd(0.5), exmp_input=DATA[0], train_epochs=2, **options)
+    before = float(loss(trainer.bind_model()(X), Y))
+    trainer.train_model(DATA)
+    return before, float(loss(trainer.bind_model()(X), Y))
+
+
+def with_fit(model: Any, folder: Any) -> Any:
+    model = model(nnx.Rngs(0)) if isinstance(model, type) else model
+    options: dict[str, Any] = {"num_epochs": 2, "log_dir": str(folder), "tensorboard": False, "progress": False}
+    before = fit(model, DATA, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=optax.sgd(0.0), **options)
+    first = float(loss(model(X), Y))
+    fit(model, DATA, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=optax.sgd(0.5), **options)
+    assert before.state.params
+    return first, float(loss(model(X), Y))
+
+
+@pytest.mark.parametrize("train", [with_trainer, with_fit])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_bridged_module_is_initialised_with_the_example_batch_and_trained(model, train, tmp_path):
+    before, after = train(MODELS[model](), tmp_path)
+    assert after < before
+
+
+def test_a_module_that_was_called_keeps_its_weights(tmp_path):
+    model = Outer(nnx.Rngs(0))
+    nnx.bridge.lazy_init(model, X)
+    outputs = model(X)
+    trainer = Classifier(model=model, optimizer=optax.sgd(0.5), exmp_input=DATA[0], train_epochs=1)
+    np.testing.assert_array_equal(trainer.bind_model()(X), outputs)
+
+
+def test_where_no_example_is_known_the_cure_is_named():
+    model = MODELS["with rngs"]()
+    assert lacks_variables(model)
+    with pytest.raises(ValueError, match=r"ToNNX.*nnx.bridge.lazy_init\(model, x\)"):
+        nnx_program(model, lambda model, batch, train: loss(model(batch[0]), batch[1]), optax.sgd(0.1))
+    step = lambda model, rng_key, batch: 0.0
+    train = train_fn(fns=(step, step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
+    with pytest.raises(ValueError, match=r"ToNNX.*nnx.bridge.lazy_init\(model, x\)"):
+        train(jax.random.key(0), model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), DATA, DATA)
