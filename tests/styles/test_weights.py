@@ -151,6 +151,15 @@ def test_weights_that_were_set_or_loaded_are_those_that_are_used(tmp_path):
         trainer.predict(val_data(), which="best")
 
 
+def test_without_a_number_to_compare_by_the_last_weights_are_used(tmp_path):
+    trainer = trainer_in(tmp_path, saves=False)
+    assert trainer.compared_by({"val/acc": np.ones(3), "val/loss": 1.0}) == ("val/loss", "min")
+    trainer.compared_by = lambda metrics: None  # type: ignore[method-assign]  # as if none were reported
+    results = trainer.train_model(train_data(), val_data())
+    assert results.best is None
+    assert trainer.eval_model(val_data())["val/loss"] == results[EPOCHS]["val/loss"]
+
+
 def test_during_a_run_the_present_weights_are_used(tmp_path):
     found: list[float] = []
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.core import PyTree, stream, streams
@@ -71,8 +72,9 @@ class Task(BaseTrainer):
         return (new < old if mode == "min" else new > old) or (math.isnan(old) and not math.isnan(new))
 
     def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
-        """The metric among these by which `is_new_model_better` compares by itself, and which way; None: none is."""
-        return next(((name, mode) for name, mode in self._signs.items() if name in metrics), None)
+        """The number among these by which `is_new_model_better` compares by itself, and which way; None: none is."""
+        numbers = {name for name, value in metrics.items() if np.ndim(value) == 0}
+        return next(((name, mode) for name, mode in self._signs.items() if name in numbers), None)
 
     @property
     def _signs(self) -> dict[str, Direction]:
