@@ -45,6 +45,8 @@ def test_testing_judges_the_same_weights_as_the_end_of_training(trained: Path, t
 def test_the_end_of_a_run_says_which_weights_were_the_best_and_which_were_tested(run: Path, tmp_path: Path):
     said = ask("resume", run, "--json", folder=tmp_path)  # it has ended, and is tested once more
     best = said.data["best"]
+    assert [(one["epoch"], one["step"]) for one in said.data["validations"]] == [(1, 4), (2, 8)]
+    assert said.data["reason"] == ""
     assert said.data["tested"] == "best" and (best["monitor"], best["mode"]) == ("val/acc", "max")
     found = {row["step"]: row["val/acc"] for row in rows(run) if "val/acc" in row}
     assert best["value"] == max(found.values()) == found[best["step"]] and best["step"] == 4 * best["epoch"]

@@ -46,6 +46,23 @@ def test_it_writes_to_what_is_standard_error_now(monkeypatch):
     assert captured.getvalue() == "one two\n"
 
 
+class Notebook(io.StringIO):
+    """As in ipykernel: the number is that of what the kernel was started with."""
+
+    def fileno(self) -> int:
+        return self.server
+
+    server: int
+
+
+def test_what_is_shown_in_a_notebook_does_not_go_to_the_log_of_its_server(tmp_path):
+    with (tmp_path / "server").open("w") as server:
+        notebook = Notebook()
+        notebook.server = server.fileno()
+        SafeStream(lambda: SafeStream(lambda: notebook)).write("a line")  # type: ignore[arg-type,return-value]
+    assert (notebook.getvalue(), (tmp_path / "server").read_text()) == ("a line", "")
+
+
 def test_letters_that_a_stream_does_not_know_are_replaced(tmp_path):
     with (tmp_path / "file").open("w", encoding="ascii") as file:
         SafeStream(lambda: file).write("━ done\n")

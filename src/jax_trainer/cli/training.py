@@ -58,7 +58,11 @@ def _trained(
     following = _command(asked, "test", trainer.folder) if _saved(trainer.folder) else ""
     best, tested = results.best, results.tested
     chosen = {"best": None if best is None else best.data(), "tested": tested}
-    outcome = {"status": "completed", "run": run, "metrics": metrics, **chosen}
+    validations = [
+        {"epoch": one.epoch, "step": one.step, "metrics": commands.scalars(one.metrics)} for one in results.validations
+    ]
+    outcome = {"status": "completed", "reason": results.reason, "run": run, "metrics": metrics, **chosen}
+    outcome["validations"] = validations
     shown = _by_weights(results, metrics)
     return Outcome(outcome, lambda console: tables.trained(console, shown, best, run, following))
 

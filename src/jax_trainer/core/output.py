@@ -61,9 +61,8 @@ class SafeStream(io.TextIOBase):
 
 
 def _write(stream: TextIO, text: str) -> None:
-    try:
-        handle = stream.fileno()
-    except (AttributeError, io.UnsupportedOperation):  # captured, or a notebook's
+    handle = _handle(stream)
+    if handle is None:
         stream.write(text)
         stream.flush()
         return
@@ -71,6 +70,14 @@ def _write(stream: TextIO, text: str) -> None:
     rest = text.encode(getattr(stream, "encoding", None) or "utf-8", "replace")
     while rest:
         rest = rest[os.write(handle, rest) :]
+
+
+def _handle(stream: TextIO) -> int | None:
+    """The number of the file below a stream; None: it is captured, or a notebook's, which has that of the server."""
+    try:
+        return stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
+    except io.UnsupportedOperation:
+        return None
 
 
 OUT, ERR = SafeStream(lambda: sys.stdout), SafeStream(lambda: sys.stderr)
