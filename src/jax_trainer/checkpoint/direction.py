@@ -15,13 +15,14 @@ _LARGE_IS_GOOD = """
     r2 rsquared correlation corr pearson spearman kendall concordance cindex kappa mcc matthews iou miou giou diou
     jaccard dice similarity psnr snr sdr sisnr sisdr ssim msssim pesq stoi bleu sacrebleu rouge rougel rougelsum meteor
     chrf cider bertscore elbo likelihood loglikelihood logprob logp ll reward rewards return returns silhouette
-    throughput
+    throughput improvement explained reciprocal inception purity nmi ari pck
 """
 _SMALL_IS_GOOD = """
     loss losses error errors err cost costs penalty regret residual residuals mistakes misclassified mse rmse nmse nrmse
     mae mape smape msle rmsle l1 l2 huber hinge logloss nll ce bce xent crossentropy kl kld divergence deviance
     discrepancy distance dist wasserstein emd mmd chamfer hausdorff perplexity ppl bpc bpb bpd bits wer cer eer fid kid
-    lpips ece brier crps epe ade fde fpr fnr false std time latency seconds duration
+    lpips ece brier crps epe ade fde fpr fnr false std time latency seconds duration nelbo drop gap degradation
+    levenshtein ter distortion mcd rmsd
 """
 _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(_LARGE_IS_GOOD.split(), "max"),
