@@ -74,6 +74,15 @@ def test_defaults_are_those_of_the_file(described: list[dict[str, Any]]):
     assert keys["ImgClassifierTrainer.callbacks"]["default"] == {}
 
 
+def test_without_a_name_there_is_an_index(tmp_path: Path):
+    said = ask("describe", folder=tmp_path)
+    lines = [line for line in said.out.splitlines() if line.strip()]
+    assert (said.code, said.err) == (0, "")
+    assert "jax-trainer describe NAME" in lines[-1]
+    assert any(line.split()[:2] == ["AdamW", "Adam"] for line in lines)
+    assert "OptimizerInterface" in said.out and "Expects" not in said.out
+
+
 def test_one_class_is_shown_by_its_name(tmp_path: Path):
     said = ask("describe", "AdamW", folder=tmp_path)
     assert (said.code, said.err) == (0, "")

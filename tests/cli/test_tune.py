@@ -50,6 +50,12 @@ def test_a_study_is_shown_line_by_line_and_as_a_table(tuned: Said, folder: Path)
     assert "\x1b" not in tuned.out + tuned.err
 
 
+def test_the_next_command_imports_what_this_one_has_imported(tuned: Said, folder: Path):
+    (folder / "tune_hint_parts.py").write_text("")
+    said = ask("tune", *experiment(folder), "tune_hint_parts.py", *OPTIONS, folder=folder)
+    assert "best.yaml --import tune_hint_parts.py`" in said.out.splitlines()[-1]
+
+
 def test_the_same_command_adds_only_what_is_missing_and_prints_one_object(tuned: Said, folder: Path):
     said = ask("tune", *experiment(folder), *OPTIONS, "--json", folder=folder)
     assert (said.code, said.err) == (0, "")

@@ -7,7 +7,7 @@ from tuning_runs import ROOT, TINY, space_file, tiny_file
 
 from jax_trainer.config import ConfigError
 from jax_trainer.trainer import load_experiment
-from jax_trainer.tuning import read_space
+from jax_trainer.tuning import read_space, tune
 from jax_trainer.tuning.checking import checked
 from jax_trainer.tuning.dimensions import as_overrides
 
@@ -104,7 +104,7 @@ def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
         ),
         (
             "model.c_hid: [8, x]\ntrainer.train_epochs: {low: 1, high: 3}\nmodel.nope: [1]",
-            ["space.yaml:3: model.nope: SimpleClassifier has no key `nope`."],
+            ["space.yaml:1: model.c_hid: ", "space.yaml:3: model.nope: SimpleClassifier has no key `nope`."],
         ),
         (
             "model.c_hid: [8, x]\ntrainer.train_epochs: [1, 0]",
@@ -130,9 +130,9 @@ def test_a_value_that_makes_another_key_wrong_is_named(tmp_path: Path):
 def test_a_mistake_in_the_experiment_keeps_its_place(tmp_path: Path):
     wrong = TINY.replace("train_epochs: 3", "train_epochs: 1.5")
     [told] = check(tmp_path, "model.c_hid: [8]", experiment=wrong)
-    assert told == "tiny.yaml:3: trainer.train_epochs: expected a whole number of at least 1, found 1.5."
+    assert told.startswith("tiny.yaml:3: trainer.train_epochs: ") and told.endswith("found 1.5.")
     [told] = check(tmp_path, "model.c_hid: [8]", "trainer.train_epochs=0")
-    assert told == "command line: trainer.train_epochs: expected a whole number of at least 1, found 0."
+    assert told.startswith("command line: trainer.train_epochs: ") and told.endswith("found 0.")
 
 
 def test_checking_a_large_space_takes_about_a_second(tmp_path: Path):
@@ -140,3 +140,39 @@ def test_checking_a_large_space_takes_about_a_second(tmp_path: Path):
     began = time.perf_counter()
     assert check(tmp_path, "\n".join([*keys, f"seed: {list(range(100))}"])) == []
     assert time.perf_counter() - began < 10  # with room for a busy machine; measured: below one
+
+
+BAD = """\
+optimizer.learning_rate.peak_value: {low: 1e-4, hihg: 1e-1}
+model.c_hidd: [8, 16]
+trainer.train_epochs: [0, 1.5, 2]
+model.c_hid: {low: 64, high: 8}
+optimizer.clas_name: [AdamW]
+dataset.global_batch_size: [16, -4]
+"""
+
+
+def test_all_mistakes_of_a_space_come_at_once(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        tune(tiny_file(tmp_path), space_file(tmp_path, BAD), folder=tmp_path / "study", quiet=True)
+    told = [(problem.place.line, problem.key, problem.text) for problem in caught.value.problems]
+    assert [(line, key) for line, key, _ in told] == [
+        (1, "optimizer.learning_rate.peak_value.hihg"),
+        (1, "optimizer.learning_rate.peak_value"),
+        (2, "model.c_hidd"),
+        (3, "trainer.train_epochs"),
+        (3, "trainer.train_epochs"),
+        (4, "model.c_hid.low"),
+        (5, "optimizer.clas_name"),
+        (6, "dataset.global_batch_size"),
+    ]
+    texts = " ".join(text for *_, text in told)
+    assert all(word in texts for word in ("`high`", "`c_hid`", "found 0", "found 1.5", "`class_name`", "found -4"))
+
+
+def test_what_an_unreadable_entry_would_have_given_is_not_missed(tmp_path: Path):
+    without = TINY.replace("    peak_value: 1e-3\n", "")
+    space = space_file(tmp_path, "optimizer.learning_rate.peak_value: {low: 1e-4}\n")
+    with pytest.raises(ConfigError) as caught:
+        tune(tiny_file(tmp_path, without), space, folder=tmp_path / "study", quiet=True)
+    assert len(caught.value.problems) == 1

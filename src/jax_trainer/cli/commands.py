@@ -73,7 +73,7 @@ def check(asked: argparse.Namespace) -> Outcome:
 
 
 def describe(asked: argparse.Namespace) -> Outcome:
-    """Shows every class that a configuration can name, with its keys, their types, defaults and purpose."""
+    """Shows a class that a configuration can name, with its keys; without a name, an index of all of them."""
     _import(asked.imports)
     everything = [*_sections(), *registered_classes()]
     chosen = [one for one in everything if asked.name in ("", one.name, one.interface)]
@@ -82,7 +82,8 @@ def describe(asked: argparse.Namespace) -> Outcome:
         near = nearest(asked.name, names)
         hint = f"Did you mean `{near}`?" if near else f"There are {', '.join(sorted(names))}."
         raise WrongInput(f"There is no class or interface {shown(asked.name)}. {hint}")
-    return Outcome({"classes": [tables.described_data(one) for one in chosen]}, lambda c: tables.described(c, chosen))
+    show = tables.described if asked.name else tables.index
+    return Outcome({"classes": [tables.described_data(one) for one in chosen]}, lambda console: show(console, chosen))
 
 
 def _sections() -> Iterator[Described]:
@@ -109,6 +110,11 @@ def changes_of(asked: argparse.Namespace) -> list[str]:
     asked.imports = [*asked.imports, *files]
     _import(asked.imports)
     return [change for change in asked.changes if change not in files]
+
+
+def imports_of(asked: argparse.Namespace) -> list[str]:
+    """The words of a command that import the same as this one."""
+    return [word for name in asked.imports for word in ("--import", name)]
 
 
 def _import(names: Sequence[str]) -> None:

@@ -76,6 +76,18 @@ def described(console: Console, classes: Sequence[Described]) -> None:
         console.print()
 
 
+def index(console: Console, classes: Sequence[Described]) -> None:
+    """Every class in a line, by what it implements."""
+    for interface in dict.fromkeys(one.interface for one in classes):
+        table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+        for one in classes:
+            if one.interface == interface:
+                table.add_row(f"  [bold]{escape(one.name)}[/bold]", escape(one.summary))
+        console.rule(escape(interface), align="left")
+        console.print(table)
+    _line(console, "\n`jax-trainer describe NAME` shows the keys of a class, or of every class of a kind.")
+
+
 def described_data(one: Described) -> dict[str, Any]:
     """The same for scripts."""
     keys = [

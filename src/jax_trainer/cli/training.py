@@ -112,6 +112,5 @@ def _saved(folder: RunFolder) -> list[Listed]:
 
 
 def _command(asked: argparse.Namespace, name: str, folder: RunFolder) -> str:
-    imports = [word for module in asked.imports for word in ("--import", module)]
     path = redact(str(folder.path), secrets=asked.secrets)
-    return shlex.join(["jax-trainer", name, path, *imports])
+    return shlex.join(["jax-trainer", name, path, *commands.imports_of(asked)])

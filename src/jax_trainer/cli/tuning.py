@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,8 @@ def tune(asked: argparse.Namespace) -> Outcome:
         quiet = asked.quiet or asked.json
         done = tuned(asked.config, asked.space, overrides=changes, quiet=quiet, **options)
     data = redact({"status": "completed", **done.data()}, secrets=asked.secrets)
-    return Outcome(data, lambda console: _show(console, done, data["config"]))
+    following = shlex.join(["jax-trainer", "train", str(data["config"]), *commands.imports_of(asked)])
+    return Outcome(data, lambda console: _show(console, done, following))
 
 
 @contextmanager
@@ -79,13 +81,13 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
         raise Failure(str(missing)) from None
 
 
-def _show(console: Console, done: Tuned, config: str | None) -> None:
+def _show(console: Console, done: Tuned, following: str) -> None:
     console.print(done)
     if done.trial is None or done.value is None:
         lines = ["No trial has come to its end."]
     else:
         best = f"Best: trial {done.trial}, {done.monitor} {done.value:.6g}"
-        lines = [best, f"Next: `jax-trainer train {config}`, or look at {RESULTS} beside it."]
+        lines = [best, f"Next: `{following}`, or look at {RESULTS} beside it."]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -82,7 +82,8 @@ class Checker:
             if name in known:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
-                near = self._problems.suggestion(name, known) or _inside(name, node) or elsewhere(name)
+                words = [*known, CLASS] if getattr(config, CLASS, "") else known
+                near = self._problems.suggestion(name, words) or _inside(name, node) or elsewhere(name)
                 near = near or f" There are {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():

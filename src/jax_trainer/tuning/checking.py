@@ -1,6 +1,6 @@
 """Tries a space against an experiment before the first trial: every key, and what is tried at the edges."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Place
@@ -18,35 +18,43 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
     of them are set to their last one.
     """
     first = {one.key: one.extremes[0] for one in space.dimensions}
-    try:
-        loaded = load(first)
-    except ConfigError as error:
-        raise placed(error, space) from None
-    found = [problem for one in space.dimensions for problem in _problems_of(one, first, space, load)]
+    known, more = _problems(first, load)
+    found = [_placed(problem, space) for problem in known]
+    found += [problem for one in space.dimensions for problem in _problems_of(one, first, space, load, known)]
     if not found:
         last = {one.key: one.extremes[-1] for one in space.dimensions}
         found = list(_refused(last, space, load, "all keys at their last values"))
     if found:
-        raise ConfigError(dict.fromkeys(found))
-    return loaded
+        raise ConfigError(dict.fromkeys(found), more=more)
+    return load(first)
 
 
-def _problems_of(one: Dimension, first: Values, space: Space, load: Load) -> Iterator[ConfigProblem]:
+def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]:
+    """What is wrong with an experiment that has these values, and how many problems there are besides."""
+    try:
+        load(values)
+    except ConfigError as error:
+        return error.problems, error.more
+    return (), 0
+
+
+def _problems_of(
+    one: Dimension, first: Values, space: Space, load: Load, known: Sequence[ConfigProblem]
+) -> Iterator[ConfigProblem]:
     for value in one.extremes[1:]:
-        yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`")
-    if isinstance(one, Range) and one.is_whole and one.step is None:
+        yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`", known)
+    if isinstance(one, Range) and one.is_whole and one.step is None and not known:
         between = (one.low + one.high) // 2 + 0.5
         if not list(_refused({**first, one.key: between}, space, load, "")):
             text = f"{one.low} and {one.high} are whole, and this key takes other numbers as well: write "
             yield ConfigProblem(one.place, one.key, f"{text}`{one.low}.0` to try those, or add `step: 1`.")
 
 
-def _refused(values: Values, space: Space, load: Load, trying: str) -> Iterable[ConfigProblem]:
-    try:
-        load(values)
-    except ConfigError as error:
-        return [_placed(problem, space, trying) for problem in error.problems]
-    return ()
+def _refused(
+    values: Values, space: Space, load: Load, trying: str, known: Sequence[ConfigProblem] = ()
+) -> Iterable[ConfigProblem]:
+    problems, _ = _problems(values, load)
+    return [_placed(problem, space, trying) for problem in problems if problem not in known]
 
 
 def placed(error: ConfigError, space: Space) -> ConfigError:

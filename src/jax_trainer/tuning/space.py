@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.config import Place
+from jax_trainer.config import ConfigError, Place
 from jax_trainer.config.files import read_dotted
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems, shown
@@ -19,6 +19,14 @@ def read_space(source: str | Path | Mapping[str, Any]) -> Space:
     >>> read_space({"model.c_hid": {"low": 8, "high": 64, "step": 8}, "optimizer.class_name": ["AdamW", "SGD"]}).data()
     {'model.c_hid': {'low': 8, 'high': 64, 'step': 8, 'log': False}, 'optimizer.class_name': ['AdamW', 'SGD']}
     """
+    space, problems = readable_space(source)
+    if problems:
+        raise problems.error()
+    return space
+
+
+def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Problems]:
+    """What of a space can be read, and what is wrong with the rest of it."""
     problems = Problems()
     tree = _as_node(source) if isinstance(source, Mapping) else read_dotted(Path(source), problems)
     if not problems and not tree.section:
@@ -26,9 +34,19 @@ def read_space(source: str | Path | Mapping[str, Any]) -> Space:
         text = f"expected keys of the experiment, such as `optimizer.learning_rate: {{…}}`, found {found}."
         problems.add(tree.place, "", text)
     read = [read_dimension(key, node, problems) for key, node in tree.section.items()]
-    if problems:
-        raise problems.error()
-    return Space(tuple(one for one in read if one is not None))
+    return Space(tuple(one for one in read if one is not None)), problems
+
+
+def with_problems(problems: Problems, error: ConfigError) -> ConfigError:
+    """What is wrong with a space, and with the experiment without what of the space cannot be read."""
+    unread = [problem.key for problem in problems]
+    others = [one for one in error.problems if not any(_are_related(one.key, key) for key in unread)]
+    return ConfigError([*problems, *others], more=error.more)
+
+
+def _are_related(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other, or in it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _as_node(data: Any) -> Node:

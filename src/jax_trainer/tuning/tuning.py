@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
-from jax_trainer.config import redact_text
+from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, Choosing, PrunerName, SamplerName, StudyError, grid_size
@@ -15,7 +15,7 @@ from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.experiments import ExperimentTrials
 from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
 from jax_trainer.tuning.reporting import Report, speaker
-from jax_trainer.tuning.space import read_space
+from jax_trainer.tuning.space import readable_space, with_problems
 from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_place
 from jax_trainer.tuning.study import Study, study_exists
 from jax_trainer.tuning.trials import TrialMaker
@@ -75,9 +75,15 @@ def tune(
     _check_options(sampler, pruner, trials=trials, startup=startup, seed=seed, timeout=timeout)
     optuna()  # how to get it is said before any work is done
     name = name_of(experiment) if name is None else name
-    home, wanted = folder_of(name, folder), read_space(space)
+    home, (wanted, problems) = folder_of(name, folder), readable_space(space)
+    try:
+        objective = _objective(experiment, wanted, overrides, monitor, mode, home)
+    except ConfigError as error:
+        raise with_problems(problems, error) from None
+    if problems:
+        raise problems.error()
     job = _Job(
-        objective=_objective(experiment, wanted, overrides, monitor, mode, home),
+        objective=objective,
         space=wanted,
         name=name,
         folder=home,
