@@ -1,6 +1,8 @@
 """train and resume: beginning, going on, going back, and what is refused."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,3 +184,15 @@ def test_a_loss_that_is_not_finite_is_one_error_with_a_way_on_and_no_traceback(t
     assert (said.code, said.data["status"], said.err.count("\n")) == (1, "failed", 1)
     assert "Step 2: the loss was" in said.err and "Traceback" not in said.err
     assert f"step 1 by `jax-trainer resume {run}`" in said.err
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_disk_on_which_nothing_can_be_written_is_one_line(tmp_path: Path, monkeypatch, code):
+    def full(self: RunFolder, name: str, text: str) -> None:
+        raise OSError(code, os.strerror(code), str(self.path / name))
+
+    monkeypatch.setattr(RunFolder, "write_text", full)
+    said = ask("train", tiny_file(tmp_path), "--quiet", folder=tmp_path)
+    assert (said.code, said.out) == (1, "") and "Traceback" not in said.err
+    [line] = said.err.splitlines()
+    assert os.strerror(code) in line and "config.yaml" in line and "Nothing was saved" in line

@@ -1,6 +1,7 @@
 """The command line: what can be asked, and how an end is told."""
 
 import argparse
+import errno
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or not writable, which no traceback mends
 _TRAININGS = ("train", "resume", "launch", "tune")
 
 _DESCRIPTION = """\
@@ -170,6 +172,9 @@ def _done(given: Sequence[str]) -> int:
     except (Failure, CheckpointError, RunInUseError) as error:
         return _tell(asked, FAILED, str(error))
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            where = f": {error.filename}" if error.filename else ""
+            return _tell(asked, FAILED, " ".join((f"{error.strerror}{where}.", *getattr(error, "__notes__", ()))))
         sys.stderr.write(_without_secrets(asked, traceback.format_exc()))
         return _tell(asked, FAILED, f"{type(error).__name__}: {error}")
     if asked.json:
