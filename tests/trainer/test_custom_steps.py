@@ -124,6 +124,19 @@ def test_a_step_of_ones_own_resumes_to_the_same_bits(kind, flavour, options, tmp
     assert_same_bits(resumed.state, whole.state)
 
 
+class Jitted(OwnStep):
+    def create_training_function(self) -> Any:
+        return jax.jit(super().create_training_function())
+
+
+def test_a_step_may_be_compiled_already_and_run_in_chunks(flavour, tmp_path):
+    kinds = [(OwnStep, 1), (Jitted, 1), (OwnStep, 2)]
+    trainers = [trainer_of(kind, flavour, tmp_path, steps_per_call=steps) for kind, steps in kinds]
+    for trainer in trainers:
+        train(trainer)
+        assert_same_bits(trainer.state, trainers[0].state)
+
+
 class NanGradients(OwnStep):
     """One step has a loss that is finite, and gradients that are not."""
 

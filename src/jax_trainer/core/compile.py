@@ -237,7 +237,8 @@ class CompiledProgram:
     def _find_indices(self, state: TrainState, batch: Batch) -> None:
         if not self.debug:
             jaxpr = self._train_inner.trace(state, batch).jaxpr
-            self._indices = index_uses(jaxpr, len(jax.tree.leaves(state)))
+            # from the end: constants that the step closes over come first
+            self._indices = index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
             self.check_indices(batch)
 
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -38,6 +38,7 @@ class StepState(FlaxState):
 
     root: jax.Array  # the words of the key that every step has its own from
     of_nnx: "NnxModel | None" = flax.struct.field(pytree_node=False, default=None)
+    is_settled: bool = flax.struct.field(pytree_node=False, default=False)  # `model_state` is what the module has
     by_ours: bool = flax.struct.field(pytree_node=False, default=False)  # whether the trainer's own step made it
 
     @property
@@ -45,7 +46,7 @@ class StepState(FlaxState):
         """The nnx module, in training mode to be trained and in evaluation mode to be evaluated."""
         if self.of_nnx is None:
             raise TypeError("`state.model` is the module of an nnx model; this one is of linen: use `state.apply_fn`.")
-        return self.of_nnx.module
+        return self.of_nnx.joined(self)
 
     def apply(self, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
         """Runs the linen model: its output, and its collections after it. See `LinenView.apply`."""
@@ -56,8 +57,8 @@ class StepState(FlaxState):
         """The same with other fields; a new `rng` is where the keys of all later steps come from."""
         if "rng" in changes:
             changes = {"root": key_data(changes["rng"]), **changes}
-        if "model_state" in changes and self.of_nnx is not None:
-            changes = {"of_nnx": None, **changes}
+        if "model_state" in changes:
+            changes = {"is_settled": True, **changes}
         return super().replace(**changes)
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
@@ -67,20 +68,32 @@ class StepState(FlaxState):
         if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
             grads = fitting_grads(grads, self.params, self.of_nnx.split.trainable)
         new = super().apply_gradients(grads=grads, **fields)
-        nnx.update(self.of_nnx.module, nnx.State(new.params))
-        return new
+        nnx.update(self.model, nnx.State(new.params))
+        return new.settled()
+
+    def settled(self) -> Self:
+        """The same with what the nnx module has changed in itself."""
+        if self.of_nnx is None or self.is_settled or self.of_nnx.module is None:
+            return self
+        return self.replace(model_state=self.of_nnx.changed(self.model_state))
 
     def plain(self) -> TrainState:
         """The data alone, with what the nnx module has changed in itself."""
-        state = super().plain().replace(rng=self.root)
-        return state if self.of_nnx is None else state.replace(model_state=self.of_nnx.changed(self.model_state))
+        return super(StepState, self.settled()).plain().replace(rng=self.root)
 
 
 class NnxModel:
-    """An nnx module that a step is called with, and how it is taken apart again."""
+    """The nnx module that a step is called with, put together when it is asked for, and how it is taken apart again."""
 
-    def __init__(self, split: Split, module: Any) -> None:
-        self.split, self.module = split, module
+    def __init__(self, split: Split, *, train: bool) -> None:
+        self.split, self._train = split, train
+        self.module: Any = None
+
+    def joined(self, state: StepState) -> Any:
+        """The module with the arrays of `state`, the first time; then the same one."""
+        if self.module is None:
+            self.module = self.split.join(state.params, state.model_state, state.key, train=self._train)
+        return self.module
 
     def changed(self, model_state: PyTree) -> PyTree:
         """`model_state` as the module has it by now."""
@@ -99,9 +112,7 @@ def dressing(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_
         return StepState(**_with_key(state, key), apply_fn=model, tx=tx)
 
     def of_nnx(state: TrainState, key: jax.Array, train: bool) -> StepState:
-        split = model()
-        module = NnxModel(split, split.join(state.params, state.model_state, key, train=train))
-        return StepState(**_with_key(state, key), apply_fn=_no_apply, tx=tx, of_nnx=module)
+        return StepState(**_with_key(state, key), apply_fn=_no_apply, tx=tx, of_nnx=NnxModel(model(), train=train))
 
     return of_nnx if is_nnx else of_linen
 
