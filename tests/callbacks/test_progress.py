@@ -238,7 +238,7 @@ def test_the_end_says_why_and_the_beginning_from_where(monkeypatch):
     told(Notice, "Training ends after step 40: `max_time` (5 s) is over.", epoch=3)
     told(FitEnd, "stopped", "EarlyStopping after step 40: `val/acc` is 1.", epoch=3)
     first, *rest = told.lines
-    assert first.split() == ["Resumed", "from", "epoch", "3", "step", "40."]
+    assert first == "Resumed from step 40 (epoch 3)."
     assert rest == [
         "Training ends after step 40: `max_time` (5 s) is over.",
         "EarlyStopping after step 40: `val/acc` is 1.",

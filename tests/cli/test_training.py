@@ -196,3 +196,12 @@ def test_a_disk_on_which_nothing_can_be_written_is_one_line(tmp_path: Path, monk
     assert (said.code, said.out) == (1, "") and "Traceback" not in said.err
     [line] = said.err.splitlines()
     assert os.strerror(code) in line and "config.yaml" in line and "Nothing was saved" in line
+
+
+def test_the_screen_says_why_a_run_ended_and_from_where_it_is_resumed(tmp_path: Path):
+    stopping = "trainer.callbacks.EarlyStopping={monitor: val/acc, stopping_threshold: 0.01}"
+    said = ask("train", tiny_file(tmp_path), stopping, folder=tmp_path)
+    assert said.code == 0 and "EarlyStopping after step 4: `val/acc` is " in said.err
+    [run] = (tmp_path / "runs" / "MLP").iterdir()
+    said = ask("resume", run, "trainer.callbacks.EarlyStopping.stopping_threshold=null", folder=tmp_path)
+    assert said.code == 0 and "Resumed from step 4 (epoch 1)." in said.err

@@ -123,7 +123,8 @@ class ProgressBar:
         match event:
             case FitStart():
                 if event.step:
-                    self._lines.append(f"Resumed from {self._when(event)}.")
+                    epoch = "" if self._in_steps else f" (epoch {event.epoch})"
+                    self._lines.append(f"Resumed from step {event.step}{epoch}.")
             case EpochStart():
                 self._step = event.step
                 self._training = self._start("train", self._epoch(event), "steps", event.steps)

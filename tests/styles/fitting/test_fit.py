@@ -350,6 +350,16 @@ class Interrupt(Callback):
         super().handle(event)
 
 
+def test_the_screen_says_why_fit_ended_and_from_where_it_is_resumed(tmp_path, capsys):
+    stopping = EarlyStoppingConfig(monitor="val/loss", stopping_threshold=1e9)
+    result = trained(tmp_path, callbacks=[stopping], progress=True)
+    assert (result.status, len(result.history)) == ("stopped", 1)
+    assert result.reason.startswith(f"EarlyStopping after step {STEPS}: `val/loss` is ")
+    assert result.reason in capsys.readouterr().err
+    trained(tmp_path, resume=str(result.folder), progress=True)
+    assert f"Resumed from step {STEPS} (epoch 1)." in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_a_valid_checkpoint_from_which_the_run_goes_on(done, tmp_path):
     with pytest.raises(KeyboardInterrupt) as end:
         trained(tmp_path, callbacks=[Interrupt(STEPS + 1)])

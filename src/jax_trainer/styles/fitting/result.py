@@ -33,6 +33,7 @@ class History:
     def __init__(self) -> None:
         self.epochs: dict[int, dict[str, Any]] = {}
         self.status: Status = "failed"
+        self.reason = ""
 
     def handle(self, event: Event) -> None:
         """Takes the metrics of an epoch or of an evaluation."""
@@ -42,7 +43,7 @@ class History:
             case EvalEnd():
                 self._add(event.epoch, full_names(event.metrics, event.name))
             case FitEnd():
-                self.status = event.status
+                self.status, self.reason = event.status, event.reason
 
     def state_dict(self) -> dict[str, Any]:
         """All metrics so far."""
@@ -89,10 +90,12 @@ class FitResult:
         used: which weights `predict` uses by itself: "best", or "last" where nothing was validated.
         folder: where the run is written.
         status: "completed"; "stopped" if a callback ended the training; "interrupted" if Ctrl-C did.
+        reason: why a callback did.
     """
 
     def __init__(self, asked: Asked, history: History, folder: Path) -> None:
-        self._asked, self.folder, self.status = asked, folder, history.status
+        self._asked, self.folder = asked, folder
+        self.status, self.reason = history.status, history.reason
         self.history: dict[int, dict[str, Any]] = {
             epoch: dict(metrics) for epoch, metrics in sorted(history.epochs.items())
         }
