@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _SYNONYMS = {
     "epoch": ("epoch_idx",),
@@ -29,6 +30,8 @@ _FOREIGN = {  # what Lightning and Keras call our hooks
     "on_load_checkpoint": "load_state_dict",
 }
 
+_of_methods: "WeakKeyDictionary[Any, dict[Any, dict[str, str] | None]]" = WeakKeyDictionary()
+
 
 def call_hook(hook: Callable[..., Any], extra: Mapping[str, Any] | None = None, **arguments: Any) -> None:
     """Calls `hook` with those of `arguments` that it names; with `extra` only what it asks for by name."""
@@ -40,12 +43,23 @@ def calling(
 ) -> Callable[[Mapping[str, Any]], Any]:
     """How to call `hook` with values by the names `known`, for one that is called often."""
     extra = extra or {}
-    names = _asked_for(hook, known, extra)
+    names = _known_names(hook, tuple(known), tuple(extra))
     if names is None:
         return lambda values: hook(*values.values())
     if names == {name: name for name in known}:
         return lambda values: hook(**values)
     return lambda values: hook(**{name: {**values, **extra}[meant] for name, meant in names.items()})
+
+
+def _known_names(hook: Callable[..., Any], known: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, str] | None:
+    """As `_asked_for`, which of a method is found out once: hooks are called at every event."""
+    function = getattr(hook, "__func__", None)
+    if function is None:
+        return _asked_for(hook, known, extra)
+    names = _of_methods.setdefault(function, {})
+    if (known, extra) not in names:
+        names[known, extra] = _asked_for(hook, known, extra)
+    return names[known, extra]
 
 
 def _asked_for(hook: Callable[..., Any], known: Collection[str], extra: Collection[str]) -> dict[str, str] | None:

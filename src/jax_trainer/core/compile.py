@@ -67,7 +67,7 @@ class CompiledProgram:
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
-        self._eval_formats: dict[Any, TapeFormat] = {}  # by structure, shapes and dtypes of what is evaluated
+        self._eval_tapes: dict[Any, tuple[TapeFormat, jax.Array]] = {}  # by shapes and dtypes of what is evaluated
         self._on_recompile: OnRecompile = on_recompile
         # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
         self.steps_one_by_one = False
@@ -193,11 +193,13 @@ class CompiledProgram:
         """The same for evaluation."""
         _begin(self.judge)
         leaves, structure = jax.tree.flatten((state, batch))
-        kind = (structure, *[(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves])
-        if kind not in self._eval_formats:  # small sets are evaluated often, and tracing takes longer than they do
-            self._eval_formats[kind] = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
-        self._eval_format = self._eval_formats[kind]
-        return self._eval_format, self._blank(self._eval_format, length)
+        shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+        kind = (length, structure, *shapes)
+        if kind not in self._eval_tapes:  # small sets are evaluated often, and tracing takes longer than they do
+            fmt = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
+            self._eval_tapes[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
+        self._eval_format = self._eval_tapes[kind][0]
+        return self._eval_tapes[kind]
 
     def train_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
         """One step: the state and the tape after it, and (large metrics, gradients) if there are any."""

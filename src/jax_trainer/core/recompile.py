@@ -64,7 +64,7 @@ class Guarded:
         self._by_structure: dict[Any, Any] = {}
         self._entries = self._warned = 0
         self._placement: list[Any] | None = None
-        self._reference: Signature | None = None  # of the first call since `begin`
+        self._reference: Signature | None = None  # of the batch of the first call since `begin`
 
     def __call__(self, held: HeldState, *more: Any) -> Any:
         """Runs the function, compiling it first where its arguments are new."""
@@ -72,7 +72,7 @@ class Guarded:
             self._take(held.structure)
         self._args = (held, *more)
         if self._reference is None:
-            self._reference = self._signature()
+            self._reference = self._batch_signature()
         try:
             if self._on_recompile == "error":
                 self._check_placement()
@@ -121,8 +121,9 @@ class Guarded:
         # raised while tracing: nothing was compiled or donated yet, so the caller's state is still whole
         signature = self._signature()
         found = self._difference(signature)
-        changed = changes(self._reference or signature, signature)
-        mixed = [c for c in changed if c.path.startswith("batch") and c.kind in ("structure", "dtype", "rank")]
+        batch = self._batch_signature()
+        changed = changes(self._reference or batch, batch)
+        mixed = [c for c in changed if c.kind in ("structure", "dtype", "rank")]
         if mixed:
             raise BatchChangedError(_told(mixed))
         if found and self._on_recompile == "error":
@@ -149,6 +150,9 @@ class Guarded:
     def _signature(self) -> Signature:
         held, *more = self._args
         return signature_of(dict(zip(self._arguments, (held.state, *more), strict=True)))
+
+    def _batch_signature(self) -> Signature:
+        return signature_of({"batch": self._args[self._arguments.index("batch")]})
 
     def _difference(self, signature: Signature) -> list[Change]:
         """What is new about `signature`, against the most similar one seen; nothing if it is expected."""
