@@ -13,7 +13,6 @@ from jax_trainer.callbacks import (
     Run,
 )
 from jax_trainer.engine import EpochEnd, FitEnd, FitStart, Plan, StepMetrics
-from jax_trainer.logger.rows import cut
 from jax_trainer.settings import SettingsError
 
 
@@ -146,10 +145,9 @@ def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path, saved_
     with run_in(tmp_path / "parts") as run:
         first = begun(run, 0)
         spike_events(first, range(1, saved_at + 1))
-        state, size = first.state_dict(), run.logger.mark()()
+        state, mark = first.state_dict(), run.logger.mark()()
         spike_events(first, range(saved_at + 1, killed_at + 1))
-        assert run.logger.flush()
-        cut(run.folder / "metrics.jsonl", size)
+        run.logger.cut(mark)
         second = begun(run, saved_at, state)
         spike_events(second, range(saved_at + 1, 25))
         assert finished(run, second) == expected

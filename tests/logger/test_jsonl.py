@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import shutil
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 from logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
 
-from jax_trainer.logger import JSONLConfig, Logger, LoggerConfig
+from jax_trainer.logger import JSONLConfig, JsonlWriter, Logger, LoggerConfig
 from jax_trainer.logger.rows import cut
 from jax_trainer.logger.values import bins_of
 
@@ -68,7 +71,9 @@ def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
     logger.close("interrupted")
     whole = rows_in(tmp_path)
     for mark, kept in reversed([*zip(marks, (4, 8), strict=True)]):
-        cut(tmp_path / "metrics.jsonl", mark())
+        found = mark()
+        assert found is not None
+        cut(tmp_path / "metrics.jsonl", found.size)
         assert rows_in(tmp_path) == whole[:kept]
 
 
@@ -101,8 +106,6 @@ def spoilt(folder: Path, how: str) -> None:
     """Puts something in the way of a record."""
     if how == "a folder in its place":
         (folder / "metrics.jsonl").mkdir()
-    elif how == "a full disk":
-        (folder / "metrics.jsonl").symlink_to("/dev/full")
     elif how == "a file for a folder":
         (folder / "media").write_text("")
 
@@ -111,7 +114,6 @@ def spoilt(folder: Path, how: str) -> None:
     ("how", "lost", "why"),
     [
         ("a folder in its place", 4, "IsADirectoryError"),
-        ("a full disk", 3, "No space left on device"),
         ("a file for a folder", 1, "FileExistsError"),
     ],
 )
@@ -144,28 +146,64 @@ def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):
     assert not folder.exists()
 
 
-def test_a_line_without_room_leaves_no_half_of_itself(tmp_path, monkeypatch):
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A function that says how many bytes of a line there is still room for; None: there is room again."""
+    room: list[int | None] = [None]
+    write = FileIO.write
+
+    class Disk(FileIO):
+        def write(self, line: Any) -> int:
+            if room[0] is None:
+                return write(self, line)
+            written = write(self, line[: room[0]])
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return written
+
+    init = JsonlWriter.__init__
+
+    def made(self: JsonlWriter, path: Path) -> None:
+        init(self, path)
+        self._file.close()
+        self._file = Disk(path, "ab+")
+
+    monkeypatch.setattr(JsonlWriter, "__init__", made)
+    return lambda left: room.__setitem__(0, left)
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_rows_for_which_there_is_no_room_are_written_in_order_once_there_is(tmp_path, caplog, full_disk, left):
     logger = logger_with(tmp_path)
     logger.write(1, {"loss": 0.5})
     assert logger.flush()
-    [tool] = logger._tools
-    shortened = []
-
-    def write_half(tool):
-        file = tool._writer._file
-        tool._writer._file = type("Half", (), {"fileno": file.fileno, "truncate": file.truncate, "write": half(file)})()
-        shortened.append(file)
-        try:
-            tool.write(2, {"loss": 0.25})
-        finally:
-            tool._writer._file = file
-
-    def half(file):
-        return lambda _, line: file.write(line[: len(line) // 2])
-
-    tool.give(write_half)
-    logger.write(3, {"loss": 0.125})
+    full_disk(left)
+    for step in range(2, 40):  # more than a tool may fail in a row
+        logger.write(step, {"loss": 0.25})
+    assert not logger.flush()
+    assert [row["step"] for row in rows_in(tmp_path)] == [1]  # no half of a line either
+    full_disk(None)
+    logger.write(40, {"loss": 0.125})
     logger.close("completed")
-    assert shortened
-    assert [row["step"] for row in rows_in(tmp_path)] == [1, 3]
-    assert logger.failures == {"JSONLToolLogger": 1}
+    assert [row["step"] for row in rows_in(tmp_path)] == list(range(1, 41))
+    assert logger.failures == {}
+    assert caplog.text.count("cannot be written (No space left on device)") == 1
+
+
+def test_a_mark_has_the_rows_that_are_not_on_the_disk_and_they_are_there_after_a_resume(tmp_path, full_disk):
+    logger = logger_with(tmp_path)
+    logger.write(1, {"loss": 0.5})
+    assert logger.flush()
+    full_disk(0)
+    logger.write(2, {"loss": 0.25})
+    mark = logger.mark()()
+    logger.write(3, {"loss": 0.125})
+    logger.close("failed")
+    assert logger.failures == {"JSONLToolLogger": 2}
+    full_disk(None)
+    assert mark is not None and len(mark.unwritten) == 1
+    resumed = logger_with(tmp_path)
+    resumed.cut(mark)
+    resumed.write(3, {"loss": 0.125})
+    resumed.close("completed")
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3]

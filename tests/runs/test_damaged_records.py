@@ -144,7 +144,12 @@ def may_be(path: tuple[Any, ...], there: Any, value: Any) -> bool:
         return True
     if value is MISSING and ((path[0] == "callbacks" and len(path) == 2) or path[-2:-1] in (("meter",), ("window",))):
         return True  # nothing is known of a callback, or of a metric, that was added later
-    if value is None and name in ("callbacks.EarlyStopping.best", "run.record", "run.loop.judged_step"):
+    if value is None and name in (
+        "callbacks.EarlyStopping.best",
+        "run.record",
+        "run.loop.judged_step",
+        "run.loop.batch_size",
+    ):
         return True
     if value is MISSING and path[-2:-1] == ("windows",):
         return True  # one of several

@@ -1,9 +1,13 @@
+import errno
+import os
+
 import pytest
 from trainer_runs import STEPS, callbacks, plain_for, rows, train, train_plain, trainer_for, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.logger import JsonlWriter
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 
 
@@ -27,6 +31,19 @@ def test_a_run_that_broke_down_three_times_goes_on_to_the_same_bits_and_rows(don
     assert list(values(trainer, "optimizer/lr")) == list(values(done.trainer, "optimizer/lr"))
     assert results == done.results
     assert len(list(tmp_path.iterdir())) == 1  # in the same folder
+
+
+@pytest.mark.parametrize("done", ["nnx"], indirect=True)
+def test_the_record_is_complete_after_the_disk_was_full_and_is_free_again(done, tmp_path, monkeypatch):
+    def full(self: JsonlWriter, line: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlWriter, "_put", full)
+        trainer = crashed(done, tmp_path, 2 * STEPS + 1)
+    assert trainer.folder.metrics_file.read_text() == ""
+    train(trainer, resume=True)
+    assert rows(trainer) == rows(done.trainer)
 
 
 @pytest.mark.parametrize("done", ["nnx"], indirect=True)

@@ -13,6 +13,7 @@ from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import Run
 from jax_trainer.checkpoint.failures import SaveError
 from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
+from jax_trainer.logger import RecordMark
 from jax_trainer.processes import peers
 from jax_trainer.settings import AtLeast
 
@@ -72,11 +73,15 @@ class _Mark(NamedTuple):
 
     standing: Standing
     states: Mapping[str, Any]  # of callbacks and others that watch
-    record: Callable[[], int | None]  # the size of the run's record, as soon as it is written
+    record: Callable[[], RecordMark | None]  # of the run's rows, as soon as they are written
     devices: int  # that share the state
 
     def data(self) -> dict[str, Any]:
-        return {"loop": self.standing.to_data(), "record": self.record(), "devices": self.devices}
+        record = self.record()
+        rows: dict[str, Any] = {"record": None if record is None else record.size}
+        if record is not None and record.unwritten:
+            rows["unwritten"] = list(record.unwritten)
+        return {"loop": self.standing.to_data(), **rows, "devices": self.devices}
 
 
 @register

@@ -25,6 +25,7 @@ Count = Annotated[int, AtLeast(0)]
 _RUN = {  # what the styles have a run remember, where they do; the loop itself knows what its own state is
     "loop": dict[str, Any],
     "record": Annotated[int | None, AtLeast(0)],  # bytes of metrics.jsonl
+    "unwritten": list[str],  # rows behind that, for which there was no room
     "devices": Annotated[int, AtLeast(1)],
     "key": list[Any],  # the words of the root key
 }

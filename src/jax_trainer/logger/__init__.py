@@ -11,6 +11,7 @@ from jax_trainer.logger.backend import (
     WandBToolLogger,
     WandbToolLogger,
 )
+from jax_trainer.logger.jsonl import RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, placing_tool, run_place, tools_of
 from jax_trainer.logger.writers import JsonlWriter, MetricWriter, ToolLoggerInterface
 
@@ -24,6 +25,7 @@ __all__ = [
     "Logger",
     "LoggerConfig",
     "MetricWriter",
+    "RecordMark",
     "TensorboardConfig",
     "TensorboardToolLogger",
     "ToolLoggerInterface",

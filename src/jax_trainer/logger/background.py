@@ -129,19 +129,19 @@ class Background:
                 self._wait_for(lambda: self._done >= given, _seconds_until(deadline))
             return self._done == self._given and not self.losses.count
 
-    def ask(self, question: Callable[[Any], int]) -> Callable[[float], int | None]:
+    def ask(self, question: Callable[[Any], Any]) -> Callable[[float], Any]:
         """Asks the tool something once it has been handed all that was given so far.
 
         The answer comes from the function that is returned, in whatever thread; it waits at most the seconds that it is
         given. None: the tool has failed to answer, or to live.
         """
-        answers: list[int] = []
+        answers: list[Any] = []
         with self._changed:
             if self._status is None and not self._is_given_up:
                 self._append(_Waiting(lambda tool: answers.append(question(tool)), 0, 0))
             number = self._given
 
-        def answer(seconds: float) -> int | None:
+        def answer(seconds: float) -> Any:
             with self._changed:
                 self._changed.wait_for(lambda: self._done >= number, seconds)
                 return answers[0] if answers else None
@@ -244,7 +244,7 @@ class Background:
 
     def _lose(self, failure: BaseException) -> None:
         if not self._is_abandoned:  # then everything is counted, and the run's log is closed
-            self.losses.add_failure(failure)
+            self.losses.add_failure(failure, entries=getattr(failure, "entries", 1))
 
 
 def _seconds_until(deadline: float) -> float:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from compoconf import register
@@ -17,6 +17,13 @@ from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface
 from jax_trainer.settings import Settings
 
 METRICS_FILE, METRICS, MEDIA = "metrics.jsonl", "metrics", "media"
+
+
+class RecordMark(NamedTuple):
+    """Where a record stands: the size of the file in bytes, and the lines behind it that wait for room on the disk."""
+
+    size: int
+    unwritten: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,15 +76,24 @@ class JSONLToolLogger(ToolLoggerInterface):
         """Writes plain data to a file of its own, `metrics/<file_name>.json`."""
         save_metrics(self.folder, file_name, data)
 
-    def size(self) -> int:
-        """How many bytes `metrics.jsonl` has now."""
+    def mark(self) -> RecordMark:
+        """Where the record stands now."""
         self._check_it_is_there()
-        return self._writer.size
+        self._writer.catch_up()
+        return RecordMark(self._writer.size, self._writer.unwritten)
 
-    def cut(self, size: int | None) -> int:
-        """Takes what was written after a checkpoint out of the file, which had `size` bytes then; how many it has."""
-        cut(self._writer.path, size)
-        return self._writer.size
+    def cut(self, mark: RecordMark | None) -> None:
+        """Returns to `mark`."""
+        if cut(self._writer.path, None if mark is None else mark.size) and mark is not None:
+            self._writer.replace_unwritten(mark.unwritten)
+
+    def flush(self) -> None:
+        """Writes the rows that wait for room, if there is some now."""
+        self._writer.catch_up()
+
+    def is_written(self) -> bool:
+        """Whether no row waits."""
+        return not self._writer.unwritten
 
     def close(self, status: str) -> None:
         """Closes the file."""

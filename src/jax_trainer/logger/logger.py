@@ -15,7 +15,7 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.logger.background import Background, Entry, Losses
 from jax_trainer.logger.files import sync
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark
 from jax_trainer.logger.pictures import drawn, pixels_of
 from jax_trainer.logger.rows import last_step
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
@@ -134,37 +134,40 @@ class Logger(RegistrableConfigInterface):
         """
         deadline = time.monotonic() + timeout
         written = [tool.flush(deadline) for tool in self._tools]  # each of them, whatever another one says
-        return all(written) and not self._own.count
+        if not all(written) or self._own.count or self._is_closed:
+            return all(written) and not self._own.count
+        return bool(self._tools[0].ask(lambda tool: tool.is_written())(max(0.0, deadline - time.monotonic())))
 
-    def mark(self) -> Callable[[], int | None]:
+    def mark(self) -> Callable[[], RecordMark | None]:
         """Notes where the record stands; costs next to nothing and does not wait.
 
         The function, called later in any thread, waits until all that was logged before is on the disk, and gives the
-        size of `metrics.jsonl` in bytes at exactly that point: a run that goes on from there cuts it to that size. None
-        if the record cannot tell within half a minute or has been given up on, or where another process writes.
+        size of `metrics.jsonl` at exactly that point, with the rows for which there was no room: a run that is resumed
+        from there cuts it to that size, and adds these. None if the record cannot tell within half a minute or has been
+        given up on, or where another process writes.
         """
         if self._is_closed:
             return lambda: None
         record: Any = self._tools[0]
-        size = record.ask(lambda tool: tool.size())
+        place = record.ask(lambda tool: tool.mark())
 
-        def on_disk() -> int | None:
-            found = size(MARK_SECONDS)
+        def on_disk() -> RecordMark | None:
+            found = place(MARK_SECONDS)
             if found is not None:
                 sync(self.folder / METRICS_FILE)
             return found
 
         return on_disk
 
-    def cut(self, size: int | None) -> None:
-        """Takes what was logged after a checkpoint out of `metrics.jsonl`, which had `size` bytes then.
+    def cut(self, mark: RecordMark | None) -> None:
+        """Takes what was logged after a checkpoint out of `metrics.jsonl`, which stood at `mark` then.
 
-        Waits until that is done. Where the size is not known (None), the file stays as it is, with a warning.
+        Waits until that is done. Where the mark is not known (None), the file stays as it is, with a warning.
         """
         if self._is_closed:
             return
         record: Any = self._tools[0]
-        record.ask(lambda tool: tool.cut(size))(MARK_SECONDS)
+        record.ask(lambda tool: tool.cut(mark))(MARK_SECONDS)
         self._step = last_step(self.folder / METRICS_FILE)
 
     def close(self, status: str) -> None:

@@ -10,10 +10,11 @@ from jax_trainer.logger.run_log import LOG
 TAIL = 2**20  # bytes in which the last row of numbers is looked for; pictures and texts may follow it
 
 
-def cut(file: Path, size: int | None) -> None:
+def cut(file: Path, size: int | None) -> bool:
     """Takes what was written after a checkpoint out of a `metrics.jsonl`, which had `size` bytes then; durably.
 
-    Where the size is not known (None), or the file is not the one that it was taken of, it stays as it is.
+    Returns whether that was possible. Where the size is not known (None), or the file is not the one that it was taken
+    of, it stays as it is.
     """
     problem = _cut(file, size)
     if problem:
@@ -21,6 +22,7 @@ def cut(file: Path, size: int | None) -> None:
             f"{file} {problem}, so it stays as it is. Rows of steps that are trained again may be in it twice; "
             "the later ones belong to this run."
         )
+    return not problem
 
 
 def last_step(file: Path) -> int:

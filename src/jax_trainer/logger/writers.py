@@ -4,14 +4,18 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
+from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import json_safe
+
+MOST_UNWRITTEN = 10_000  # lines that wait for room on the disk
 
 
 class MetricWriter(Protocol):
@@ -70,16 +74,27 @@ class ToolLoggerInterface(RegistrableConfigInterface):
         """Nothing more will come."""
 
 
+class UnwrittenError(OSError):
+    """Rows that waited for room on the disk to the end."""
+
+    def __init__(self, entries: int, path: Path) -> None:
+        super().__init__(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {entries} rows", str(path))
+        self.entries = entries
+
+
 class JsonlWriter:
     """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings.
 
-    It appends to a file that is there. A last line that was cut off stays a line of its own.
+    It appends to a file that is there. A last line that was cut off stays a line of its own. Lines that cannot be
+    written, as the disk is full, wait: they are written before the next one, as soon as that is possible.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab+", buffering=0)
+        self._unwritten: deque[bytes] = deque()
+        self._has_warned = False
         with contextlib.suppress(OSError):
             if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
                 self._file.write(b"\n")
@@ -89,8 +104,36 @@ class JsonlWriter:
         self.append({"step": step, **values})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Appends a line with this row, or, where there is no room for it, nothing."""
-        line = json.dumps(json_safe(row), allow_nan=False).encode() + b"\n"
+        """Appends a line with this row, after those that wait."""
+        if len(self._unwritten) >= MOST_UNWRITTEN:
+            raise OSError(errno.ENOSPC, f"{len(self._unwritten)} rows wait for room already", str(self.path))
+        self._unwritten.append(json.dumps(json_safe(row), allow_nan=False).encode() + b"\n")
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Writes the lines that wait, as far as that is possible."""
+        try:
+            while self._unwritten:
+                self._put(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._has_warned:
+                LOG.warning(f"{self.path} cannot be written ({error.strerror}): rows wait until it can. Make room.")
+            self._has_warned = True
+        else:
+            self._has_warned = False
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """The lines that wait."""
+        return tuple(line.decode() for line in self._unwritten)
+
+    def replace_unwritten(self, lines: Iterable[str]) -> None:
+        """These lines wait, instead of those that do; they are written if that is possible."""
+        self._unwritten = deque(line.encode() for line in lines)
+        self.catch_up()
+
+    def _put(self, line: bytes) -> None:
         before = self.size
         try:
             if self._file.write(line) != len(line):
@@ -111,5 +154,8 @@ class JsonlWriter:
         return os.fstat(self._file.fileno()).st_nlink == 0
 
     def close(self, status: str) -> None:
-        """Closes the file."""
+        """Closes the file; an `UnwrittenError` where lines still wait."""
+        self.catch_up()
         self._file.close()
+        if self._unwritten:
+            raise UnwrittenError(len(self._unwritten), self.path)

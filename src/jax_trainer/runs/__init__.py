@@ -3,7 +3,7 @@
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Weights, kept_in, used_by_default, weights_of
 from jax_trainer.runs.interrupted import interrupted, resumable_step
 from jax_trainer.runs.nonfinite import WatchedEvaluations, explained
-from jax_trainer.runs.place import Place, agreed, restored, resumable, run_and_step, standing_of
+from jax_trainer.runs.place import Place, agreed, record_mark, restored, resumable, run_and_step, standing_of
 from jax_trainer.runs.watching import Given, Watching, named_callbacks
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "interrupted",
     "kept_in",
     "named_callbacks",
+    "record_mark",
     "restored",
     "resumable",
     "resumable_step",

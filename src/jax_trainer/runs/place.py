@@ -15,7 +15,7 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Standing
-from jax_trainer.logger import Logger
+from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.processes import peers
 
 LOG = logging.getLogger("jax_trainer")
@@ -109,16 +109,22 @@ def restored(
                 "train without `resume`."
             )
         LOG.warning(f"{place.goes_on.path} has no checkpoint: the run had saved nothing, and begins again.")
-        logger.cut(0)
+        logger.cut(RecordMark(0))
         return None
     which = "latest" if place.step is None else place.step
     state, saved = resumable(source, which, like, remember)
     if not place.is_fork:
         store.goes_on_from(saved)
-    logger.cut(saved.run.get("record"))
+    logger.cut(record_mark(saved))
     LOG.info(f"Going on from step {saved.step} of {place.goes_on.path}.")
     _tell_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
     return state, saved
+
+
+def record_mark(saved: Saved) -> RecordMark | None:
+    """Where the run's rows stood when it saved; None where that is not known."""
+    size = saved.run.get("record")
+    return None if size is None else RecordMark(size, tuple(saved.run.get("unwritten", ())))
 
 
 def resumable(

@@ -32,6 +32,7 @@ from jax_trainer.runs import (
     Watching,
     explained,
     kept_in,
+    record_mark,
     resumable,
     standing_of,
     used_by_default,
@@ -181,7 +182,7 @@ class Session:
             return None
         state, saved = resumable(self.store, "latest", self.trainer.state, self.remember)
         self.trainer.hold(state)
-        self.logger.cut(saved.run.get("record"))
+        self.logger.cut(record_mark(saved))
         self.plan = replace(self.plan, left_out=self.plan.left_out | {error.place})
         LOG.warning(
             f"Step {error.step} was not finite. Going back to the checkpoint of step {saved.step}; batch "
