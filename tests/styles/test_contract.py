@@ -131,7 +131,7 @@ def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path)
 
 @EVERY
 def test_a_loss_that_is_not_finite_ends_every_style_before_it_is_saved(name, tmp_path):
-    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was nan"):
+    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was"):
         STYLES[name](tmp_path).train(SpoiltData())
     saved = {path.name for path in STYLES[name](tmp_path).checkpoints}
     assert saved and max(saved) < f"step_{BAD:08d}"

@@ -126,7 +126,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_where_asked(tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_by_itself(tmp_path, value):
     trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0)
-    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was (nan|inf)"):
+    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was"):
         trainer.train_model(broken(value=value))
 
 
