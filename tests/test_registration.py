@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,17 @@ def test_a_cell_that_runs_again_brings_its_new_class():
     assert Registry.get_class(Callback, "OwnCell") is last  # type: ignore[arg-type]
 
 
+def test_a_class_of_a_script_has_the_path_by_which_it_would_be_imported(monkeypatch: pytest.MonkeyPatch):
+    own = type("Own", (), {"__module__": "__main__"})
+    for module, path in (
+        (SimpleNamespace(__file__="/home/me/train.py", __spec__=None), "train.Own"),
+        (SimpleNamespace(__file__="/x/models.py", __spec__=SimpleNamespace(name="my.models")), "my.models.Own"),
+        (SimpleNamespace(), "__main__.Own"),  # a notebook
+    ):
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        assert full_name(own) == path
+
+
 def test_a_trainer_of_yours_that_is_not_registered_is_not_stored_as_ours_of_that_name():
     own = type("ImgClassifierTrainer", (TrainerModule,), {"__module__": "own_script"})
     assert stored_as(own) is TrainerModule
@@ -189,6 +201,8 @@ def test_a_run_is_resumed_with_the_class_that_it_was_trained_with(tmp_path: Path
     [own] = set((tmp_path / "runs" / "CNN").iterdir()) - {ours}
     assert "class_name: own_parts_here.CNN" in (own / "config.yaml").read_text()
     assert implementation_of(stored_run(RunFolder.open(own)).value.model).__module__ == "own_parts_here"
+    asked = stored_run(RunFolder.open(ours), ["model.class_name=CNN"])  # by a person, who may mean another class
+    assert implementation_of(asked.value.model).__module__ == "own_parts_here"
     for registry in Registry._registries.values():  # another process, which has not imported it
         for name in [name for name, cls in registry.items() if cls.__module__ == "own_parts_here"]:
             del registry[name]

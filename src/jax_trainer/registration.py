@@ -7,7 +7,9 @@ as `jax_trainer.models.cnn.CNN`, so that its configuration leads to it and a fil
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from compoconf import Registry
@@ -29,8 +31,13 @@ def same_section(*interfaces: type) -> None:
 
 
 def full_name(cls: type) -> str:
-    """The module path of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """The module path of a class; that of a script which is run is the one by which it would be imported."""
+    module = cls.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        module = spec.name if spec is not None else Path(file).stem if file else module
+    return f"{module}.{cls.__qualname__}"
 
 
 def is_ours(cls: type) -> bool:
@@ -120,5 +127,5 @@ def _rivals(cls: type) -> list[dict[str, type]]:
 
 
 def _registries(interfaces: Iterable[type]) -> list[dict[str, type]]:
-    names = dict.fromkeys(map(full_name, interfaces))
+    names = dict.fromkeys(map(Registry._unique_name, interfaces))
     return [Registry._registries[name] for name in names if name in Registry._registries]

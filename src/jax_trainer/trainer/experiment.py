@@ -82,7 +82,8 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
         text = f"{folder.path} is a run of `{style.data()}`, which was begun in Python. Go on with it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
     loaded = load_config(folder.config_file, StoredRun, overrides, may_include=False)
-    found = [(path, displaced(name)) for path, name in _class_names(loaded.tree, "") if isinstance(name, str)]
+    named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.place.line]  # overrides have no line
+    found = [(path, displaced(one.value)) for path, one in named if isinstance(one.value, str)]
     taken = [
         (path, f"this run was trained with {full_name(ours)}, whose name a class of yours has taken. Do not import it.")
         for path, ours in found
@@ -93,11 +94,11 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
     return loaded
 
 
-def _class_names(node: Node, path: str) -> Iterator[tuple[str, Any]]:
+def _class_names(node: Node, path: str) -> Iterator[tuple[str, Node]]:
     """Every `class_name` in a file, with its dotted path."""
     for name, child in node.children():
         below = f"{path}.{name}".lstrip(".")
-        yield from [(below, child.value)] if name == "class_name" else _class_names(child, below)
+        yield from [(below, child)] if name == "class_name" else _class_names(child, below)
 
 
 def trainer_class(run: StoredRun) -> type[Any]:

@@ -6,10 +6,12 @@ import optax
 from jax.typing import ArrayLike
 
 from jax_trainer.optimizer import curves
+from jax_trainer.suggestions import checks_keywords
 
 START, END = 1 / 10, 1 / 100  # of the rate, where a schedule begins and ends
 
 
+@checks_keywords
 def lr_schedule(
     base_lr: float | None = None,
     steps_per_epoch: int = 0,

@@ -23,12 +23,14 @@ from jax_trainer.runs import standing_of
 from jax_trainer.settings import checked
 from jax_trainer.styles.functional.hooks import Continued, Participant, Training
 from jax_trainer.styles.functional.report import Report, is_settled
+from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
 TRAINED = ("step", "params", "model_state", "opt_state")  # of a state: what the caller's objects hold
 Restore = Callable[..., Any]
 
 
+@checks_keywords
 def get_default_checkpointer(
     outfolder: str | Path,
     *,

@@ -9,8 +9,10 @@ from flax import nnx
 
 from jax_trainer.core import Batch, Program, PyTree, TrainState, copy_state, leaf_path, with_ema
 from jax_trainer.styles.functional.hooks import Participant
+from jax_trainer.suggestions import checks_keywords
 
 
+@checks_keywords
 def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Callable[..., nnx.Module]]:
     """A hook that averages the parameters of `model`, and a function that returns a new module with the averages.
 
