@@ -104,7 +104,9 @@ def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_n
     trainer = trainer_of(kind, "linen", tmp_path, check_val_every_n_epoch=0)
     seen: list[Any] = []
     trainer.on_training_epoch_end = lambda metrics, epoch_idx: seen.append(metrics["train/key"])
+    before = np.asarray(trainer.state.rng)
     train(trainer)
+    assert (np.asarray(trainer.state.rng) != before).any() == (kind is Guide)  # what it was given is what it has
     assert len({tuple(row) for row in np.reshape(seen[0], (STEPS, -1))}) == STEPS
 
 

@@ -1,5 +1,6 @@
 """Steps that a subclass wrote itself, made into those of a program."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -53,14 +54,6 @@ class StepState(FlaxState):
         view = LinenView(self.apply_fn, params, self.model_state, stream(self.key, "model"), step=self.step)
         return view.apply(params, *inputs, **options)
 
-    def replace(self, **changes: Any) -> Self:
-        """The same with other fields; a new `rng` is where the keys of all later steps come from."""
-        if "rng" in changes:
-            changes = {"root": key_data(changes["rng"]), **changes}
-        if "model_state" in changes:
-            changes = {"is_settled": True, **changes}
-        return super().replace(**changes)
-
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
         """The state after one optimizer update, with other `fields` replaced; an nnx module is updated with it."""
         if self.of_nnx is None:
@@ -80,6 +73,18 @@ class StepState(FlaxState):
     def plain(self) -> TrainState:
         """The data alone, with what the nnx module has changed in itself."""
         return super(StepState, self.settled()).plain().replace(rng=self.root)
+
+
+def _replaced(self: StepState, **changes: Any) -> StepState:
+    """The same with other fields; a new `rng` is where the keys of all later steps come from."""
+    if "rng" in changes:
+        changes = {"root": key_data(changes["rng"]), **changes}
+    if "model_state" in changes:
+        changes = {"is_settled": True, **changes}
+    return dataclasses.replace(self, **changes)
+
+
+StepState.replace = _replaced  # flax gives every class the plain one, whatever its body says
 
 
 class NnxModel:
