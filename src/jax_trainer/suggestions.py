@@ -27,6 +27,7 @@ _SAME = (  # words for one thing, ours among them
     ("log_name", "run_name", "experiment_name"),
     ("detect_nans", "detect_anomaly", "terminate_on_nan"),
     ("batch_size", "global_batch_size"),
+    ("learning_rate", "lr", "step_size"),
     ("seed", "random_seed", "seed_everything", "random_state"),
     ("rnkey", "rng_key", "rng", "key"),
     ("optimizer", "tx", "opt"),

@@ -410,3 +410,38 @@ def _(folder: Path) -> None:
 @DATA.row("TrainerModule: predicting on data of another width", r"float32\[8, ?5\]", at=LATE)
 def _(folder: Path) -> None:
     trained(folder).predict(loader(WIDE))
+
+
+@DATA.row("fit: a list of loaders to validate on", "val", "loaders", "by name", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=[loader(), loader()])
+
+
+@DATA.row("TrainerModule: a list of loaders to train on", "train", "loaders", error=DataError)
+def _(folder: Path) -> None:
+    trained(folder, [loader(), loader()])
+
+
+@DATA.row("train_fn: a generator to validate on, again and again", "val", "once", "list", error=DataError, at=LATE)
+def _(folder: Path) -> None:
+    functional(val=((X[:8], Y[:8]) for _ in range(1)), n_steps=3, eval_every_n_steps=1)
+
+
+@DATA.row("TrainLoop: batches without targets", "pair", "single array", error=DataError)
+def _(folder: Path) -> None:
+    looped(data=[X[:8]])
+
+
+@DATA.row("TrainLoop: a sample of another width than the data", r"float32\[8, ?4\]", "width", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    looped(input_sample=np.ones((1, 7), np.float32))
+
+
+@DATA.row("fit: predicting with a path", "predict", "data.csv", error=DataError, at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder).predict("data.csv")
+
+
+@DATA.row("TrainerModule: testing on nothing", "data", error=ValueError)
+def _(folder: Path) -> None:
+    made(folder).test_model(None)

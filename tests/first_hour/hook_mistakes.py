@@ -1,7 +1,7 @@
 """Mistakes in hooks and callbacks."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, fitted, functional, loader, trained
 
@@ -142,12 +142,12 @@ def _(folder: Path) -> None:
 
 @HOOKS.row("ModelCheckpoint with a mode that is none", "mode", "maximum", "max")
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), callbacks=[ModelCheckpointConfig(monitor="val/loss", mode="maximum")])
+    fitted(folder, test_ds=(X, Y), callbacks=[ModelCheckpointConfig(monitor="val/loss", mode=cast("Any", "maximum"))])
 
 
 @HOOKS.row("a callback with an unknown keyword", "moniter", "monitor", error=TypeError)
 def _(folder: Path) -> None:
-    EarlyStoppingConfig(moniter="val/loss")
+    EarlyStoppingConfig(**cast("Any", {"moniter": "val/loss"}))
 
 
 @HOOKS.row("a setting of state in a hook that is no state", "state", at=LATE)

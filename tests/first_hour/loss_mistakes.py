@@ -10,6 +10,7 @@ from flax import nnx
 from mistakes import (
     IN_YOUR_CODE,
     LATE,
+    Net,
     Table,
     Trainer,
     X,
@@ -26,6 +27,7 @@ from mistakes import (
 )
 
 from jax_trainer import TrainerModule
+from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask
 
 LOSSES = Table()
 FITS = ("fit, linen", "fit, nnx")
@@ -123,7 +125,7 @@ def _(style: str, folder: Path) -> None:
 
 @LOSSES.each("the loss has a bug of its own", "softmaxx", IN_YOUR_CODE, r"float32\[8, ?4\]", error=AttributeError)
 def _(style: str, folder: Path) -> None:
-    train(style, folder, loss=lambda logits, labels: optax.softmaxx(logits, labels))
+    train(style, folder, loss=lambda logits, labels: logits.softmaxx(labels))
 
 
 @LOSSES.each("shapes in the loss do not go together", r"float32\[8, ?4\]", r"int32\[8\]", IN_YOUR_CODE)
@@ -424,7 +426,7 @@ def _(folder: Path) -> None:
 @LOSSES.row("TrainerModule: a loss of other parameters", "loss_function", "batch", error=TypeError)
 def _(folder: Path) -> None:
     class Own(Trainer):
-        def loss_function_linen(self, params: Any, batch: Any) -> Any:
+        def loss_function_linen(self, params: Any, batch: Any) -> Any:  # pyright: ignore  # the mistake
             return 0.0
 
     trained(folder, kind=Own)
@@ -448,3 +450,72 @@ def _(style: str, folder: Path) -> None:
 def _(style: str, folder: Path) -> None:
     squared = lambda logits, labels: ((logits - labels[:, None]) ** 2).mean()
     train(style, folder, data=loader(X * 1e18), loss=squared, tx=optax.sgd(1e30))
+
+
+@LOSSES.row("TrainerModule: a loss without self", "loss_function_linen", "params", error=TypeError)
+def _(folder: Path) -> None:
+    def loss_function_linen(params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+        return 0.0
+
+    trained(folder, kind=type("Own", (Trainer,), {"loss_function_linen": loss_function_linen}))
+
+
+@LOSSES.row("TrainerModule: create_functions returns one step", "create_functions", "evaluation", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=type("Own", (Trainer,), {"create_functions": lambda self: lambda state, batch: (state, {})}))
+
+
+@LOSSES.row("TrainerModule: a step of one's own returns nothing", "state, metrics", "NoneType|nothing", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=type("Own", (Trainer,), {"create_training_function": lambda self: lambda state, batch: None}))
+
+
+@LOSSES.row("TrainerModule: a step of one's own returns (metrics, state)", "state, metrics", error=TypeError)
+def _(folder: Path) -> None:
+    swapped = lambda self: lambda state, batch: ({"loss": jnp.float32(0)}, state)
+    trained(folder, kind=type("Own", (Trainer,), {"create_training_function": swapped}))
+
+
+@LOSSES.each("the loss formats a value", "jax.debug.print", IN_YOUR_CODE)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: f"{logits.mean():.3f}")
+
+
+@LOSSES.row("fit: eval_step returns text", "eval_step", "str", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: "good")
+
+
+@LOSSES.row("fit: eval_step returns a value per example by name", "acc", r"\(8,\)", "mean", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: {"acc": batch[1] == 1})
+
+
+def evaluated(metrics: Any, checkpoint: Any = None) -> None:
+    """An `EvalLoop` with these metrics, called."""
+    model = Net()
+    task = EvalTask(apply=model.apply, metrics=metrics, data=loader())
+    if checkpoint is None:
+        train = TrainTask(apply=model.apply, optimizer=optax.sgd(0.1), loss=cross_entropy, data=loader())
+        checkpoint = next(TrainLoop(init=model.init, task=train, n_steps=1, stdout=False))
+    EvalLoop(task=task, n_steps=1)(checkpoint)
+
+
+@LOSSES.row("EvalTask: a metric of other parameters", "acc", "outputs, targets", error=TypeError, at=LATE)
+def _(folder: Path) -> None:
+    evaluated({"acc": lambda logits: 0.0})
+
+
+@LOSSES.row("EvalTask: a metric that fails", IN_YOUR_CODE, r"float32\[8, ?4\]", "eval", error=TypeError, at=LATE)
+def _(folder: Path) -> None:
+    evaluated({"acc": lambda logits, labels: logits @ labels})
+
+
+@LOSSES.row("EvalTask: a function instead of functions by name", "metrics", "labels", error=TypeError, at=LATE)
+def _(folder: Path) -> None:
+    evaluated(cross_entropy)
+
+
+@LOSSES.row("EvalLoop: called with parameters", "checkpoint", "dict", error=TypeError)
+def _(folder: Path) -> None:
+    evaluated({"loss": cross_entropy}, {"params": 1})

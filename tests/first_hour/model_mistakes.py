@@ -1,7 +1,7 @@
 """Mistakes with models and optimizers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -78,7 +78,7 @@ def _(folder: Path) -> None:
 
 @MODELS.each("a learning rate that is text", "optimizer", styles=UPDATING)
 def _(style: str, folder: Path) -> None:
-    train(style, folder, tx=optax.sgd("1e-3"))
+    train(style, folder, tx=optax.sgd(cast("Any", "1e-3")))
 
 
 @MODELS.each("an optimizer whose mask has other keys", "optimizer", "nothing", styles=UPDATING)
@@ -365,3 +365,48 @@ def _(folder: Path) -> None:
 @MODELS.row("TrainLoop: not a task", "task", "TrainTask", error=TypeError)
 def _(folder: Path) -> None:
     looped(task={"apply": Net().apply})
+
+
+class Flagless(nn.Module):
+    """Layers that behave otherwise in training, and are not told."""
+
+    layer: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Any:
+        return nn.Dense(3)(self.layer()(x))
+
+
+@MODELS.each("BatchNorm that is not told of training", "use_running_average=not train", IN_YOUR_CODE, styles=LINEN)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Flagless(nn.BatchNorm))
+
+
+@MODELS.each("Dropout that is not told of training", "deterministic=not train", IN_YOUR_CODE, styles=LINEN)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, linen=Flagless(lambda: nn.Dropout(0.5)))
+
+
+class Dropping(nnx.Module):
+    """A Dropout without random streams."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out, self.dropout = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5)
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.out(self.dropout(x))
+
+
+@MODELS.each("an nnx Dropout without rngs", "rngs=rngs", IN_YOUR_CODE, styles=NNX)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, nnx_model=Dropping(nnx.Rngs(0)))
+
+
+@MODELS.row("TrainerModule: init_optimizer that returns nothing", "init_optimizer", "None", "optax", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=type("Own", (Trainer,), {"init_optimizer": lambda self, num_epochs, steps: None}))
+
+
+@MODELS.row("TrainLoop: a number of devices", "devices", "jax.devices", error=TypeError)
+def _(folder: Path) -> None:
+    looped(devices=2)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_mistakes import DATA
@@ -34,7 +35,7 @@ def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
 ):
     steps, dispatch = [], Recorder.dispatch
 
-    def counting(self: Recorder, *args: object, **kwargs: object) -> object:
+    def counting(self: Recorder, *args: Any, **kwargs: Any) -> Any:
         done = dispatch(self, *args, **kwargs)
         steps.append(done)
         return done

@@ -118,6 +118,10 @@ _command("ckpt of nothing", "ckpt", "nowhere", names=("nowhere",))
 _command("describe of nothing", "describe", "AdamWW", names=("AdamWW", "AdamW"))
 _command("an import that is not there", "train", "tiny.yaml", "--import", "my_modul", names=("my_modul",))
 _command("tune without a space", "tune", "tiny.yaml", names=("space",))
+_command("--epochs", "train", "tiny.yaml", "--epochs", "3", names=("--epochs", "trainer.train_epochs=3"))
+_command("lr of an optimizer", "train", "tiny.yaml", "optimizer.lr=0.1", names=("optimizer.lr", "learning_rate"))
+_command("the name of a class for a section", "train", "tiny.yaml", "model=CNN", names=("model", "class_name", "CNN"))
+_command("resume of a file", "resume", "tiny.yaml", names=("tiny.yaml", "folder"))
 _command("check of a file that is not there", "check", "nothing.yaml", names=("nothing.yaml",))
 
 

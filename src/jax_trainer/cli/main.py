@@ -130,7 +130,8 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     asked, rest = parser().parse_known_args(given)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
     if unknown or (rest and not hasattr(asked, "changes")):
-        asked.error(f"there is no option {unknown[0]}." if unknown else "there are too many arguments.")
+        hint = " Values of the file are changed by `trainer.train_epochs=3`." if hasattr(asked, "changes") else ""
+        asked.error(f"there is no option {unknown[0]}.{hint}" if unknown else "there are too many arguments.")
     if rest:  # argparse takes only those that stand together
         asked.changes += rest
     return asked

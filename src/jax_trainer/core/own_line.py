@@ -68,6 +68,14 @@ _CURES = {
         "The loss that gradients are taken of must be a real floating point number: counts, `argmax`, comparisons and "
         "text have no gradient."
     ),
+    r"(use_running_average|deterministic)\" must be passed": (
+        "Give the model's `__call__` a parameter `train: bool`, and pass `{0}=not train` to the layer: the trainer "
+        "sets `train`."
+    ),
+    r"no `rngs` argument was provided": "Make the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
+    r"unsupported format string passed to \w*Tracer": (
+        f"{_COMPILED} Print with `jax.debug.print`, or report the value as a metric."
+    ),
     r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
 }
 

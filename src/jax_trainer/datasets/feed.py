@@ -231,7 +231,7 @@ class Feed:
 
     def used_up(self, epoch: int) -> DataError:
         """The error for an epoch that gave no batch."""
-        if self.is_one_shot and epoch > 1:
+        if self.is_one_shot and (epoch > 1 or self._gave_out):
             return DataError(
                 f"The {self.name!r} data gave no batch in epoch {epoch}: it is an iterator that can be used only once "
                 f"({type(self._data).__name__}), and earlier epochs used it up. Pass a list, a loader, or a "

@@ -35,7 +35,7 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
         return dataclasses.replace(batch, **values)
     if isinstance(batch, Mapping):
         return {name: as_arrays(value, copy=copy) for name, value in batch.items()}
-    if isinstance(batch, list) and _is_numbers(batch):
+    if _is_numbers(batch):
         try:
             return np.asarray(batch)
         except ValueError as error:
@@ -49,6 +49,10 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
 def is_arrays(data: Any) -> bool:
     """Whether `data` is all examples at once: an array, or a tuple, dict or dataclass of arrays, and not batches."""
     is_record = dataclasses.is_dataclass(data) and not isinstance(data, type) and not hasattr(data, "__iter__")
+    if isinstance(data, tuple | Mapping):
+        parts = list(data.values() if isinstance(data, Mapping) else data)
+        if any(map(is_array, parts)) and all(is_array(part) or _is_numbers(part) for part in parts):
+            return True  # lists of numbers among them are arrays, too
     if isinstance(data, tuple | Mapping) or is_record:
         leaves = jax.tree.leaves(known_as_tree(data))
         return bool(leaves) and all(map(is_array, leaves))
@@ -113,11 +117,11 @@ def _shared(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def _is_numbers(values: list) -> bool:
-    """Whether these are numbers, or lists of numbers, and not arrays side by side."""
-    return bool(values) and all(
-        isinstance(value, bool | int | float) or (isinstance(value, list) and _is_numbers(value)) for value in values
-    )
+def _is_numbers(values: Any) -> bool:
+    """Whether this is a list of numbers, or of lists of numbers, and not of arrays side by side."""
+    if not isinstance(values, list) or not values:
+        return False
+    return all(isinstance(value, bool | int | float) or _is_numbers(value) for value in values)
 
 
 def _data_fields(batch: Any) -> list[dataclasses.Field]:

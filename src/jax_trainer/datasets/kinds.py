@@ -326,6 +326,11 @@ def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Sourc
     if isinstance(data, Addressed):
         return _Loader(data)
     if isinstance(data, list | tuple):
+        if data and (isinstance(data[0], Addressed) or hasattr(data[0], "batch_sampler")):
+            raise DataError(
+                f"The {name!r} data is a {type(data).__name__} of loaders, and a list is one of batches. Pass one "
+                "loader, or several validation sets by name: `{'clean': …, 'noisy': …}`."
+            )
         return _Listed(data)
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)

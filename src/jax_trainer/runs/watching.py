@@ -47,11 +47,12 @@ class Watching:
         return {**self.callbacks, **self.records}
 
 
-def named_callbacks(given: Given, taken: Iterable[str] = ()) -> dict[str, Any]:
+def named_callbacks(given: Given | Callback | CallbackConfig, taken: Iterable[str] = ()) -> dict[str, Any]:
     """Callbacks, or configurations of them, by name: that of their class, with a number where it is taken.
 
     Under a name, the keys of a configuration may stand as in a file: `{"EarlyStopping": {"monitor": "val/acc"}}`.
     """
+    given = [given] if isinstance(given, Callback | CallbackConfig) else given
     named = dict(_named(given, set(taken)))
     written = {name: one for name, one in named.items() if one is None or isinstance(one, Mapping)}
     named |= config_from({"callbacks": written}, _Callbacks).callbacks

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -126,9 +125,6 @@ class TrainerConfig(Settings):
 
     def plan(self, num_epochs: int | None = None) -> Plan:
         """How long to train and when to validate."""
-        is_whole = isinstance(num_epochs, Integral) and not isinstance(num_epochs, bool)
-        if num_epochs is not None and (not is_whole or num_epochs < 1):
-            raise ValueError(f"`num_epochs` must be a whole number of at least 1, got {num_epochs!r}.")
         self.check_limited(num_epochs)
         return Plan(
             max_epochs=self.train_epochs if num_epochs is None else num_epochs,

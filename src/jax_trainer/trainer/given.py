@@ -1,7 +1,7 @@
 """What a trainer is given to train, and to train with: configurations, or the things themselves."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,9 +75,8 @@ def _name(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__).strip("<>")
 
 
-def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
-    names = dict(inspect.signature(build.__init__ if inspect.isclass(build) else build).parameters)
-    names.pop("self", None)
+def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
+    names = _parameters(build)
     example = {"exmp_input": inputs} if "exmp_input" in names else {}
     if others := _others_needed(names.values(), ("rngs", *example)):
         raise TypeError(
@@ -88,6 +87,13 @@ def _built(build: Callable[..., Any], inputs: Any, rngs: nnx.Rngs) -> nnx.Module
     if not isinstance(module, nnx.Module):
         raise TypeError(f"`{_name(build)}` built a {type(module).__name__}, and must build an nnx module.")
     return module
+
+
+def _parameters(build: Any) -> dict[str, inspect.Parameter]:
+    """Those of the constructor, where it is a class: Flax hides them behind its own."""
+    names = dict(inspect.signature(build.__init__ if inspect.isclass(build) else build).parameters)
+    names.pop("self", None)
+    return names
 
 
 def _others_needed(parameters: Iterable[inspect.Parameter], given: tuple[str, ...]) -> list[str]:

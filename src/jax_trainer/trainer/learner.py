@@ -27,6 +27,7 @@ from jax_trainer.core import (
     compile_program,
     copied,
     explaining,
+    kinds_of,
     stream,
     with_ema,
     with_finite_check,
@@ -259,7 +260,12 @@ class Learner(Task):
 
     def _program_with_options(self) -> Program:
         config, base = self.config, self._program_without_options()
-        program = with_own_steps(base, *self.create_functions(), self._dressed, micro_batches=config.accumulate)
+        functions = self.create_functions()
+        if not isinstance(functions, tuple) or len(functions) != 2:
+            raise TypeError(
+                f"`create_functions` must return the training and the evaluation step, got {kinds_of(functions)}."
+            )
+        program = with_own_steps(base, *functions, self._dressed, micro_batches=config.accumulate)
         if self._monitors_rate:
             program = with_learning_rate(program, log_freq="step")  # per epoch the callback logs it
         program = with_transforms(program, _Transforms(self))

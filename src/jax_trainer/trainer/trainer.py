@@ -16,12 +16,13 @@ from rich.progress import track
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
 from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, whole_number
+from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, noting, whole_number
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
+from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.processes import peers
 from jax_trainer.registration import full_name
 from jax_trainer.runs import Given, Place, Weights, agreed, interrupted, restored, standing_of
@@ -137,7 +138,10 @@ class TrainerModule(Keeper):
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """The program that trains on this data; nothing has run yet."""
         self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
-        return self._use_optimizer(self.init_optimizer(*self._run_length(train_loader, num_epochs)))
+        made = self.init_optimizer(*self._run_length(train_loader, num_epochs))
+        with noting("This is what `init_optimizer` returned."):
+            checked_optimizer(made)
+        return self._use_optimizer(made)
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
         """What would be trained; left out, the loader is the dataset's."""
@@ -221,7 +225,7 @@ class TrainerModule(Keeper):
         Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
         and its `result` is what would have been returned.
         """
-        num_epochs = None if num_epochs is None else whole_number("num_epochs", num_epochs, 0)
+        num_epochs = None if num_epochs is None else whole_number("num_epochs", num_epochs, 1)
         plan = self.config.plan(num_epochs)
         train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
         evals = named_sets("val", val_loader) if self.config.validates else {}

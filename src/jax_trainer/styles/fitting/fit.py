@@ -1,6 +1,5 @@
 """`fit`: a model, data and a loss; everything else of a training is there."""
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -124,9 +123,9 @@ def fit(
         mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
     """
     eval_freq, num_epochs = whole_number("eval_freq", eval_freq, 1), whole_number("num_epochs", num_epochs, 1)
-    batch_size, seed = whole_number("batch_size", batch_size, 1), operator.index(seed)
+    batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
     check_save(save, resume)
-    _check_given(model, test_ds, log_name)
+    _check_given(model, test_ds, log_name, log_dir)
     told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
     plan = Plan(
         max_epochs=num_epochs,
@@ -167,13 +166,15 @@ def fit(
     return recorded_run(work, recording, agreed(lambda: place_of(log_dir, log_name, told, resume)))
 
 
-def _check_given(model: Any, test_ds: Any, log_name: Any) -> None:
+def _check_given(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
     """Refuses arguments that are in each other's place, before any data is drawn."""
     maker_of(model)
     if isinstance(test_ds, optax.GradientTransformation):
         raise TypeError("`test_ds` is an optimizer. Pass it by name: `optimizer=optax.adam(1e-3)`.")
     if not isinstance(log_name, str) or not log_name.strip("/. "):
         raise ValueError(f"`log_name` must be text, the name of a folder in `log_dir`, got {log_name!r}.")
+    if not isinstance(log_dir, str | Path):
+        raise TypeError(f"`log_dir` must be the path of a folder, got {log_dir!r}.")
 
 
 def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:

@@ -78,7 +78,7 @@ def judged_by(returned: Any) -> dict[str, Any]:
     """What an `eval_step` has returned, by name: a number is the accuracy, one per example is averaged."""
     if isinstance(returned, Mapping):
         return dict(returned)
-    if isinstance(returned, tuple | list) or returned is None:
+    if isinstance(returned, tuple | list | str) or returned is None:
         raise TypeError(f"`eval_step` returns a number, or a dict of numbers; this one returned {kinds_of(returned)}.")
     return {"accuracy": jnp.mean(jnp.asarray(returned))}
 

@@ -67,7 +67,7 @@ def _in_words(batch: Any) -> str:
         return f"a dict with the keys {', '.join(map(str, batch))}"
     if isinstance(batch, tuple | list):
         return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
+    return "a single array" if hasattr(batch, "shape") else f"a {type(batch).__name__}"
 
 
 def _several(things: Any) -> Arguments:

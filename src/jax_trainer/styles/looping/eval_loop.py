@@ -16,6 +16,7 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
+    check_call,
     compile_program,
     stream,
 )
@@ -67,6 +68,8 @@ class EvalLoop:
         *,
         group: str = "eval",
     ) -> None:
+        if not isinstance(task.metrics, Mapping) or not all(map(callable, task.metrics.values())):
+            raise TypeError(f"`EvalTask(metrics=…)` must be functions by their labels, got {task.metrics!r}.")
         if not task.metrics:
             raise ValueError("`EvalTask(metrics=…)` is empty: there is nothing to measure.")
         self._key, self._group, self._rounds = rnkey, group, 0
@@ -76,6 +79,10 @@ class EvalLoop:
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """`checkpoint` with the metrics of its model, and with those of training."""
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"An EvalLoop is called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
+            )
         self._rounds += 1
         at = Event(checkpoint.step, self._rounds, HeldState.of(self._state(checkpoint)))
         # closed here: what is raised while Python throws a generator away, Ctrl-C for example, is lost
@@ -100,6 +107,7 @@ def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
         inputs, targets = split(batch)
         outputs, _ = call(state.params, state.model_state, inputs, stream(state.key, "eval"), train=False)
         for label, metric in task.metrics.items():
+            check_call(metric, f"metrics[{label!r}]", *("outputs" for _ in outputs), *("targets" for _ in targets))
             check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
         measured = {label: jnp.mean(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
         return as_metrics(measured, batch_weight(batch))

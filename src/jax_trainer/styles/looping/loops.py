@@ -291,6 +291,8 @@ def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
 
 
 def _layout(devices: Sequence[Any] | None) -> Layout | None:
+    if devices is not None and (not isinstance(devices, Sequence) or not devices):
+        raise TypeError(f"`devices` must be a list of devices, such as `jax.devices()[:2]`, got {devices!r}.")
     return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
 
 
