@@ -445,3 +445,23 @@ def _(folder: Path) -> None:
 @DATA.row("TrainerModule: testing on nothing", "data", error=ValueError)
 def _(folder: Path) -> None:
     made(folder).test_model(None)
+
+
+LATER = np.where(np.arange(16) == 12, 7, Y)  # wrong in the second batch only
+
+
+@DATA.each("a label out of range in a later batch of arrays", "7", "0 to 2", at=STEP, never="Lower the learning rate")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(X, LATER))
+
+
+@DATA.row(
+    "fit: a label out of range in a later batch of a list", "7", "0 to 2", at=LATE, never="Lower the learning rate"
+)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=[(X[:8], LATER[:8]), (X[8:], LATER[8:])])
+
+
+@DATA.row("fit: a label out of range in a later batch of a loader", "[Ll]abels", "0 to 2", r"batch\[1\]", at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=Batches((X[:8], LATER[:8]), (X[8:], LATER[8:])))

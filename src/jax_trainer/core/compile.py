@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.executables import Reused
-from jax_trainer.core.indices import Use, index_uses, out_of_range
+from jax_trainer.core.indices import Use, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import Measured, explained
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
@@ -67,6 +67,7 @@ class CompiledProgram:
         self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
         self._eval_format: TapeFormat | None = None
         self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
+        self.index_ranges = ""  # the same, in words
         self._eval_tapes: dict[Any, tuple[TapeFormat, jax.Array]] = {}  # by shapes and dtypes of what is evaluated
         self._on_recompile: OnRecompile = on_recompile
         # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
@@ -241,6 +242,7 @@ class CompiledProgram:
             jaxpr = self._train_inner.trace(state, batch).jaxpr
             # from the end: constants that the step closes over come first
             self._indices = index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+            self.index_ranges = ranges_of(self._indices, batch)
             self.check_indices(batch)
 
     def _outline(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -120,6 +120,17 @@ def _inner(equation: Any) -> Iterator[tuple[Any, range]]:
         yield inner, range(count)
 
 
+def ranges_of(uses: frozenset[Use], batch: Batch) -> str:
+    """Which entries of a batch are indices, and what they may be.
+
+    >>> ranges_of(frozenset({Use(1, 3)}), (np.zeros((8, 4)), np.zeros(8, np.int32)))
+    'batch[1] must be 0 to 2'
+    """
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    ranges = sorted((names[use.leaf], use.size) for use in uses)
+    return ", ".join(f"batch{name} must be 0 to {size - 1}" for name, size in ranges)
+
+
 def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
     """What is wrong with the indices in `batch`, which may be all examples at once; empty if nothing is.
 

@@ -22,6 +22,7 @@ from jax_trainer.core import (
     with_own_line,
 )
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Feed, RowLoader, Supply, Taken, in_words, resident_loader
+from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.supply import Ready, check_divides, steps_per_call, takes, train_supply
 
@@ -139,14 +140,24 @@ class Recorder:
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """The error, saying what is wrong with the batch, if something is and the batch can be had again."""
         number = self._opened_at + error.step - 1
-        if error.batch is not None or not isinstance(self._source, ArrayLoader) or self._plan.left_out_of(self._epoch):
+        batch = None if self._plan.left_out_of(self._epoch) else self._again(number)
+        if batch is None:
+            if self._program.index_ranges:
+                error.add_note(f"Labels and token ids out of range read NaN: {self._program.index_ranges}.")
             return error
-        batch = next(iter(self._source.epoch(self._epoch, number)), None)
-        wrong = "" if batch is None else faults(self._program, batch)
+        wrong = faults(self._program, batch)
         if not wrong:
             return error
         where = in_words(number, self._epoch, self._feed.name)
         return NonFiniteError(f"Step {error.step}: the loss was not finite. In {where}, {wrong}", step=error.step)
+
+    def _again(self, number: int) -> Batch | None:
+        """A batch of this epoch once more, where that costs next to nothing."""
+        if isinstance(self._source, ArrayLoader):
+            return next(iter(self._source.epoch(self._epoch, number)), None)
+        if isinstance(self._source, list | tuple) and number < len(self._source):
+            return as_arrays(self._source[number], copy=False)
+        return None
 
     def _prepare(self, held: HeldState, taken: Taken) -> TapeReader:
         """Lays out the tape for what a step on such a batch reports; once, before the first step."""
