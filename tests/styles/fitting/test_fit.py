@@ -486,3 +486,13 @@ def test_devices_that_are_not_there_are_refused_before_anything_is_written(tmp_p
     with pytest.raises(LayoutError, match="needs a multiple of 3 devices, and there are 8"):
         trained(tmp_path, mesh={"fsdp": 3})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_state_of_a_model_without_statistics_may_say_so(tmp_path):
+    model, x = nn.Dense(4), np.ones((8, 4), np.float32)
+    params = model.init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), batch_stats=None)
+    options: dict[str, Any] = {"num_epochs": 1, "log_dir": str(tmp_path), "tensorboard": False, "progress": False}
+    result = fit(state, [(x, np.zeros(8, np.int32))], loss_fn=loss_fn, **options)
+    assert not result.state.batch_stats
+    assert int(result.state.step) == 1
