@@ -70,9 +70,10 @@ class _Stage:
 class ProgressBar:
     """Shows epoch, steps, speed, the time left and the latest metrics, and a line for every epoch and evaluation.
 
-    Without a terminal there are only lines: besides those of epochs and evaluations one every few seconds. Drawing is
-    done here, not in a thread that would compete with training, at most every `refresh_seconds`, lines included, and
-    it is one write: laying out a `rich` progress bar takes 3 ms, a hundred times as long.
+    Without a terminal there are only lines: besides those of epochs and evaluations one every few seconds. In a
+    notebook there is one line, which is drawn over, and at the end those of the last epoch. Drawing is done here, not
+    in a thread that would compete with training, at most every `refresh_seconds`, lines included, and it is one write:
+    laying out a `rich` progress bar takes 3 ms, a hundred times as long.
 
     Args:
         title: the first line.
@@ -104,6 +105,7 @@ class ProgressBar:
         self._refresh_seconds, self._is_lead = refresh_seconds, is_lead
         self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
         self._seen: set[str] = set()  # stages that are compiled
+        self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
         self._evaluated = RowMeter(LogMode.VAL)
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
         self._spoken, self._patience = time.perf_counter(), FIRST_LINE
@@ -144,15 +146,23 @@ class ProgressBar:
             case Notice():
                 self._lines.append(event.text)
             case EpochEnd():
-                self._lines.append(f"{self._when(event)}  train  {_line(event.metrics)}")
+                self._report(event, "train", event.metrics)
             case EvalEnd():
-                self._lines.append(f"{self._when(event)}  {event.name}  {_line(event.metrics)}")
+                self._report(event, event.name, event.metrics)
             case EvalRoundEnd():
                 self._training.postpone(time.perf_counter() - self._paused)
                 self._stage = self._training
             case FitEnd():
+                self._lines += [f"{when}  {text}" for when, text in self._reported.values()]
                 self._lines += [event.reason] if event.reason else []
                 self._write("")
+
+    def _report(self, event: Event, name: str, metrics: dict[str, Any]) -> None:
+        when, text = self._when(event), f"{name}  {_line(metrics)}"
+        if self._screen.is_notebook:
+            self._reported[name] = (when, text)
+        else:
+            self._lines.append(f"{when}  {text}")
 
     def _when(self, event: Event) -> str:
         step = f"step {event.step:>6}"
@@ -210,7 +220,8 @@ class ProgressBar:
             full, empty = self._screen.ticks
             pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {stage.done}/{stage.total}"
             pieces[2] += f" < {_clock((stage.total - stage.done) / speed)}" if speed else ""
-        return "  ".join([*pieces, stage.latest])
+        evaluated = [text for name, (_, text) in self._reported.items() if name != "train" and stage is self._training]
+        return "  ".join([*pieces, stage.latest, *evaluated])
 
     def _in_a_line(self, now: float) -> str:
         """Where the run stands, for those who see no bar; the time left is that of the training, where known."""

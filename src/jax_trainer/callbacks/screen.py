@@ -28,13 +28,13 @@ class Screen:
 
     def __init__(self, console: Console, is_notebook: bool | None = None) -> None:
         self._console = console
-        self._is_notebook = console.is_jupyter if is_notebook is None else is_notebook
+        self.is_notebook = console.is_jupyter if is_notebook is None else is_notebook
         self._shown = 0  # characters of the bar that is there, in a notebook
 
     @property
     def is_live(self) -> bool:
         """Whether a bar can be drawn over; otherwise there are only lines."""
-        return self._is_notebook or self._console.is_terminal
+        return self.is_notebook or self._console.is_terminal
 
     @property
     def ticks(self) -> tuple[str, str]:
@@ -44,7 +44,7 @@ class Screen:
     def show(self, lines: Sequence[str], bar: str) -> None:
         """Adds `lines` where the bar is, and draws the bar anew below them."""
         bar = bar[: self._console.width - 1]
-        if self._is_notebook:
+        if self.is_notebook:
             text = self._overwritten(lines, bar)
         elif self._console.is_terminal:
             text = START_OF_LINE + "".join(f"{line}\n" for line in lines) + bar
