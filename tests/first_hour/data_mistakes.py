@@ -59,9 +59,7 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(WIDE))
 
 
-@DATA.each(
-    "validation inputs are wider than those of training", "val", r"float32\[8, ?5\]", styles=JUDGING, waits="2.3"
-)
+@DATA.each("validation inputs are wider than those of training", "val", r"float32\[8, ?5\]", styles=JUDGING)
 def _(style: str, folder: Path) -> None:
     train(style, folder, val=loader(WIDE))
 
@@ -230,7 +228,7 @@ def _(folder: Path) -> None:
     fitted(folder, train_ds=(X[:0], Y[:0]))
 
 
-@DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no |empty", error=DataError, waits="2.3")
+@DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no |empty", error=DataError)
 def _(folder: Path) -> None:
     fitted(folder, test_ds=(X[:0], Y[:0]))
 
@@ -240,7 +238,7 @@ def _(folder: Path) -> None:
     ArrayLoader((X, Y), 32, drop_last=True)
 
 
-@DATA.row("TrainerModule: an empty validation loader", "val", "no batch|empty", waits="2.3")
+@DATA.row("TrainerModule: an empty validation loader", "val", "no batch|empty")
 def _(folder: Path) -> None:
     trained(folder, val=[])
 

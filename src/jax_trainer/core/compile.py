@@ -139,7 +139,12 @@ class CompiledProgram:
                 self.layout.state_shardings(state)  # what cannot be laid out shows here
             trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
             self._find_indices(state, example)
-            return state, trained, _judged(jax.eval_shape(self._eval_inner, state, example))
+            return state, trained, self.eval_shapes(state, example)
+
+    def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
+        """The shapes of what evaluating `state` on `batch` reports; both may be shapes themselves."""
+        with explaining(batch):
+            return _judged(jax.eval_shape(self._eval_inner, state, batch))
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
         """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""

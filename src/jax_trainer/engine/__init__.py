@@ -21,6 +21,7 @@ from jax_trainer.engine.events import (
     StepMetrics,
     Waiting,
 )
+from jax_trainer.engine.first_batches import checked_evals
 from jax_trainer.engine.loop import eval_events, evaluate, train_events
 from jax_trainer.engine.plan import Every, Plan
 from jax_trainer.engine.predictions import predictions
@@ -50,6 +51,7 @@ __all__ = [
     "StepMetrics",
     "StopTraining",
     "Waiting",
+    "checked_evals",
     "drive",
     "driving",
     "eval_events",

@@ -63,7 +63,7 @@ class Task(BaseTrainer):
         """Whether the weights of one validation are better than the best so far.
 
         By itself: by what `ModelCheckpoint` monitors; without one, by the first of `val/val_metric` (small is good),
-        `val/acc` (large is good) and `val/loss` that is there.
+        `val/acc` (large is good) and `val/loss` that is there. Of several validation sets the first one counts.
         """
         monitor, mode = self._sign(new_metrics)
         if old_metrics is None or monitor not in old_metrics:
@@ -74,17 +74,20 @@ class Task(BaseTrainer):
     def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
         """The number among these by which `is_new_model_better` compares by itself, and which way; None: none is."""
         numbers = {name for name, value in metrics.items() if np.ndim(value) == 0}
-        return next(((name, mode) for name, mode in self._signs.items() if name in numbers), None)
+        return next(((name, mode) for name, mode in self._signs(metrics).items() if name in numbers), None)
 
-    @property
-    def _signs(self) -> dict[str, Direction]:
+    def _signs(self, metrics: Mapping[str, Any]) -> dict[str, Direction]:
         saver = self.config.saver
-        return GOOD_SIGNS if saver is None else {saver.monitor: saver.best_mode}
+        if saver is not None:
+            return {saver.monitor: saver.best_mode}
+        sets = dict.fromkeys(name.partition("/")[0] for name in metrics if name.startswith("val"))
+        first = "val" if "val" in sets else next(iter(sets), "val")  # several are called "val_<name>"
+        return {f"{first}{name.removeprefix('val')}": mode for name, mode in GOOD_SIGNS.items()}
 
     def _sign(self, metrics: Mapping[str, Any]) -> tuple[str, Direction]:
         if (found := self.compared_by(metrics)) is not None:
             return found
-        signs = self._signs
+        signs = self._signs(metrics)
         there = ", ".join(sorted(metrics)) or "none"
         raise ValueError(
             f"Cannot tell which weights are better: there is no {' or '.join(signs)} among the metrics, which are "

@@ -19,7 +19,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, noting, whole_number
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, eval_events, run
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, checked_evals, eval_events, run
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.logger import Logger
 from jax_trainer.optimizer import checked_optimizer
@@ -175,16 +175,29 @@ class TrainerModule(Keeper):
         limits = [limit for limit in (steps, self.config.max_steps) if limit is not None]
         return min(limits, default=self.config.fast_dev_run or None)
 
-    def _check(self, program: CompiledProgram, evals: Mapping[str, Any]) -> None:
-        """Finds mistakes in the loss before anything is written; debugged code sees no tracers."""
+    def _check(
+        self,
+        program: CompiledProgram,
+        evals: Mapping[str, Any],
+        tests: Mapping[str, Any],
+        num_epochs: int | None = None,
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Finds mistakes in the loss and the data before anything is written; debugged code sees no tracers.
+
+        Returns the sets, which still give the batches that were looked at.
+        """
         if not self.config.debug:
-            _, trained, judged = program.shapes(self._key, self.exmp_input)
+            state, trained, judged = program.shapes(self._key, self.exmp_input)
             self._check_monitored(evals, judged.by_name)
+            if evals:
+                evals = checked_evals(program, state, evals, self.exmp_input, self.config.plan(num_epochs))
+            tests = checked_evals(program, state, tests, self.exmp_input)
             if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
                 LOG.warning(
                     "`log_intermediates` is on, and the model sows nothing. Sow what is to be watched: in nnx by "
                     "`self.sow(nnx.Intermediate, name, value)`, in linen by `self.sow('intermediates', name, value)`."
                 )
+        return evals, tests
 
     def _check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
         own = type(self)
@@ -232,7 +245,7 @@ class TrainerModule(Keeper):
         tests = named_sets("test", test_loader)
         program = self.prepare(train_loader, num_epochs)
         self._see_evals({**evals, **tests})
-        self._check(program, evals)
+        evals, tests = self._check(program, evals, tests, num_epochs)
         place = agreed(lambda: place_of(self, resume, fork=fork))
         self._start(program, resume=place.goes_on is not None)
         with place.locked():
@@ -281,7 +294,7 @@ class TrainerModule(Keeper):
             return full_names(self._session.train_epoch(), "train")
         if not self._has_optimizer:
             program = self.prepare(train_loader)
-            self._check(program, {})
+            self._check(program, {}, {})
             self._start(program, resume=False)
         heard = _EpochMetrics()
         plan, at = replace(self.config.plan(epoch_idx), max_steps=None), Position(epoch_idx - 1)

@@ -40,7 +40,7 @@ def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: 
     if is_arrays(data):
         with noting(f"This is the {name!r} data."):
             loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
-        return Given(loader, next(iter(loader.epoch(1))), is_cut=True)
+        return Given(loader, peeked(loader, name)[0], is_cut=True)
     example, data = peeked(data, name)
     if not _is_single(example, split):
         return Given(data, example, is_cut=False)

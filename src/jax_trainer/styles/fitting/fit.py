@@ -13,7 +13,7 @@ from jax_trainer.core import (
     CompiledProgram,
     GivenMesh,
     Layout,
-    PyTree,
+    Metrics,
     compile_program,
     layout_of,
     whole_number,
@@ -22,7 +22,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import Data, DataError, Feed, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.engine import Every, Plan
+from jax_trainer.engine import Every, Plan, checked_evals
 from jax_trainer.engine.supply import train_feed
 from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import agreed, named_callbacks
@@ -143,7 +143,10 @@ def fit(
     trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example))
     trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
-    found = _metric(program, trained, train.example, metric, named, validates=bool(evals))
+    # traced: what is wrong with the steps or the data shows before anything is written
+    state, training, judging = program.shapes(trained.key, train.example)
+    evals = checked_evals(program, state, evals, train.example)
+    found = _metric(judging if evals else training, metric, named, validates=bool(evals))
     saving = with_saver(named, found, mode, save, is_wish=metric is not None)
     saver = saver_among(saving)
     told = {
@@ -178,7 +181,6 @@ def _check_given(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
 
 
 def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:
-    # what cannot batch by itself need not be looked at: beginning a loader may start processes
     if is_arrays(test_ds) or callable(getattr(test_ds, "batch", None)):
         return taken(test_ds, VAL, split, batch_size=batch_size, shuffle=False, seed=0).data
     feed = Feed(test_ds, VAL, may_be_empty=True)  # refuses what cannot be iterated
@@ -214,18 +216,9 @@ def _compiled(trained: Trained, layout: Layout | None, *, is_cut: bool, guarded:
     return compile_program(program, layout=layout, on_recompile="ignore" if is_cut else "warn")
 
 
-def _metric(
-    program: CompiledProgram,
-    trained: Trained,
-    example: PyTree,
-    metric: str | None,
-    callbacks: Mapping[str, Any],
-    *,
-    validates: bool,
-) -> str:
-    """The metric that decides. Traces the steps: what is wrong with them shows before anything is written."""
-    _, training, judging = program.shapes(trained.key, example)
-    where, reported = (VAL, judging) if validates else ("train", training)
+def _metric(reported: Metrics, metric: str | None, callbacks: Mapping[str, Any], *, validates: bool) -> str:
+    """The metric that decides, among those that evaluations report, or training where there are none."""
+    where = VAL if validates else "train"
     names = full_names(reported.by_name, where)
     if validates:
         _check_monitored(callbacks, names)

@@ -28,6 +28,7 @@ from jax_trainer.core import (
     with_finite_check,
     with_finite_guard,
 )
+from jax_trainer.core.own_line import described, noting
 from jax_trainer.datasets import Data, DeviceTransforms, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Observer, Plan, is_by_ctrl_c, run
@@ -255,7 +256,8 @@ def _reported(
     with explaining(example):
         state = jax.eval_shape(program.init, key, example)
         trained = jax.eval_shape(program.train_step, state, example)[1].metrics
-    with explaining(val_example):
+    is_like = f"This happened on the first batch of the 'val' data: {described(val_example)}. "
+    with noting(f"{is_like}The training data has {described(example)}."), explaining(val_example):
         judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
     return None if judged is None else _names(trained, judged)
 
