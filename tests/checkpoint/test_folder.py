@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import subprocess
@@ -6,11 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jax_trainer
 from jax_trainer.checkpoint import RunFolder
+from jax_trainer.checkpoint.disk import SaveError
 
 # a package without its `__init__`, so that eight processes begin quickly; it also shows that this room needs no jax
 CREATE = """
@@ -56,6 +59,17 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
     for process in processes:
         process.communicate(timeout=30)
     return said
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("version", [None, "v1"])
+def test_a_folder_that_cannot_be_made_is_told_in_one_sentence_with_its_cure(tmp_path, monkeypatch, code, version):
+    def refused(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    with pytest.raises(SaveError, match=rf"{tmp_path}/mnist.* are free\. .*{os.strerror(code)}"):
+        RunFolder.create(tmp_path, "mnist", version)
 
 
 def test_eight_processes_that_start_at_once_get_eight_folders(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import threading
@@ -266,6 +267,35 @@ def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, capl
     assert_same_bits(store.restore("latest", state(0, w=noise))[0], state(1, w=noise))
     store.save(state(4, w=noise[:1000]), AT, {})
     assert store.steps() == [1, 4]
+
+
+def test_a_limit_of_file_sizes_is_told_in_one_sentence_with_its_cure(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL, "absl")
+    noise = np.random.default_rng(0).standard_normal(300_000)
+    store, before = CheckpointStore(tmp_path / "checkpoints"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    store.save(state(1), AT, {})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        with pytest.raises(
+            SaveError, match="step 2 .*checkpoints/step_00000002.* 2.4 MB .*ulimit -f.*File too"
+        ) as error:
+            store.save(state(2, w=noise), AT, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert type(error.value.__cause__) is OSError  # and nothing of another library
+    assert store.steps() == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
+def test_what_another_library_says_at_length_about_the_disk_is_told_in_one_sentence(store, monkeypatch, code):
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
+
+    monkeypatch.setattr("jax_trainer.checkpoint.store.write_checkpoint", fails)
+    with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}$") as error:
+        store.save(state(4), AT, {})
+    assert "FAILED_PRECONDITION" not in str(error.value)
+    assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == code
 
 
 def test_typed_keys_are_stored_as_their_words_and_come_back_as_keys(tmp_path):

@@ -11,7 +11,7 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import Run
-from jax_trainer.checkpoint.failures import SaveError
+from jax_trainer.checkpoint.disk import SaveError
 from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
 from jax_trainer.logger import RecordMark
 from jax_trainer.processes import peers

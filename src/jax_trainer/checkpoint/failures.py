@@ -2,19 +2,18 @@
 
 import errno
 import logging
+import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jax_trainer.checkpoint.record import SaveError
+from jax_trainer.checkpoint.disk import REASONS, SaveError, free_bytes
 from jax_trainer.core import readable_bytes
 
 Result = TypeVar("Result")
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PAUSES = (0.2, 1.0)  # seconds before the second and the third try
 _IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how tensorstore says which error of the system it was
 _log = logging.getLogger("jax_trainer")
@@ -42,10 +41,16 @@ def with_retries(write: Callable[[], Result], what: str) -> Result:
 
 
 def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> SaveError:
-    """`error` as it is told: with the step, the path and, where the disk is full, how much is needed and free."""
-    full = _shortage(path, needed) if errno_of(error) in _FULL else ""
-    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {full}{in_one_line(error)}")
-    told.__cause__, told.step = error, step
+    """`error` in a sentence: the step, the path and, where the disk is the reason, why, what is needed, and what helps.
+
+    Its cause then is the error of the system alone, and not the many lines of another library about it.
+    """
+    code, cause = errno_of(error), error
+    if code in REASONS and not isinstance(error, FailedTogether):
+        cause = OSError(code, os.strerror(code))
+    text = f"{_reason(code, path.parent, needed)}{in_one_line(cause)}"
+    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}")
+    told.__cause__, told.step = cause, step
     return told
 
 
@@ -58,21 +63,16 @@ def readable(size: int) -> str:
     return f"{readable_bytes(size)} ({size} bytes)" if size >= 1000 else f"{size} bytes"
 
 
-def free_bytes(folder: Path) -> int:
-    """How much can be written to the file system that `folder` is on, or will be on once it is made."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(there).free
-
-
-def _shortage(path: Path, needed: int) -> str:
+def _reason(code: int | None, folder: Path, needed: int) -> str:
+    """Why a checkpoint cannot be written to `folder`, and what helps; "" where the system does not tell."""
+    if code not in REASONS:
+        return ""
+    why, cure = REASONS[code]
     try:
-        free = readable(free_bytes(path.parent))
+        free = readable(free_bytes(folder))
     except OSError:
         free = "an unknown number of bytes"
-    return (
-        f"the disk is full. It needs about {readable(needed)}, and {free} are free. Make room, or keep fewer "
-        "checkpoints. "
-    )
+    return f"{why}. It needs about {readable(needed)}, and {free} are free. {cure}. "
 
 
 def is_transient(code: int | None) -> bool:

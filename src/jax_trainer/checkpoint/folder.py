@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from jax_trainer.checkpoint.disk import writing_to
 from jax_trainer.checkpoint.durable import write_atomically
 from jax_trainer.checkpoint.finding import (
     CHECKPOINTS,
@@ -47,10 +48,12 @@ class RunFolder:
                 holds its lock from now on.
         """
         folder = _place(parent, name, version)
-        if version is None:
-            return cls(_claim_next(folder, f"{datetime.now(UTC):%Y%m%d-%H%M%S}"))
-        _make(folder)
-        if not _claim_given(folder):
+        with writing_to(folder):
+            if version is None:
+                return cls(_claim_next(folder, f"{datetime.now(UTC):%Y%m%d-%H%M%S}"))
+            _make(folder)
+            is_ours = _claim_given(folder)
+        if not is_ours:
             raise FileExistsError(
                 f"The run folder {folder} exists already and is not empty. Go on with the run in it by "
                 f"`jax-trainer resume {folder}`, or choose another version; without one, a run is named after its time."
@@ -116,7 +119,8 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> Path:
         """Puts `text` into the file called `name`: readable by its owner only, and never half written."""
         file = safe_join(self.path, name)
-        write_atomically(file, text)
+        with writing_to(self.path):
+            write_atomically(file, text)
         return file
 
     def __repr__(self) -> str:

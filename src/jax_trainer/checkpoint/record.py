@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jax_trainer.checkpoint.disk import CheckpointError
 from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.plain import PLAIN, decoded, encoded, not_named, not_plain
 from jax_trainer.checkpoint.untrusted import read_bounded
@@ -29,16 +30,6 @@ _RUN = {  # what the styles have a run remember, where they do; the loop itself 
     "devices": Annotated[int, AtLeast(1)],
     "key": list[Any],  # the words of the root key
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, or is not there."""
-
-
-class SaveError(CheckpointError):
-    """A checkpoint that could not be saved. What went wrong is its cause; nothing that was there before is lost."""
-
-    step: int | None = None  # of the checkpoint, where one step is concerned
 
 
 @contextmanager

@@ -5,8 +5,9 @@ import os
 import stat
 from pathlib import Path
 
+from jax_trainer.checkpoint.disk import free_bytes
 from jax_trainer.checkpoint.durable import write_atomically
-from jax_trainer.checkpoint.failures import free_bytes, readable
+from jax_trainer.checkpoint.failures import readable
 from jax_trainer.checkpoint.partial import partial_folder, sweep
 from jax_trainer.checkpoint.record import CheckpointError
 

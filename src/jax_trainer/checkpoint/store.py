@@ -32,6 +32,7 @@ from jax_trainer.checkpoint.choosing import (
 )
 from jax_trainer.checkpoint.content import write_checkpoint
 from jax_trainer.checkpoint.direction import Mode, best_mode
+from jax_trainer.checkpoint.disk import SaveError
 from jax_trainer.checkpoint.failures import as_save_error, with_retries
 from jax_trainer.checkpoint.fitting import Fitting
 from jax_trainer.checkpoint.housekeeping import Housekeeping
@@ -39,7 +40,7 @@ from jax_trainer.checkpoint.leaves import Spec, impl_of, named_leaves, words_of
 from jax_trainer.checkpoint.listing import Listed, listed_in
 from jax_trainer.checkpoint.partial import sweep
 from jax_trainer.checkpoint.reading import read_into
-from jax_trainer.checkpoint.record import CheckpointError, Record, Saved, SaveError, versions_in_use
+from jax_trainer.checkpoint.record import CheckpointError, Record, Saved, versions_in_use
 from jax_trainer.checkpoint.retention import Better, Retention
 from jax_trainer.checkpoint.room import make_ready
 from jax_trainer.checkpoint.shares import taken_share
@@ -381,7 +382,8 @@ class CheckpointStore:
             else:
                 keep_house()
         except BaseException as error:
-            raise as_save_error(error, record.step, path, size) from error
+            failure = as_save_error(error, record.step, path, size)
+            raise failure from failure.__cause__
 
     def _counted(self) -> list[Saved]:
         return list(self._keeping.listing().found.values())
