@@ -43,29 +43,35 @@ class Reused:
         self._by_kind: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._kind: list[Any] | None = None  # of the arguments that `_run` was compiled for
         self._run: Callable[..., Any] = jitted
+        self.compilations = 0  # that it needed, its own and those of others
 
     def __call__(self, first: Any, *more: Any) -> Any:
         """Runs the function. All arrays of a list `first` must be in one place, as those of a state are."""
         head = first[0] if type(first) is list else first
-        kind = [_kind(leaf) for leaf in (head, *jax.tree.leaves(more))]
+        # shapes, and where arrays were put; not more, because this is asked at every step
+        kind: list[Any] = [getattr(head, "committed", False) and head.sharding]
+        for leaf in jax.tree.leaves(more):
+            kind.append(leaf.shape if type(leaf) is np.ndarray else _kind(leaf))
         if kind != self._kind:
             self._turn_to(kind, first, *more)
-        try:
-            return self._run(first, *more)
-        except (TypeError, ValueError):  # compiled code runs no Python: these are not the arguments it was made for
-            if self._run is self._jitted:
-                raise
-            return self._jitted(first, *more)
+        if self._run is not self._jitted:
+            try:
+                return self._run(first, *more)
+            except (TypeError, ValueError):  # compiled code runs no Python: these are not the arguments it was made for
+                pass
+        results = self._jitted(first, *more)
+        self._count()
+        return results
 
-    def _cache_size(self) -> int:
-        """How many compilations it needed, its own and those of others; as a function of `jax.jit` has it."""
-        return len(self._by_kind) + self._jitted._cache_size()
+    def _count(self) -> None:
+        self.compilations = len(self._by_kind) + self._jitted._cache_size()
 
     def _turn_to(self, kind: list[Any], *args: Any) -> None:
         """Takes the code for arguments of this kind."""
         key = tuple(kind)
         if key not in self._by_kind:
             self._by_kind[key] = self._compiled(*args)
+            self._count()
         self._kind, self._run = kind, self._by_kind[key]
 
     def _compiled(self, *args: Any) -> Callable[..., Any]:
@@ -89,10 +95,7 @@ class Reused:
 
 
 def _kind(leaf: Any) -> Any:
-    """The shape of an array, and where it was put; not more, because it is asked at every step."""
-    if type(leaf) is np.ndarray:
-        return leaf.shape
-    return getattr(leaf, "shape", None), leaf.sharding if getattr(leaf, "committed", False) else None
+    return getattr(leaf, "shape", None), getattr(leaf, "committed", False) and leaf.sharding
 
 
 def _shared(key: Hashable, lowered: Any) -> Callable[..., Any]:

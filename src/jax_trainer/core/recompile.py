@@ -78,7 +78,7 @@ class Guarded:
                 self._check_placement()
             started = time.perf_counter()
             first, *rest = self._compiled(held.leaves, *more)
-            if self._compiled._cache_size() != self._entries:
+            if self._compiled.compilations != self._entries:
                 self._note(time.perf_counter() - started)
             return (HeldState(first, held.structure) if type(first) is list else first, *rest)
         finally:
@@ -93,7 +93,7 @@ class Guarded:
         if structure not in self._by_structure:
             self._by_structure[structure] = self._compile(self._flat(structure))
         self._structure, self._compiled = structure, self._by_structure[structure]
-        self._entries = self._compiled._cache_size()
+        self._entries = self._compiled.compilations
 
     def _flat(self, structure: Any) -> Callable[..., Any]:
         """The function on the leaves of states of `structure`. A new one each time: JAX caches traces by function."""
@@ -130,7 +130,7 @@ class Guarded:
             raise RecompileError(f"`{self.name}` would be compiled again: {_told(found)}")
 
     def _note(self, seconds: float) -> None:
-        self._entries = self._compiled._cache_size()
+        self._entries = self._compiled.compilations
         signature = self._signature()
         found = self._difference(signature)
         if signature not in self._seen:
