@@ -149,7 +149,8 @@ class Recorder:
         if not wrong:
             return error
         where = in_words(number, self._epoch, self._feed.name)
-        return NonFiniteError(f"Step {error.step}: the loss was not finite. In {where}, {wrong}", step=error.step)
+        found, _, _ = str(error).partition(". ")  # without the advice, which is for clean data
+        return NonFiniteError(f"{found}. In {where}, {wrong}", step=error.step)
 
     def _again(self, number: int) -> Batch | None:
         """A batch of this epoch once more, where that costs next to nothing."""
