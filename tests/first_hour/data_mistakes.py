@@ -29,7 +29,7 @@ from mistakes import (
     val_step,
 )
 
-from jax_trainer import ArrayLoader
+from jax_trainer import ArrayLoader, ImgClassifierTrainer
 from jax_trainer.datasets import DataError
 from jax_trainer.styles import train_fn
 
@@ -463,3 +463,18 @@ def _(folder: Path) -> None:
 @DATA.row("fit: a label out of range in a later batch of a loader", "[Ll]abels", "0 to 2", r"batch\[1\]", at=LATE)
 def _(folder: Path) -> None:
     fitted(folder, train_ds=Batches((X[:8], LATER[:8]), (X[8:], LATER[8:])))
+
+
+@DATA.row("ImgClassifierTrainer: batches that are pairs", "tuple", "SupervisedBatch", error=AttributeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=ImgClassifierTrainer, num_classes=3)
+
+
+@DATA.row("TrainerModule: a loader as the dataset", "dataset", "ArrayLoader", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, dataset=loader())
+
+
+@DATA.row("fit: labels are true and false", r"bool\[8\]", "astype", IN_YOUR_CODE, error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=(X, Y > 1))

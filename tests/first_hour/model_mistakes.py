@@ -410,3 +410,15 @@ def _(folder: Path) -> None:
 @MODELS.row("TrainLoop: a number of devices", "devices", "jax.devices", error=TypeError)
 def _(folder: Path) -> None:
     looped(devices=2)
+
+
+@MODELS.row("fit: a state whose apply_fn is the module", r"model\.apply", r"float32\[8, ?4\]")
+def _(folder: Path) -> None:
+    params = Net().init(jax.random.key(0), X[:1])["params"]
+    fitted(folder, TrainState.create(apply_fn=Net(), params=params, tx=optax.sgd(0.1)), optimizer=None)
+
+
+@MODELS.row("fit: a state with an optimizer that was not called", "optimizer", r"optax\.adam\(", error=AttributeError)
+def _(folder: Path) -> None:
+    params = Net().init(jax.random.key(0), X[:1])["params"]
+    TrainState.create(apply_fn=Net().apply, params=params, tx=cast("Any", optax.adam))

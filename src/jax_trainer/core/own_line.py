@@ -37,9 +37,8 @@ _CURES = {
         "An array of an earlier traced step was kept, for example on `self`. Return what is to be kept as a metric, or "
         "as state of the model."
     ),
-    r"subdtype of .*numpy\.integer.*got float": (
-        "Integer labels are expected here, and these are floats: use `labels.astype(int)`, and `labels.argmax(-1)` for "
-        "one-hot labels."
+    r"subdtype of .*numpy\.integer.*got (?:float|bool)": (
+        "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
     ),
     r"subdtype of .*numpy\.floating.*got u?int": (
         "Floats are expected here, and these are integers: are the arguments swapped?"
@@ -59,6 +58,10 @@ _CURES = {
     r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
         "Something here is None: does the model's call, or a function, lack its `return`?"
     ),
+    r"'(tuple|list|dict)' object has no attribute '(?:input|target)'": (
+        "Batches of this trainer have `input` and `target`, as `SupervisedBatch` does, and this one is a {0}. Give "
+        "such batches, or override `batch_to_input` and the loss."
+    ),
     r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
     r"Gradient only defined for scalar-output functions": (
         "The loss that gradients are taken of must be one number: take its mean; and if it comes with metrics, pass "
@@ -76,6 +79,7 @@ _CURES = {
     r"unsupported format string passed to \w*Tracer": (
         f"{_COMPILED} Print with `jax.debug.print`, or report the value as a metric."
     ),
+    r"CallCompactUnboundModuleError": "Pass the module's method instead of the module: `model.apply`, `model.init`.",
     r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
 }
 
@@ -141,8 +145,9 @@ def _own_line(error: BaseException) -> str:
 
 
 def _cure(error: BaseException) -> str:
-    if _raised_here(error):
-        return ""  # our own messages name the cure
+    of_others = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
+    if _raised_here(error) and not of_others:
+        return ""  # our own messages name the cure; the frames of Flax and JAX may be hidden
     text = f"{type(error).__name__}: {error}"
     for pattern, cure in _CURES.items():
         if found := re.search(pattern, text):

@@ -108,7 +108,7 @@ class FlaxState(TrainState):
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step."""
     params, model_state = _strong(params), _strong(model_state)
-    with noting("This happened while the optimizer's state was made, by `tx.init(params)`."):
+    with noting("This happened in `tx.init(params)` of the optimizer, which a call such as `optax.adam(1e-3)` makes."):
         opt_state = tx.init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
 

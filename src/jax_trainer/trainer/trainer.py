@@ -387,6 +387,9 @@ def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
     if callable(getattr(exmp_input, "__next__", getattr(exmp_input, "epoch", None))):
         kind = type(exmp_input).__name__
         raise TypeError(f"`exmp_input` is a {kind}, and must be one batch: `exmp_input=next(iter(train_loader))`.")
+    if dataset is not None and not isinstance(dataset, DatasetModule):
+        kind = type(dataset).__name__
+        raise TypeError(f"`dataset` must be a DatasetModule, got a {kind}. Pass loaders to `train_model`.")
     if exmp_input is None and dataset is not None:
         return dataset.example()
     exmp_input = as_example(exmp_input)
