@@ -74,6 +74,7 @@ CASES = {
     "B13": Case(0, "which checkpoints are kept: rising, falling, tied, NaN and infinite metrics, restarts"),
     "B14": Case(1, "restoring into a changed model or optimizer"),
     "B15": Case(2, "checkpoints of every format so far"),
+    "B16": Case(0, "records that say what cannot be, with digests that fit: the checkpoint before is taken"),
     "C1": Case(0, "a batch of NaN: raise, skip, roll back"),
     "C2": Case(1, "ten batches of NaN in a row where three may be skipped"),
     "C3": Case(1, "a batch a hundred times too large"),
@@ -99,6 +100,8 @@ CASES = {
     "D10": Case(1, "a step that hangs: the stacks of all threads, exit code 75"),
     "D11": Case(2, "clocks that jump, other time zones"),
     "D12": Case(1, "training in a thread, and beside a SIGTERM handler of the user's"),
+    "D13": Case(0, "standard output and error that are full, closed or that nobody reads"),
+    "D14": Case(0, "a disk that is full for a while: every row once after a resume"),
     "mutants": Case(0, "seeded bugs: each of six turns a case red"),
 }
 

@@ -292,7 +292,7 @@ def test_what_another_library_says_at_length_about_the_disk_is_told_in_one_sente
         raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
 
     monkeypatch.setattr("jax_trainer.checkpoint.store.write_checkpoint", fails)
-    with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}$") as error:
+    with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}\\.$") as error:
         store.save(state(4), AT, {})
     assert "FAILED_PRECONDITION" not in str(error.value)
     assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == code

@@ -1,8 +1,11 @@
 """Group D: tools and disks that fail, long runs, and strange surroundings."""
 
+import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,13 +15,26 @@ from typing import Any
 
 import pytest
 from crashes import committed
-from harness import Score, lines, reference, result, rows, run, saves, starts, until_done
+from harness import (
+    Score,
+    child_environment,
+    differences,
+    lines,
+    reference,
+    result,
+    rows,
+    run,
+    saves,
+    starts,
+    until_done,
+)
 from inside import options_for, trained
 from job import Job, Options
 from small import filled, hearing, state_at
 from trouble import Broken, usage
 
 from jax_trainer.callbacks import LambdaCallback
+from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.logger import WandbConfig
 from jax_trainer.logger.writers import JsonlWriter
@@ -224,3 +240,69 @@ def test_d12_training_works_in_a_thread_and_beside_other_handlers(tmp_path, undi
             score.check(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the user's handler is gone")
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+RECORDS: dict[str, Any] = {
+    "loop": [1],
+    "record": "776",
+    "loop.seconds": {"$": "float", "bits": "7ff8000000000000"},
+    "loop.judged_step": -1,
+}
+
+
+@pytest.mark.parametrize("key", RECORDS)
+def test_b16_a_record_that_says_what_cannot_be_is_damage(key, tmp_path, trouble, undisturbed):
+    options = options_for(tmp_path / "run", **QUIET)
+    trouble.setenv("JOB_TROUBLE", "callback:25")
+    with pytest.raises(Broken):
+        trained(options)
+    trouble.setenv("JOB_TROUBLE", "")
+    *_, older, newest = committed(options)
+    file = options.folder / "checkpoints" / f"step_{newest:08d}" / "checkpoint.json"
+    content = json.loads(file.read_text())
+    inner, name = (content["run"]["loop"], key.partition(".")[2]) if "." in key else (content["run"], key)
+    inner[name] = RECORDS[key]
+    file.write_text(json.dumps(content))
+    write_manifest(file.parent)
+    with Score("B16") as score, hearing() as heard:
+        trainer = trained(replace(options, resume="auto"))
+        score.add(same(trainer, undisturbed), key)
+    with Score("B16") as score:
+        told = [text for text in heard.messages if "Damaged" in text and file.parent.name in text]
+        score.check(len(told) == 1 and f"step_{older:08d}" in told[0], f"{key}: {heard.messages}")
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", ">&- 2>&-", "2>&1 | head -c 1 >/dev/null"])
+def test_d13_output_that_cannot_be_written_costs_nothing(streams, tmp_path, references):
+    short = Options(out="", steps=30)
+    undisturbed = reference(short, references)
+    options = replace(short, out=str(tmp_path / "run"))
+    Path(options.out).mkdir()
+    command = f"{shlex.join(options.command())} {streams}; exit ${{PIPESTATUS[0]}}"
+    with Score("D13") as score:
+        code = subprocess.run(["bash", "-c", command], env=child_environment(options, {}), timeout=300).returncode
+        score.add([f"the exit code is {code}"] if code else differences(options, undisturbed), streams)
+
+
+def test_d14_every_row_is_there_once_after_a_disk_was_full_for_a_while(tmp_path, trouble):
+    quiet, put = {**QUIET, "log_every": 1}, JsonlWriter._put
+    whole, options = options_for(tmp_path / "whole", **quiet), options_for(tmp_path / "run", **quiet)
+    trained(whole)
+
+    def full(self: Any, line: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    def act(event: Any) -> None:
+        if event.step in (8, 24):
+            trouble.setattr(JsonlWriter, "_put", full)
+        if event.step == 16:
+            trouble.setattr(JsonlWriter, "_put", put)
+
+    trouble.setenv("JOB_TROUBLE", "callback:27")
+    with pytest.raises(Broken):
+        trained(options, callbacks=[LambdaCallback(on_step_end=act)])
+    trouble.setenv("JOB_TROUBLE", "")
+    trouble.setattr(JsonlWriter, "_put", put)
+    with Score("D14") as score:
+        trained(replace(options, resume="auto"))
+        score.check(rows(options) == rows(whole), f"{[row['step'] for row in rows(options)]}")

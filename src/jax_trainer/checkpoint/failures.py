@@ -48,8 +48,8 @@ def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> S
     code, cause = errno_of(error), error
     if code in REASONS and not isinstance(error, FailedTogether):
         cause = OSError(code, os.strerror(code))
-    text = f"{_reason(code, path.parent, needed)}{in_one_line(cause)}"
-    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}")
+    text = f"{_reason(code, path.parent, needed)}{in_one_line(cause)}".rstrip(".")
+    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}.")
     told.__cause__, told.step = cause, step
     return told
 
