@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from jax_trainer.core.metrics import Batch
@@ -42,7 +43,10 @@ def index_uses(jaxpr: Any, first: int) -> frozenset[Use]:
 
 
 class Known(NamedTuple):
-    """A variable of a traced function that is the `value` of a leaf, says where it is `negative`, or is `shifted`."""
+    """A variable of a traced function that is the `value` of a leaf, or says where it is `negative`, or is `shifted`.
+
+    An `index` is a value of which negative ones count from the end, as where an array is indexed.
+    """
 
     kind: str
     leaf: int
@@ -61,7 +65,7 @@ class _Uses:
         for equation in jaxpr.eqns:
             name, operands, out = equation.primitive.name, equation.invars, equation.outvars
             found = [None if hasattr(operand, "val") else known.get(operand) for operand in operands]
-            leaves = [one.leaf if one is not None and one.kind == "value" else None for one in found]
+            leaves = [one.leaf if one is not None and one.kind in ("value", "index") else None for one in found]
             joined = [None if hasattr(operand, "val") else columns.get(operand) for operand in operands]
             if not any(one is not None for one in (*found, *joined)):
                 continue
@@ -75,11 +79,11 @@ class _Uses:
             elif name in _COMPARISONS and any(hasattr(operand, "val") for operand in operands):
                 self.compared.update(leaf for leaf in leaves if leaf is not None)
             elif name == "select_n" and _counts_from_the_end(found):
-                known[out[0]] = Known("value", found[1].leaf)  # type: ignore[union-attr] - all of them are known
+                known[out[0]] = Known("index", found[1].leaf)  # type: ignore[union-attr] - all of them are known
             elif name == "concatenate" and equation.params["dimension"] == out[0].aval.ndim - 1:
                 widths = [operand.aval.shape[-1] for operand in operands]
                 columns[out[0]] = [leaf for leaf, width in zip(leaves, widths, strict=True) for _ in range(width)]
-            elif name == "gather":
+            elif name == "gather" and not _clips_on_purpose(equation, found[1]):
                 self._note(equation, leaves[1], joined[1])
             else:
                 for inner, numbers in _inner(equation):
@@ -105,6 +109,11 @@ def _counts_from_the_end(found: list[Known | None]) -> bool:
     """Whether these are what `select_n` makes of an index that may be negative, as JAX does it: index, index + size."""
     kinds = [one.kind for one in found if one is not None]
     return kinds == ["negative", "value", "shifted"] and len({one.leaf for one in found if one is not None}) == 1
+
+
+def _clips_on_purpose(equation: Any, index: Known | None) -> bool:
+    """Whether the user asked for the last entry where an index is too large; indexing under `vmap` clips as well."""
+    return equation.params.get("mode") is lax.GatherScatterMode.CLIP and index is not None and index.kind == "value"
 
 
 def _inner(equation: Any) -> Iterator[tuple[Any, range]]:

@@ -241,7 +241,7 @@ def test_restoring_waits_for_the_save_that_is_running(tmp_path, caplog, which, r
     model.out.bias[...] = np.full(4, 7, np.float32)
     with fault("before_manifest:sleep=0.3"):
         first[0](1, model=model, optimizer=optimizer, metrics={"val/loss": 0.5})
-        restored = other[1 if which == "restore_best" else 2](*fresh())
+        restored = (other[1] if which == "restore_best" else other[2])(*fresh())
     assert_same_bits(arrays(restored)[0], arrays((model, optimizer))[0])
     assert not caplog.text
 
