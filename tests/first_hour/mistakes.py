@@ -37,7 +37,6 @@ class Mistake:
         error: the exception, or the exit code of a command.
         at: when it must be found.
         never: what the message must not say.
-        waits: the point of the issue that will fix this; the row is expected to fail until then.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Mistake:
     error: type[BaseException] | int = Exception
     at: str = FOLDER
     never: str = ""
-    waits: str = ""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _(folder: Path) -> None:
     fitted(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.sgd(0.1))
 
 
-@RESUMING.row("fit: log_dir is a file", "elsewhere", "file|folder|directory", error=OSError, waits="2.6")
+@RESUMING.row("fit: log_dir is a file", "elsewhere", "file|folder|directory", error=OSError)
 def _(folder: Path) -> None:
     (folder / "elsewhere").write_text("")
     fitted(folder, log_dir=folder / "elsewhere" / "runs")
@@ -82,17 +82,17 @@ def _no_writing(folder: Path) -> Path:
     return shut
 
 
-@RESUMING.row("fit: log_dir may not be written to", "shut", "permission|Permission|write", error=OSError)
+@RESUMING.row("fit: log_dir may not be written to", "shut", "allowed", error=CheckpointError)
 def _(folder: Path) -> None:
     fitted(folder, log_dir=_no_writing(folder))
 
 
-@RESUMING.row("fit: log_dir on a read-only disk", "/proc", "made|written", error=OSError, waits="2.6")
+@RESUMING.row("fit: log_dir on a read-only disk", "/proc", "made|written", error=OSError)
 def _(folder: Path) -> None:
     fitted(folder, log_dir="/proc/runs")
 
 
-@RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "made|written", error=OSError, waits="2.6")
+@RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "made|written", error=OSError)
 def _(folder: Path) -> None:
     trained(folder, logger=LoggerConfig(log_dir="/proc/runs"))
 

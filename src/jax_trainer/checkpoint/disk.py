@@ -40,6 +40,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in REASONS:
+            error.add_note(f"This happened while the run folder {folder} was made or written to. {_PLACE}.")
             raise
         why, cure = REASONS[error.errno]
         free = f"{free_bytes(folder)} bytes are free"
