@@ -23,6 +23,7 @@ P = PartitionSpec
 ALL = ShardingConfig(smallest=1)
 EXPERIMENT = """\
 trainer:
+  train_epochs: 1
   class_name: ImgClassifierTrainer
   num_classes: 10
   mesh: {data: -1, fsdp: 4}

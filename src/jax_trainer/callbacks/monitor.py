@@ -124,7 +124,7 @@ class GradientSpikeMonitor(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the averages and the counts; where training goes back, so does the file."""
-        checked(state, {"step": int, "spikes": Any, "unwritten": dict[str, list[tuple[int, Real, Real]]]})
+        checked(state, {"step": int, "spikes": object, "unwritten": dict[str, list[tuple[int, Real, Real]]]})
         self._step, self._unwritten = state["step"], state["unwritten"]
         self._spikes = Spikes.from_state(state["spikes"])
         if self._file is not None:

@@ -112,6 +112,6 @@ class Spikes:
     def from_state(cls, state: Mapping[str, Any]) -> "Spikes":
         """What `state_dict` gave; a `ValueError` for anything else."""
         parts = {"grad_norm": Level, "loss": Level, "counts": SpikeCounts}
-        checked(state, {**hints_of(cls), **dict.fromkeys(parts, dict[str, Any])})
+        checked(state, {**hints_of(cls), **dict.fromkeys(parts, dict[str, object])})
         made = {name: part(**checked(state[name], hints_of(part))) for name, part in parts.items()}
         return cls(**{**state, **made})

@@ -24,11 +24,11 @@ _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 Count = Annotated[int, AtLeast(0)]
 _RUN = {  # what the styles have a run remember, where they do; the loop itself knows what its own state is
-    "loop": dict[str, Any],
+    "loop": dict[str, object],  # anything in it: numbers of random generators have 128 bits
     "record": Annotated[int | None, AtLeast(0)],  # bytes of metrics.jsonl
     "unwritten": list[str],  # rows behind that, for which there was no room
     "devices": Annotated[int, AtLeast(1)],
-    "key": list[Any],  # the words of the root key
+    "key": list[object],  # the words of the root key
 }
 
 
@@ -76,13 +76,13 @@ class Record:
     step: Count
     epoch: Count
     epoch_step: Count
-    feed_state: Any
+    feed_state: object
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of the arrays without content, which orbax refuses
     versions: dict[str, str]
     keys: dict[str, str] = field(default_factory=dict)  # the implementation of each typed key, stored as its words
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, object] = field(default_factory=dict)
+    run: dict[str, object] = field(default_factory=dict)
     without: list[Literal["opt_state"]] = field(default_factory=list)
 
     @classmethod

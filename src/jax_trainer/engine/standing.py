@@ -33,7 +33,7 @@ class Standing:
     seconds: _Seconds = 0.0
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
-    meter: Mapping[str, Any] = field(default_factory=dict)
+    meter: Mapping[str, object] = field(default_factory=dict)
     batch_size: int | None = None
 
     @classmethod

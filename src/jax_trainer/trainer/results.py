@@ -75,7 +75,7 @@ class Results:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with those of a run that was interrupted."""
         validation = tuple[int, int, dict[str, Any]]
-        checked(state, {"metrics": dict[str, dict[str, Any]], "validations": list[validation]})
+        checked(state, {"metrics": dict[str, dict[str, object]], "validations": list[validation]})
         self.metrics = TrainResults()
         self.metrics.update(state["metrics"])
         for epoch, step, metrics in state["validations"]:

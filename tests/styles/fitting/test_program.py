@@ -241,8 +241,8 @@ def params_first(params, batch): ...
     [
         (object(), {}, r"`fit` trains a state .* a linen module, an nnx module, or a `Program`.* this is a object"),
         (TinyLinen, {"optimizer": TX}, "this is the class TinyLinen. Pass an object of it"),
-        (MODEL, {}, r"A module needs `optimizer`.* none was given"),
-        (MODEL, {"optimizer": 0.1}, "this is a float"),
+        (MODEL, {}, "`optimizer`.*None"),
+        (MODEL, {"optimizer": 0.1}, "`optimizer`.*0.1, a float"),
         (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
         (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)` is for nnx modules"),
         (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, "is for linen modules"),

@@ -51,7 +51,7 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with those of a run that was interrupted."""
-        epochs = checked(state, {"epochs": dict[int, dict[str, Any]]})["epochs"]
+        epochs = checked(state, {"epochs": dict[int, dict[str, object]]})["epochs"]
         self.epochs = {epoch: Fixed(metrics) for epoch, metrics in epochs.items()}
 
     @property

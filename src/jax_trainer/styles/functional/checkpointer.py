@@ -89,7 +89,7 @@ def usable(saved: Saved) -> None:
     standing_of(saved)
     with damage(saved.path, "what hooks remember"):
         if saved.callbacks:
-            checked(saved.callbacks, {"report": Any, "hooks": Any})
+            checked(saved.callbacks, {"report": object, "hooks": object})
             Report(Every()).load_state_dict(saved.callbacks["report"])
             checked(saved.callbacks["hooks"], {"called_at": list[int]})
 
