@@ -139,11 +139,10 @@ def test_what_waits_is_written_after_a_failure_which_is_raised(store):
         store.save(state(4), AT, {}, wait=False, coalesce=True)
         store.save(state(5), AT, {}, wait=False, coalesce=True)
         store.save(state(6), AT, {}, wait=False, coalesce=True)
-        with pytest.raises(SaveError, match="step 4 could not be saved") as error:
+        with pytest.raises(SaveError, match="step [45] could not be saved") as error:
             store.wait()
-    assert error.value.step == 4
-    store.wait()
-    assert store.steps() == [5, 6]
+    store.wait()  # the first one failed: 4, or 5 where that came before the thread had begun with 4
+    assert store.steps() == [step for step in (5, 6) if step != error.value.step]
 
 
 def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tmp_path):

@@ -392,7 +392,7 @@ def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
         assert heard[what] == told[what]
     path = spoken.folder / "failing" / "step_00000002"
     prefix = f"SaveError: The checkpoint of step 2 could not be saved as {path}: "
-    assert told["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'", ["step_00000001"]]
+    assert told["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'.", ["step_00000001"]]
     for message, found in (told["in the lead"], heard["in the lead"]):
         assert message.startswith(prefix + "the disk is full. It needs about")
         assert "process 0 of 2: OSError: [Errno 28]" in message and found == ["step_00000001"]

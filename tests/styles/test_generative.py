@@ -45,7 +45,7 @@ class Flow(TrainerModule):
 def by_trainer(folder: Path) -> Any:
     trainer = Flow(model=network(), optimizer=optax.adam(1e-2), exmp_input=next(iter(loader())), seed=0)
     trainer.config.enable_progress_bar, trainer.config.logger.log_dir = False, str(folder)
-    trainer.train_model(loader())
+    trainer.train_model(loader(), num_epochs=1)
     return trainer.bind_model()
 
 
