@@ -60,7 +60,7 @@ class Guide(OwnStep):
 
         def loss_fn(params: Any) -> Any:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            rngs, x = {"dropout": key}, jnp.ones_like(batch["x"])
+            rngs, x = {"dropout": key}, jnp.linspace(0, 1, batch["x"].size).reshape(batch["x"].shape)
             logits, changed = state.apply_fn(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
             return losses.mean(), (changed, logits[0])
