@@ -75,9 +75,9 @@ def with_train_fn(model: Any, loss: Any, folder: Any) -> None:
     train(nnx.Rngs(0)(), model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), DATA, DATA)
 
 
-def with_loop(model: Any, loss: Any, folder: Any) -> None:
+def with_loop(model: Any, loss: Any, folder: Any) -> Any:
     task = TrainTask(apply=model.apply, optimizer=optax.sgd(0.1), loss=loss, data=DATA)
-    next(iter(TrainLoop(model.init, task, n_steps=1, stdout=False)))
+    return next(iter(TrainLoop(model.init, task, n_steps=1, stdout=False)))
 
 
 def with_eval_loop(model: Any, loss: Any, folder: Any) -> None:
@@ -130,4 +130,4 @@ def test_a_mean_over_all_pairs_of_predictions_and_targets_is_refused(style, loss
     ids=["squeezed", "column", "widened", "without targets", "pairs of predictions"],
 )
 def test_a_loss_that_compares_each_prediction_with_its_own_target_is_trained(loss, tmp_path):
-    with_loop(Line(), loss, tmp_path)
+    assert with_loop(Line(), loss, tmp_path).step == 1

@@ -37,7 +37,7 @@ def test_a_method_that_nobody_would_call_is_refused_with_the_one_that_is_meant(n
 
 def test_a_trainer_with_steps_of_its_own_may_call_them_as_it_likes(tmp_path):
     own = {"training_step": lambda self: None, "create_training_function": lambda self: self.training_step}
-    made(tmp_path, **own)
+    assert made(tmp_path, **own).training_step() is None
 
 
 @pytest.mark.parametrize(("hook", "right"), [
