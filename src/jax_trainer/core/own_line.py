@@ -51,9 +51,9 @@ _CURES = {
         "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
         "many, and `labels.argmax(-1)` for one-hot labels."
     ),
-    r"[Ii]ncompatible shapes|got incompatible shapes|must have the same shape|shapes must be equal": (
+    r"[Ii]ncompatible shapes|must have the same shape|shapes must be equal|[Ss]hape mismatch": (
         "The arrays in this line do not go together: compare the shapes of what the model returns with those of the "
-        "targets."
+        "targets. Predictions [n, 1] against targets [n] want `predictions.squeeze(-1)`."
     ),
     r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
         "Something here is None: does the model's call, or a function, lack its `return`?"
