@@ -36,7 +36,7 @@ slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind
 
 scorecard: $(VENV)/installed-test
-	$(BIN)/python scripts/scorecard.py  # every fault, many times over; writes docs/reliability.md
+	$(BIN)/python scripts/scorecard.py  # every fault, many times over; writes docs/explanation/reliability.md
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py

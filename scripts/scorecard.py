@@ -1,4 +1,4 @@
-"""Runs the reliability scorecard and writes what it came to into `docs/reliability.md`.
+"""Runs the reliability scorecard and writes what it came to into `docs/explanation/reliability.md`.
 
 python scripts/scorecard.py                  # all of it, and the page
 python scripts/scorecard.py --only A,B2      # some groups or cases, without the page
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- /scorecard -->"
 ENOUGH = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must be as they should be, by priority
 INTRODUCTION = f"""# Reliability

@@ -156,7 +156,7 @@ def test_gpus_are_shared_evenly_and_too_few_are_told(monkeypatch):
         launch._environment(asked, 0)  # type: ignore[arg-type]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "processes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "processes.md"
 SCRIPT = re.search(r"```bash\n(#!/bin/bash.*?)```", PAGE.read_text(), re.DOTALL)
 SRUN = """#!/bin/bash
 # what srun does, on this machine: as many tasks as the script asks for, with SLURM's names for them

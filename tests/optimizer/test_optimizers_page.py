@@ -11,7 +11,7 @@ from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.settings import Settings
 from jax_trainer.testing import assert_finite
 
-PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "optimizers.md").read_text()
 FILES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 LAYER = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
 PARAMS = {"encoder": {"embedding": jnp.ones(3), "layer": LAYER}, "head": LAYER}
