@@ -1,12 +1,13 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
 #   make test    environment, install, lint, types, tests (`make slow`, `make thorough` and `make scorecard` take longer)
+# `make docs` builds the documentation: docs/_build/html/index.html
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative clean
+.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -28,6 +29,10 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m
 tests: $(VENV)/installed-test
 	XLA_FLAGS="$(QUICKLY)" $(BIN)/python -c "import jax; jax.devices()" 2>/dev/null && flags="$(QUICKLY)"; \
 	XLA_FLAGS="$$flags" $(PYTEST)
+
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+	@echo "Built docs/_build/html/index.html"
 
 thorough: $(VENV)/installed-test
 	$(PYTEST)
@@ -82,6 +87,10 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/installed
 
+$(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@ $(VENV)/installed
+
 # torch first and by exact version: the plain name would fetch several GB of CUDA libraries
 $(VENV)/installed-peers: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -89,4 +98,4 @@ $(VENV)/installed-peers: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs docs/_build .pytest_cache .ruff_cache
