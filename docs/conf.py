@@ -18,7 +18,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "refer
 exclude_patterns = ["_build"]
 nitpicky = True
 # Signatures name types of other packages, whose inventories would have to be fetched, and types that are not public.
-nitpick_ignore_regex = [("py:.*", r"(?!jax_trainer\.).*"), ("py:.*", r"jax_trainer\.\w+\..*")]
+nitpick_ignore_regex = [("py:.*", r"(?!jax_trainer\.).*"), ("py:class", r"jax_trainer\..*")]
 
 # Markdown
 myst_enable_extensions = ["colon_fence"]

@@ -1,20 +1,32 @@
-"""The code in README and docs runs as it stands, top to bottom, and the example does what it says."""
+"""The code in README and docs runs as it stands, top to bottom; links, anchors and toctrees are right."""
 
+import importlib.util
 import re
 import runpy
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from jax_trainer.engine import events
 from jax_trainer.trainer import load_experiment
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+PAGES = [ROOT / "README.md", *SITE]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -28,7 +40,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 WITH_EXPERIMENTS = [page for page in PAGES if "```yaml" in page.read_text() and "\ntrainer:" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", WITH_EXPERIMENTS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_EXPERIMENTS, ids=name_of)
 def test_the_experiments_of_a_page_can_be_read(page: Path, tmp_path: Path):
     blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     experiments = [block for block in blocks if "trainer:" in block]
@@ -39,10 +51,77 @@ def test_the_experiments_of_a_page_can_be_read(page: Path, tmp_path: Path):
         load_experiment(file)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_links_between_pages_lead_somewhere(page: Path):
-    targets = re.findall(r"\]\(((?!https?:)[^)#]+)", page.read_text())
-    assert not [target for target in targets if not (page.parent / target).exists()]
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", prose(page.read_text()))
+    targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]
+    assert not [target for target, _ in targets if not target.exists()]
+    assert not [(name_of(target), anchor) for target, anchor in targets if anchor and anchor not in anchors(target)]
+
+
+def test_every_page_of_the_site_is_in_a_toctree():
+    listed = Counter(page for index in SITE for page in toctree(index))
+    assert not set(listed) - set(SITE)
+    assert set(SITE) - set(listed) == {DOCS / "index.md"}
+    assert max(listed.values()) == 1
+
+
+def test_every_public_module_and_every_registered_class_has_a_page():
+    marks = re.findall(r"<!-- reference: (\w+) ?(.*?) *-->", "".join(page.read_text() for page in SITE))
+    shown = {kind: sorted(" ".join(rest for of, rest in marks if of == kind).split()) for kind, _ in marks}
+    assert shown["api"] == sorted(["jax_trainer.core", *reference().api_modules()])  # a design note shows how
+    assert shown["configuration"] == sorted({one["interface"] for one in reference().described()})
+
+
+def test_the_page_about_events_has_all_of_them():
+    found = {
+        name for name, thing in vars(events).items() if isinstance(thing, type) and issubclass(thing, events.Event)
+    }
+    page = (DOCS / "reference" / "events.md").read_text()
+    assert not {name for name in found - {"Event"} if f"| `{name}` |" not in page}
+
+
+def test_the_pictures_load_nothing_from_elsewhere():
+    for picture in (DOCS / "images").glob("*.svg"):
+        assert not re.findall(r"(?:href|src)=[\"']http|url\([\"']?http", picture.read_text())
+
+
+def prose(text: str) -> str:
+    """Markdown without its code, in which brackets and hashes mean something else."""
+    return re.sub(r"`[^`\n]*`", "`code`", re.sub(r"^(```+)[^\n]*\n.*?^\1`*$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    text = reference().filled_in(page.read_text())
+    without_code = re.sub(r"^(```+)[^\n]*\n.*?^\1`*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles]
+    return {slug if index == 0 else f"{slug}-{index}" for slug in slugs for index in range(slugs.count(slug))}
+
+
+def toctree(page: Path) -> Iterator[Path]:
+    """The pages that a page lists."""
+    for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+        entries = [line.strip() for line in block.splitlines() if line.strip() and not line.startswith(":")]
+        for entry in entries:
+            name = re.sub(r"^.*<(.*)>$", r"\1", entry)
+            if ":glob:" in block:
+                yield from (found for found in page.parent.glob(f"{name}.md") if found != page)
+            else:
+                yield (page.parent / f"{name}.md").resolve()
+
+
+@cache
+def reference() -> ModuleType:
+    """What fills in the pages of the reference."""
+    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "_ext" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.slow

@@ -86,7 +86,9 @@ def _api(module_name: str) -> str:
 def _only_in_submodules(things: Iterable[Any]) -> dict[str, Any]:
     """What an exported module without a page of its own defines, and no package exports."""
     modules = [thing for thing in things if inspect.ismodule(thing) and thing.__name__ not in api_modules()]
-    defined = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in public_names(module)}
+    defined = {
+        f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in public_names(module)
+    }
     return {path: thing for path, thing in defined.items() if _has_docstring(thing) and thing not in _homes()}
 
 
@@ -182,9 +184,7 @@ def _class(one: dict[str, Any], common: Sequence[dict[str, Any]], heading: str) 
 
 
 def _table(keys: Sequence[dict[str, Any]]) -> str:
-    rows = (
-        f"| `{key['name']}` | {_cell(key['expects'])} | {_default(key)} | {_cell(key['help'])} |" for key in keys
-    )
+    rows = (f"| `{key['name']}` | {_cell(key['expects'])} | {_default(key)} | {_cell(key['help'])} |" for key in keys)
     return _wide("| key | type | default | meaning |", "|---|---|---|---|", *rows)
 
 
