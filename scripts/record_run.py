@@ -45,7 +45,7 @@ def picture(lines: list[str]) -> str:
     """An SVG of a terminal; its fonts are those of the reader's machine."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(Text.assemble(("$ ", "bold green"), (COMMAND, "bold")))
-    for line in lines:
+    for line in (*lines, ""):  # the last line of a picture is cut off at its lower edge
         console.print(Text(line), soft_wrap=True, crop=True)
     style = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     style = style.replace("Fira Code, monospace", FONTS)
