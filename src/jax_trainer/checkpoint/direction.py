@@ -15,7 +15,7 @@ _LARGE_IS_GOOD = """
     r2 rsquared correlation corr pearson spearman kendall concordance cindex kappa mcc matthews iou miou giou diou
     jaccard dice similarity psnr snr sdr sisnr sisdr ssim msssim pesq stoi bleu sacrebleu rouge rougel rougelsum meteor
     chrf cider bertscore elbo likelihood loglikelihood logprob logp ll reward rewards return returns silhouette
-    throughput improvement explained reciprocal inception purity nmi ari pck
+    throughput improvement reduction explained reciprocal inception purity nmi ari pck
 """
 _SMALL_IS_GOOD = """
     loss losses error errors err cost costs penalty regret residual residuals mistakes misclassified mse rmse nmse nrmse
@@ -28,7 +28,7 @@ _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(_LARGE_IS_GOOD.split(), "max"),
     **dict.fromkeys(_SMALL_IS_GOOD.split(), "min"),
 }
-_NEGATED = frozenset(("neg", "negative"))
+_NEGATED = frozenset(("neg", "negative", "minus", "inv", "inverse", "not", "non"))
 _QUALIFYING = frozenset(("at", "per"))  # what follows says where the metric is taken
 _CHUNK = re.compile(r"[A-Za-z0-9]+|@")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
@@ -67,7 +67,7 @@ def _direction(name: str) -> Direction | None:
     said: list[Direction] = [whole] if whole else [one for one in map(_of_word, words) if one]
     if not said or ("max" in said and "min" in said and said[-1] == "max"):
         return None
-    if "false" not in words and not _NEGATED.isdisjoint(words):
+    if name.startswith("1-") or ("false" not in words and not _NEGATED.isdisjoint(words)):
         return "min" if said[-1] == "max" else "max"
     return said[-1]
 
@@ -89,5 +89,5 @@ def _of_word(word: str) -> Direction | None:
         if known.endswith(("loss", "error")):
             return "min"
         if known.endswith("accuracy"):
-            return "max"
+            return "min" if known.endswith(("inaccuracy", "unaccuracy")) else "max"
     return None
