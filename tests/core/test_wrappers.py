@@ -202,6 +202,20 @@ def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_
     assert_same_bits(states[-1], plain[-1])
 
 
+def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
+    """The last step of a run, or the last before a checkpoint, has no later loss that would show it."""
+
+    def bad_gradient(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+        return params["w"] + jnp.sqrt((params["w"] - params["w"]) ** 2), {}
+
+    program = with_finite_check(fit_mean(loss=bad_gradient))
+    states, rows = trained(program, [GOOD])
+    assert not np.isfinite(states[-1].params["w"])
+    with pytest.raises(NonFiniteError, match=r"Step 1: the norm of all parameters after it was nan") as caught:
+        check(program, rows)
+    assert caught.value.step == 1
+
+
 def test_a_negative_number_of_allowed_skips_is_an_error():
     with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 0, got -1"):
         with_finite_guard(fit_mean(), max_consecutive=-1)

@@ -17,6 +17,7 @@ from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
 
+PARAMS_NORM = "optimizer/params_global_norm"
 LARGE = 2**14  # elements from which on a dot product pays
 
 
@@ -172,7 +173,7 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
             "log_freq": "epoch",
             "log_mode": "train",
         },
-        "optimizer/params_global_norm": {"value": global_norm(params), "log_mode": "train"},
+        PARAMS_NORM: {"value": global_norm(params), "log_mode": "train"},
     }
 
 

@@ -11,9 +11,10 @@ from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
 from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import StepReport
+from jax_trainer.core.steps import PARAMS_NORM, StepReport
 
 _IN_A_ROW = "skipped_in_a_row"
+_READABLE = {"loss": "the loss", PARAMS_NORM: "the norm of all parameters after it"}
 
 
 def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: bool = True) -> Program:
@@ -121,19 +122,26 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
 
 
 def with_finite_check(program: Program) -> Program:
-    """`program` whose run ends with `NonFiniteError` when a step's loss was not finite.
+    """`program` whose run ends with `NonFiniteError` when a step's loss, or the weights after it, were not finite.
 
     It costs the device nothing: the numbers are looked at when they arrive on the host, some steps later and always
-    before a state is saved. By then the weights may be spoilt; `with_finite_guard` keeps them.
+    before a state is saved. By then the weights may be spoilt; `with_finite_guard` keeps them. The weights are known by
+    their norm, where steps report it; of a step that reports no "loss", all numbers are looked at.
     """
 
     def check(rows: StepRows) -> None:
-        values = rows.values_of("loss") if "loss" in rows.format.metrics else np.zeros(())
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            step = rows.first + int(bad[0])
+        reported = rows.format.metrics
+        names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
+        found: dict[int, str] = {}
+        for name in names:
+            values = rows.values_of(name)
+            bad = np.flatnonzero(~np.isfinite(values))
+            if values.ndim == 1 and len(bad):
+                found.setdefault(int(bad[0]), f"{_READABLE.get(name, repr(name))} was {values[bad[0]]}")
+        if found:
+            step = rows.first + min(found)
             raise NonFiniteError(
-                f"Step {step}: the loss was {values[bad[0]]}. What is saved is from before that was known. Lower the "
+                f"Step {step}: {found[min(found)]}. What is saved is from before that was known. Lower the "
                 "learning rate, clip gradients, or look at the data of this step.",
                 step=step,
             )
