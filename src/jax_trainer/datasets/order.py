@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import whole_number
-from jax_trainer.datasets.transforms import DeviceTransforms
+from jax_trainer.datasets.transforms import CarryingIterator, DeviceTransforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,8 @@ class Ordered(ABC):
         return len(self.schedule)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.epoch(1)
+        batches = self.epoch(1)
+        return CarryingIterator(batches, self.transforms) if self.transforms else batches
 
     @property
     def examples(self) -> int:

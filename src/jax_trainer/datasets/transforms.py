@@ -8,7 +8,7 @@ own may. Every run and evaluation applies them, unless its program has some alre
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import jax
@@ -196,6 +196,16 @@ class _Batches(list):
     """A list of batches that carries transforms."""
 
     transforms: DeviceTransforms
+
+
+class CarryingIterator(Iterator[Any]):
+    """The batches of one epoch, with the transforms that their loader carries."""
+
+    def __init__(self, batches: Iterator[Any], transforms: DeviceTransforms) -> None:
+        self._batches, self.transforms = batches, transforms
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 def carrying(data: Any, transforms: DeviceTransforms, name: str) -> Any:
