@@ -19,7 +19,7 @@ from jax_trainer.adapters.linen import flax_state_program
 from jax_trainer.adapters.nnx import Split
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import DataError, DeviceTransforms, common_transforms, with_transforms
+from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.styles.fitting.data import Inputs, SplitBatch, inputs_of, split_of
 from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
@@ -208,7 +208,7 @@ def _linen_loss(loss: Loss, split_batch: SplitBatch | None) -> Any:
     def on_outputs(params: PyTree, view: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
         inputs, targets = split(batch)
         outputs, mutable = view.apply(params, *arguments(inputs), train=train)
-        value, reported = loss.on_outputs(outputs, targets, stream(rng, "user"), train, view.step)
+        value, reported = loss.on_outputs(outputs, targets, stream(rng, "user"), train, view.step, _mask_of(batch))
         return value, (mutable, reported)
 
     return on_batch if loss.takes_batch else on_outputs
@@ -226,9 +226,14 @@ def _nnx_loss(loss: Loss, module: nnx.Module, split_batch: SplitBatch | None) ->
             return loss.on_batch(model, batch, rng, train, step)
         inputs, targets = split(batch)
         told = {"train": train} if takes_train else {}
-        return loss.on_outputs(model(*arguments(inputs), **told), targets, rng, train, step)
+        return loss.on_outputs(model(*arguments(inputs), **told), targets, rng, train, step, _mask_of(batch))
 
     return on_model
+
+
+def _mask_of(batch: Batch) -> Any:
+    """What says which examples of a batch count; None: all do."""
+    return batch.mask if isinstance(batch, SupervisedBatch) else None
 
 
 def _judging(program: Program, view: Callable[[TrainState], Any], eval_step: Any) -> Program:
