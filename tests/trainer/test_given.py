@@ -40,9 +40,15 @@ def sized(exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Linear(exmp_input.shape[-1], CLASSES, rngs=rngs)
 
 
+class OtherwiseNamed(Net):
+    def __init__(this, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+
+
 KINDS: dict[str, Any] = {
     "an nnx module": lambda: Net(nnx.Rngs(0)),
     "a class of nnx modules": lambda: Net,
+    "a class that calls its objects otherwise": lambda: OtherwiseNamed,
     "a function that builds one": lambda: sized,
     "a linen module": Dense,
 }

@@ -91,9 +91,10 @@ def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
 
 def _parameters(build: Any) -> dict[str, inspect.Parameter]:
     """Those of the constructor, where it is a class: Flax hides them behind its own."""
-    names = dict(inspect.signature(build.__init__ if inspect.isclass(build) else build).parameters)
-    names.pop("self", None)
-    return names
+    if not inspect.isclass(build):
+        return dict(inspect.signature(build).parameters)
+    _, *others = inspect.signature(build.__init__).parameters.items()  # without the object itself
+    return dict(others)
 
 
 def _others_needed(parameters: Iterable[inspect.Parameter], given: tuple[str, ...]) -> list[str]:
