@@ -90,7 +90,7 @@ def test_a_training_that_diverges_is_a_failed_trial(tmp_path: Path):
     options: dict[str, Any] = {"sampler": "grid", "overrides": ["trainer.train_epochs=1"], "quiet": True}
     found = tune(tiny_file(tmp_path), {RATE: [1e-1, 1e30]}, folder=tmp_path / "out", **options)
     assert [trial["state"] for trial in found.trials] == ["complete", "failed"]
-    assert found.trials[1]["error"].startswith("NonFiniteError: Step 3: the loss was nan")
+    assert found.trials[1]["error"].startswith("NonFiniteError: Step ")
 
 
 # without training
