@@ -8,6 +8,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.config import ConfigError
 from jax_trainer.datasets import DatasetConfig, DatasetModule
+from jax_trainer.logger import LoggerConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
@@ -112,3 +113,22 @@ def test_what_was_loaded_is_trained_on(plain, tmp_path):
     )
     assert train_plain(loaded)[1]["val/loss"] < results[1]["val/loss"]
     assert loaded.folder.path.is_relative_to(tmp_path)
+
+
+def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer_has_no_transforms(
+    done, tmp_path, caplog
+):
+    data = digits()
+    parts = {"model": done.trainer.model_config, "optimizer": done.trainer.optimizer_config}
+    example, logger = data.example(), {"logger": LoggerConfig(log_dir=str(tmp_path))}
+    trainer = ImgClassifierTrainer(
+        **parts, exmp_input=example, train_epochs=1, callbacks={"saver": ModelCheckpointConfig()}, **logger
+    )
+    trainer.train_model(data.train_loader, data.val_loader)
+    assert "device transforms" not in caplog.text
+    ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, exmp_input=example)
+    assert "device transforms train=(normalize(" in caplog.text
+    assert "see raw inputs. Pass `dataset=…`" in caplog.text
+    caplog.clear()
+    ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, dataset=data)
+    assert "device transforms" not in caplog.text

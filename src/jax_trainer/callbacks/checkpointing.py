@@ -75,13 +75,15 @@ class _Mark(NamedTuple):
     states: Mapping[str, Any]  # of callbacks and others that watch
     record: Callable[[], RecordMark | None]  # of the run's rows, as soon as they are written
     devices: int  # that share the state
+    transforms: str  # of batches on the device, in words; "" where a trainer has none
 
     def data(self) -> dict[str, Any]:
         record = self.record()
         rows: dict[str, Any] = {"record": None if record is None else record.size}
         if record is not None and record.unwritten:
             rows["unwritten"] = list(record.unwritten)
-        return {"loop": self.standing.to_data(), **rows, "devices": self.devices}
+        seen = {"transforms": self.transforms} if self.transforms else {}
+        return {"loop": self.standing.to_data(), **rows, **seen, "devices": self.devices}
 
 
 @register
@@ -146,7 +148,8 @@ class ModelCheckpoint(Callback):
         standing = event.standing
         if not standing.is_at(None if self._mark is None else self._mark.standing):
             devices = len(event.state.step.sharding.device_set)
-            self._mark = _Mark(standing, self.run.callback_states(), self.run.logger.mark(), devices)
+            states, rows, transforms = self.run.callback_states(), self.run.logger.mark(), self.run.transforms
+            self._mark = _Mark(standing, states, rows, devices, transforms)
         wanted, self._wants = self._wants or (event.due and event.step > self._first), False
         if wanted and self.config.saves_at_all and self._saves_for(event.reason):
             self._tolerating(self._checkpoints.check)

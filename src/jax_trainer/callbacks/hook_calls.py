@@ -2,11 +2,13 @@
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+LOG = logging.getLogger("jax_trainer")
 _SYNONYMS = {
     "epoch": ("epoch_idx",),
     "epoch_idx": ("epoch",),
@@ -112,8 +114,19 @@ def check_hooks(
         is_meant_to_be_called = name.startswith("on_") or name in meant
         if is_meant_to_be_called and not hasattr(base, name) and callable(inspect.getattr_static(kind, name)):
             raise TypeError(_nobody_calls(kind, name, base, meant.get(name, "")))
+    _warn_of_near_misses(kind)
     for name, known in hooks.items():
         calling(getattr(owner, name), known, dict.fromkeys((extra or {}).get(name, ())))
+
+
+def _warn_of_near_misses(kind: type) -> None:
+    """Says where a method is spelt almost like one that could be overridden; it may be a helper of the user's."""
+    ours = next(one for one in kind.__mro__ if one.__module__.split(".")[0] == __package__.split(".")[0])
+    can_be_overridden = [name for name in dir(ours) if not name.startswith("_") and callable(getattr(ours, name))]
+    for name in sorted(set(dir(kind)) - set(dir(ours))):
+        near = difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9)
+        if near and callable(inspect.getattr_static(kind, name)):
+            LOG.warning(f"`{kind.__name__}.{name}` is called by nothing here. Did you mean `{near[0]}`?")
 
 
 @cache

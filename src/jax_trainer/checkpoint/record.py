@@ -29,6 +29,7 @@ _RUN = {  # what the styles have a run remember, where they do; the loop itself 
     "unwritten": list[str],  # rows behind that, for which there was no room
     "devices": Annotated[int, AtLeast(1)],
     "key": list[object],  # the words of the root key
+    "transforms": str,  # of batches on the device, in words
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax_trainer.core import Batch
 from jax_trainer.datasets.cursor import Cursor, Taken
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
-from jax_trainer.datasets.kinds import Position, source_of
+from jax_trainer.datasets.kinds import Position, examples_of, source_of
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.prefetch import Background, Direct, Supply
 from jax_trainer.datasets.shared_state import check_own
@@ -73,6 +73,7 @@ class Feed:
         self._source = source_of(data, name, steps_per_epoch)
         self.is_whole: Callable[[int], bool] | None = getattr(data, "is_whole", None)
         self._was_opened = self._gave_out = False
+        self._resumed: tuple[Position, int] | None = None  # and its batch size, until the first batch shows its own
         if self.is_empty and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
 
@@ -127,20 +128,24 @@ class Feed:
 
     @property
     def full_batch(self) -> int | None:
-        """Examples of a full batch, where the data tells: over all processes, where they share it."""
+        """Examples of a full batch, where the data tells or showed it: over all processes, where they share it."""
         if isinstance(self._data, list | tuple):
-            leaves = jax.tree.leaves(self._data[0]) if self._data else []
-            return next((int(leaf.shape[0]) for leaf in leaves if getattr(leaf, "shape", ())), None)
+            return examples_of(self._data[0]) if self._data else None
         told = getattr(self._data, "batch_size", None)
-        return int(told) if isinstance(told, int | np.integer) else None
+        return int(told) if isinstance(told, int | np.integer) else self._source.first_size
 
     def position_at(self, position: Position, batch_size: int | None) -> Position:
         """The same place, of a run whose batches had this size, in batches as they are now.
 
         In the middle of an epoch that can be none. Then it is a `DataError`: examples would be repeated or left out.
+        Of data that does not tell the size of its batches, it comes with the first of them.
         """
         now = self.full_batch
-        if not position.epoch_step or batch_size is None or now is None or batch_size == now:
+        self._resumed = None
+        if not position.epoch_step or batch_size is None or batch_size == now:
+            return position
+        if now is None:
+            self._resumed = position, batch_size
             return position
         examples, is_ordered = position.epoch_step * batch_size, isinstance(self._data, Ordered)
         if is_ordered and examples % now == 0:
@@ -178,7 +183,10 @@ class Feed:
         copy = not makes_fresh_arrays(self._data)
         try:
             # opened with the first batch: where there is none left to draw, the loader is not even begun
-            for batch in self._source.open(epoch, start):
+            batches = self._source.open(epoch, start)
+            if self._resumed is not None:
+                self.position_at(*self._resumed)
+            for batch in batches:
                 yield as_arrays(batch, copy=copy)
         finally:
             self._source.close()

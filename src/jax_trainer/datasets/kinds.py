@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jax_trainer.core import Batch
@@ -76,6 +77,11 @@ class Source(Protocol):
         ...
 
     @property
+    def first_size(self) -> int | None:
+        """Examples of the first batch of an epoch, where it was drawn from its beginning."""
+        ...
+
+    @property
     def keeps_state(self) -> bool:
         """Whether numbers are not enough to go on from a position."""
         ...
@@ -97,8 +103,25 @@ class Source(Protocol):
         ...
 
 
+class _Drawn:
+    """What is drawn from its beginning, also to go on behind it."""
+
+    first_size: int | None = None
+
+    def _from(self, batches: Iterator[Batch], start: int) -> Iterator[Batch]:
+        """The batches from `start` on."""
+        first = list(itertools.islice(batches, 1))
+        self.first_size = examples_of(first[0]) if first else None
+        return itertools.islice(itertools.chain(first, batches), start, None)
+
+
+def examples_of(batch: Batch) -> int | None:
+    """The first axis of its first array."""
+    return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if len(getattr(leaf, "shape", ()))), None)
+
+
 class _Stateless:
-    replays, can_go_back, is_ours, keeps_state = "", True, False, False
+    replays, can_go_back, is_ours, keeps_state, first_size = "", True, False, False, None
 
     def state(self) -> Any:
         return None
@@ -113,7 +136,7 @@ class _Stateless:
         """There are no workers."""
 
 
-class _Foreign:
+class _Foreign(_Drawn):
     """What comes from elsewhere, and the iterator of the epoch that is open."""
 
     can_go_back, is_ours, keeps_state = True, False, True
@@ -182,7 +205,7 @@ class _Iterable(_Foreign):
         if start and state is not None and self._keeper:
             self._keeper.set(state)
             return batches
-        return itertools.islice(batches, start, None)
+        return self._from(batches, start)
 
     def state(self) -> Any:
         return self._with_seed(self._keeper.get() if self._keeper else None)
@@ -191,7 +214,7 @@ class _Iterable(_Foreign):
         self._state = self._without_seed(state)  # until an epoch is opened
 
 
-class _Stream:
+class _Stream(_Drawn):
     """An iterator: every epoch goes on where the one before stopped."""
 
     is_ours, keeps_state = False, True
@@ -205,7 +228,7 @@ class _Stream:
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         if not self._begun:
             behind = (epoch - 1) * self._steps_per_epoch + start
-            self._begun, self._batches = True, itertools.islice(self._batches, behind, None)
+            self._begun, self._batches = True, self._from(self._batches, behind)
         return self._batches
 
     def state(self) -> Any:

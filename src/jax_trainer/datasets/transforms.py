@@ -231,9 +231,10 @@ def common_transforms(trained: DeviceTransforms | None, evals: Mapping[str, Any]
         own = transforms_of(data)
         if own is not None and own != trained:
             raise DataError(
-                f"The {name!r} data carries the device transforms {_in_words(own)}, and the training data "
-                f"{_in_words(trained)}. A model must see all data in one way: give all loaders the same `transforms`, "
-                "or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, …)`."
+                f"The {name!r} data carries the device transforms {transforms_in_words(own)}, and the training data "
+                f"{transforms_in_words(trained)}. A model must see all data in one way: give all loaders the same "
+                "`transforms`, or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, "
+                "…)`."
             )
     return trained
 
@@ -275,7 +276,8 @@ def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
     return program._replace(**changed, transforms=transforms)
 
 
-def _in_words(transforms: DeviceTransforms | None) -> str:
+def transforms_in_words(transforms: DeviceTransforms | None) -> str:
+    """What is done to batches, for people."""
     return f"train={transforms.train}, eval={transforms.eval}" if transforms else "none"
 
 

@@ -1,5 +1,6 @@
 """The folder of a trainer's run: saving to it, and loading from it."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax_trainer.trainer.learner import Learner
 from jax_trainer.trainer.stored import configs_of, kind_for, storable
 from jax_trainer.trainer.task import Task
 
+LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
 Which = int | Literal["best", "latest"]
 
@@ -88,7 +90,8 @@ class Keeper(Learner):
         saver = self.config.saver
         unknown = {saver.monitor: math.nan} if known and saver is not None else {}  # never the best
         at = Standing.of(self._at, int(state.step))
-        run = {"loop": at.to_data()}
+        seen = {"transforms": self.transforms_in_words} if self.device_transforms else {}
+        run = {"loop": at.to_data(), **seen}
         return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=run)
 
     def load_model(
@@ -107,6 +110,12 @@ class Keeper(Learner):
         if not (raise_if_not_found or _has(store, epoch_idx, which)):
             return None
         self.state, saved = store.restore(_chosen(store, epoch_idx, which), like=self.state, only=WEIGHTS)
+        if (trained := saved.run.get("transforms")) and not self.sees_transformed:
+            LOG.warning(
+                f"The weights of {saved.path} were trained on batches with the device transforms {trained}, and this "
+                "trainer has none: `predict`, `bind_model` and evaluations see raw inputs. Pass `dataset=…`, or data "
+                "that carries them as `loader.transforms`."
+            )
         return saved
 
     def load_weights(

@@ -1,5 +1,6 @@
 """The model, the optimizer and the state of a trainer, and all that can be done with them without a run."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ from jax_trainer.core import (
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.datasets.transforms import transforms_in_words
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
@@ -226,6 +228,17 @@ class Learner(Task):
     def device_transforms(self) -> DeviceTransforms:
         """The transforms of the dataset; without one, those that the training data carries."""
         return (self._carried or DeviceTransforms()) if self.dataset is None else self.dataset.transforms
+
+    @property
+    def sees_transformed(self) -> bool:
+        """Whether something happens to batches on the device."""
+        return bool(_Transforms(self))
+
+    @property
+    def transforms_in_words(self) -> str:
+        """What `device_transforms` do; "" where there are none."""
+        words = transforms_in_words(self.device_transforms) if self.device_transforms else ""
+        return re.sub(r" at 0x[0-9a-f]+", "", words)  # where functions lie in memory differs between processes
 
     def _see_through(self, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> None:
         """Takes over the transforms of the data, which all of `evals` must share, unless a dataset has the word."""

@@ -95,6 +95,7 @@ class Session:
             checkpoints=self.store,
             dataset=self.trainer.dataset,
             validates=bool(self.data.evals),
+            transforms=self.trainer.transforms_in_words,
             trainer=self.trainer,
             callback_states=self._states,
             monitors=not self.trainer.compares_itself,

@@ -51,6 +51,15 @@ def test_a_metric_of_every_example_is_averaged():
     assert EvalLoop(task, n_steps=3)(checkpoint()).metrics["eval"]["each"] == pytest.approx(ERRORS.mean(), rel=1e-5)
 
 
+def test_a_sum_with_a_count_is_the_mean_over_all_that_is_counted():
+    def near(outputs, targets):
+        errors = jnp.abs(outputs - targets)
+        return {"value": jnp.where(errors < 1, errors, 0).sum(), "count": (errors < 1).sum()}
+
+    found = EvalLoop(EvalTask(line, {"near": near}, loader()), n_steps=3)(checkpoint()).metrics["eval"]["near"]
+    assert found == pytest.approx(ERRORS[ERRORS < 1].mean(), rel=1e-5)
+
+
 def test_only_so_many_batches_are_looked_at():
     found = eval_loop(loader(), n_steps=1)(checkpoint()).metrics["eval"]["distance"]
     assert found == pytest.approx(ERRORS[:4].mean(), rel=1e-5)

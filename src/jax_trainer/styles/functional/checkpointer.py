@@ -128,7 +128,7 @@ class SaveHook(Participant):
         if self.criterion not in known:
             raise ValueError(f"No metric {self.criterion!r} to tell the best by. There are {', '.join(known)}.")
         common = math.lcm(self.every_n_steps, training.evaluations.steps)
-        if common * (first // common + 1) > training.last:
+        if first < training.last < common * (first // common + 1):
             LOG.warning(
                 f"Checkpoints are saved every {self.every_n_steps} steps, and evaluations are made every "
                 f"{training.evaluations.steps}: only the last step has both, and can be the best. Use multiples."

@@ -36,7 +36,8 @@ class EvalTask:
 
     Args:
         apply: of a linen module, or a function `(variables, *inputs)`.
-        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples.
+        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples, and a
+            `{"value": sum, "count": n}` over all items that are counted.
         data: gives pairs of inputs and targets, see `TrainTask`.
     """
 
@@ -100,6 +101,11 @@ class EvalLoop:
         return TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
 
 
+def _measured(value: Any) -> Any:
+    """What a metric returned, as a mean over the batch; a `value` with a `count` says itself what it is a mean over."""
+    return value if isinstance(value, Mapping) else jnp.mean(value)
+
+
 def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
     call = ModelCall(task.apply, names)
 
@@ -109,7 +115,7 @@ def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
         for label, metric in task.metrics.items():
             check_call(metric, f"metrics[{label!r}]", *("outputs" for _ in outputs), *("targets" for _ in targets))
             check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
-        measured = {label: jnp.mean(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
+        measured = {label: _measured(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
         return as_metrics(measured, batch_weight(batch))
 
     def never(*_: Any) -> Any:
