@@ -42,10 +42,14 @@ _SAME = (  # words for one thing, ours among them
     ("bf16_full", "bf16-true", "16-true"),
 )
 _CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
+_ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."
 _OF_DATA = "It belongs to the data: the dataset or the loader."
 _ELSEWHERE = {  # what is said in another place here
     **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "clipnorm", "max_grad_norm"), _CLIPPING),
-    **dict.fromkeys(("patience", "min_delta"), "It belongs to the callback `EarlyStopping`."),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _ACCUMULATING),
+    **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`."),
+    **dict.fromkeys(("dirpath", "filepath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
+    **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It belongs to the callback `EarlyStopping`."),
     **dict.fromkeys(("save_top_k", "monitor"), "It belongs to the callback `ModelCheckpoint`."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It belongs to the optimizer."),
     **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _OF_DATA),
@@ -75,8 +79,13 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was meant to be: another name for it, or at most a few letters away."""
     known = list(known)
+    return _same(word, known) or _alike(word, known)
+
+
+def _same(word: str, known: Collection[str]) -> str:
+    """The known word for the same thing."""
     same = [other for words in _SAME if word in words for other in words if other != word and other in known]
-    return next(iter(same), "") or _alike(word, known)
+    return next(iter(same), "")
 
 
 def _alike(word: str, known: Iterable[str]) -> str:
@@ -92,10 +101,15 @@ def _alike(word: str, known: Iterable[str]) -> str:
 
 def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises a `TypeError` that says of every keyword that `owner` does not have what was meant."""
-    hints = {name: suggestion(name, known) or elsewhere(name) for name in given if name not in known}
+    hints = {name: _hint(name, known) for name in given if name not in known}
     if hints:
-        there = "" if all(hints.values()) else f" There are {', '.join(sorted(known)) or 'none'}."
+        there = "" if all(hints.values()) else f" There are {', '.join(sorted(set(known))) or 'none'}."
         raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + there)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What stands in another place is not one that is only spelt alike."""
+    return (not _same(name, known) and elsewhere(name)) or suggestion(name, known)
 
 
 @functools.cache

@@ -46,6 +46,24 @@ def test_the_loss_contract_of_the_documents_trains():
     assert seen.steps[60]["loss"] < 0.6 * seen.steps[1]["loss"]
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_loss_finds_the_statistics_in_its_state_also_of_a_model_without_any(norm):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            x = nn.Dense(8)(x)
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=not train)(x) if norm else x)
+
+    def loss(params, state, batch, rng, train):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, changed = state.apply_fn(variables, batch["x"], train=train, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (changed, {})
+
+    last, seen = short_run(linen_program(Model(), loss, optax.adam(1e-2), to_input=lambda batch: batch["x"]), 60)
+    assert seen.steps[60]["loss"] < seen.steps[1]["loss"]
+    assert set(last.model_state) == ({"batch_stats"} if norm else set())
+
+
 def test_any_mutable_collection_is_carried_and_sown_ones_are_not():
     class Counting(nn.Module):
         @nn.compact

@@ -410,6 +410,9 @@ def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
     trainer.load_model(which=7777, raise_if_not_found=False)
     assert digest(trainer.state) == present
     empty = plain_for("nnx", tmp_path, **ONE_EPOCH)
+    assert empty.load_model(77, raise_if_not_found=False) is None  # there is no run yet
+    with pytest.raises(ValueError, match="no run folder yet to load from"):
+        empty.load_model(77)
     train_plain(empty)
     before = digest(empty.state)
     empty.load_model(raise_if_not_found=False)

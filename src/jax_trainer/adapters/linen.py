@@ -41,6 +41,11 @@ class LinenView(NamedTuple):
     collected: tuple[str, ...] = ()  # collections that are no state, but are wanted after training calls
     step: jax.Array | int = 0  # how many optimizer steps the parameters have behind them
 
+    @property
+    def batch_stats(self) -> PyTree:
+        """The BatchNorm statistics; empty for a model that has none."""
+        return self.mutable_variables.get("batch_stats", {})
+
     def apply(
         self,
         params: PyTree,

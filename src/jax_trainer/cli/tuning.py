@@ -69,7 +69,7 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit) as end:
         code = interrupting_code(end)
         folder = redact(str(folder_of(asked.name or name_of(asked.config), asked.folder)), secrets=asked.secrets)
-        text = f"Interrupted. What was found is in {folder}; the same command goes on from here."
+        text = f"Interrupted. What was found is in {folder}; the same command resumes it."
         raise Interrupted(code, text, folder) from None
     except StudyError as error:
         raise WrongInput(str(error)) from None

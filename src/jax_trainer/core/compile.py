@@ -144,6 +144,7 @@ class CompiledProgram:
     def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
         """The shapes of what evaluating `state` on `batch` reports; both may be shapes themselves."""
         with explaining(batch):
+            self.check_eval_indices(state, batch, batch)
             return _judged(jax.eval_shape(self._eval_inner, state, batch))
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
@@ -202,6 +203,7 @@ class CompiledProgram:
         shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
         kind = (length, structure, *shapes)
         if kind not in self._eval_tapes:  # small sets are evaluated often, and tracing takes longer than they do
+            self.check_eval_indices(state, batch, batch)
             fmt = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
             self._eval_tapes[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
         self._eval_format = self._eval_tapes[kind][0]
@@ -238,15 +240,18 @@ class CompiledProgram:
         if wrong := self.out_of_range(batch):
             raise ValueError(wrong)
 
+    def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
+        """Refuses labels and token ids in `examples` that an evaluation of batches like `batch` cannot use."""
+        if not self.debug and (wrong := out_of_range(_uses(self._eval_inner, state, batch), examples)):
+            raise ValueError(wrong)
+
     def out_of_range(self, batch: Batch) -> str:
         """What is wrong with the integers of a batch that training steps use as indices; empty if nothing is."""
         return out_of_range(self._indices, batch)
 
     def _find_indices(self, state: TrainState, batch: Batch) -> None:
         if not self.debug:
-            jaxpr = self._train_inner.trace(state, batch).jaxpr
-            # from the end: constants that the step closes over come first
-            self._indices = index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+            self._indices = _uses(self._train_inner, state, batch)
             self.index_ranges = ranges_of(self._indices, batch)
             self.check_indices(batch)
 
@@ -437,6 +442,13 @@ def _picked(rows: jax.Array, store: PyTree) -> Batch:
     """The batch of these rows; the host made them, so none is out of bounds."""
     batch = jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), store)
     return resized(batch, len(rows))
+
+
+def _uses(inner: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
+    """What of a batch a step uses as indices."""
+    jaxpr = inner.trace(state, batch).jaxpr
+    # from the end: constants that the step closes over come first
+    return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
 
 
 def _reported(report: StepReport) -> Metrics:

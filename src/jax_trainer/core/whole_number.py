@@ -3,6 +3,8 @@
 import operator
 from typing import Any
 
+_LARGEST = 2**63 - 1
+
 
 def whole_number(name: str, value: Any, low: int, alternative: str = "") -> int:
     """`value` as a plain int of at least `low`; otherwise an error that calls it `name`.
@@ -17,4 +19,6 @@ def whole_number(name: str, value: Any, low: int, alternative: str = "") -> int:
         number = None
     if number is None or number < low:
         raise ValueError(f"`{name}` must be a whole number of at least {low}{alternative}, got {value!r}.")
+    if number > _LARGEST:
+        raise ValueError(f"`{name}` is a whole number of {len(str(number))} digits, and must be at most {_LARGEST}.")
     return number

@@ -181,7 +181,10 @@ class DatasetModule(RegistrableConfigInterface):
 
     def example(self) -> Batch:
         """The first batch of the training data, as arrays; no batch is lost by it."""
-        batch, self.train_loader = peeked(self.train_loader)
+        loader = self.train_loader
+        batch, again = peeked(loader)
+        if again is not loader:  # an iterator; loaders that are properties stay as they are
+            self.train_loader = again
         return batch
 
     def _carry_transforms(self) -> None:

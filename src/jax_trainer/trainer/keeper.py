@@ -106,6 +106,8 @@ class Keeper(Learner):
             raise_if_not_found: otherwise the present weights stay where there is no checkpoint.
             which: instead of the epoch: "best", "latest", or a step.
         """
+        if self.folder is None and not raise_if_not_found:
+            return None
         store = self._store(self._own_folder("load from"))
         if not (raise_if_not_found or _has(store, epoch_idx, which)):
             return None

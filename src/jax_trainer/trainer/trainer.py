@@ -140,7 +140,7 @@ class TrainerModule(Keeper):
         self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
         made = self.init_optimizer(*self._run_length(train_loader, num_epochs))
         with noting("This is what `init_optimizer` returned."):
-            checked_optimizer(made)
+            made = checked_optimizer(made)
         return self._use_optimizer(made)
 
     def dry_run(self, train_loader: Any = None) -> DryRun:

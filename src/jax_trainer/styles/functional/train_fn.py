@@ -29,7 +29,15 @@ from jax_trainer.core import (
     with_finite_guard,
 )
 from jax_trainer.core.own_line import described, noting
-from jax_trainer.datasets import Data, DeviceTransforms, Position, common_transforms, transforms_of, with_transforms
+from jax_trainer.datasets import (
+    ArrayLoader,
+    Data,
+    DeviceTransforms,
+    Position,
+    common_transforms,
+    transforms_of,
+    with_transforms,
+)
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Observer, Plan, is_by_ctrl_c, run
 from jax_trainer.logger.active_wandb import ActiveWandb
@@ -200,6 +208,8 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     program = setup.program(job)
     compiled = compile_program(program, layout=layout)
     reported = _reported(program, compiled, job.key, example, val_example)
+    if val_example is not None:
+        _check_labels(compiled, jax.eval_shape(program.init, job.key, example), val, val_example)
     report, callers = Report(setup.plan.eval_every, writer), []
     training = Training(
         evaluations=setup.plan.eval_every,
@@ -260,6 +270,12 @@ def _reported(
     with noting(f"{is_like}The training data has {described(example)}."), explaining(val_example):
         judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
     return None if judged is None else _names(trained, judged)
+
+
+def _check_labels(compiled: CompiledProgram, state: TrainState, val: Any, example: Batch) -> None:
+    examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else example
+    with noting(f"This happened on the 'val' data: {described(example)}."):
+        compiled.check_eval_indices(state, example, examples)
 
 
 def _names(trained: Metrics, judged: Metrics) -> list[str]:
