@@ -25,11 +25,12 @@ SMALL = """
     RMSE mae mape nll neg_log_likelihood negative_log_likelihood ce bce cross_entropy crossEntropy kl kl_divergence
     perplexity ppl bpc bits_per_dim wer CER fid distance cosine_distance regret time ece brier_score val_metric
     false_negative_rate false_positives fpr_at_95_tpr neg_elbo acc_std l2 nELBO accuracy_drop
-    generalization_gap word_error_rate inaccuracy minus_acc one_minus_auc 1-acc inverse_accuracy not_correct
+    generalization_gap word_error_rate inaccuracy 1-acc
 """
 UNKNOWN = (
     "score value metric x energy entropy rate total_score my_thing error_top5 loss_acc loss_accuracy test_time_acc "
-    "loss_reduction error_reduction"
+    "loss_reduction error_reduction minus_acc one_minus_auc inverse_accuracy not_correct acc_minus_chance "
+    "acc_non_padding"
 )
 
 

@@ -120,10 +120,9 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
 ):
     data = digits()
     parts = {"model": done.trainer.model_config, "optimizer": done.trainer.optimizer_config}
-    example, logger = data.example(), {"logger": LoggerConfig(log_dir=str(tmp_path))}
-    trainer = ImgClassifierTrainer(
-        **parts, exmp_input=example, train_epochs=1, callbacks={"saver": ModelCheckpointConfig()}, **logger
-    )
+    example, options = data.example(), {"train_epochs": 1, "logger": LoggerConfig(log_dir=str(tmp_path))}
+    callbacks = {"saver": ModelCheckpointConfig()}
+    trainer = ImgClassifierTrainer(**parts, exmp_input=example, callbacks=callbacks, **options)  # type: ignore[arg-type]
     trainer.train_model(data.train_loader, data.val_loader)
     assert "device transforms" not in caplog.text
     ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, exmp_input=example)

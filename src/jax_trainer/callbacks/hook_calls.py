@@ -121,7 +121,7 @@ def check_hooks(
 
 def _warn_of_near_misses(kind: type) -> None:
     """Says where a method is spelt almost like one that could be overridden; it may be a helper of the user's."""
-    ours = next(one for one in kind.__mro__ if one.__module__.split(".")[0] == __package__.split(".")[0])
+    ours = next(one for one in kind.__mro__ if one.__module__.startswith("jax_trainer."))
     can_be_overridden = [name for name in dir(ours) if not name.startswith("_") and callable(getattr(ours, name))]
     for name in sorted(set(dir(kind)) - set(dir(ours))):
         near = difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9)

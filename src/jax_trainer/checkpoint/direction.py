@@ -28,7 +28,8 @@ _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(_LARGE_IS_GOOD.split(), "max"),
     **dict.fromkeys(_SMALL_IS_GOOD.split(), "min"),
 }
-_NEGATED = frozenset(("neg", "negative", "minus", "inv", "inverse", "not", "non"))
+_NEGATED = frozenset(("neg", "negative"))
+_UNCLEAR = frozenset(("minus", "inv", "inverse", "not", "non"))  # "minus_acc" and "acc_minus_chance" differ
 _QUALIFYING = frozenset(("at", "per"))  # what follows says where the metric is taken
 _CHUNK = re.compile(r"[A-Za-z0-9]+|@")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
@@ -65,7 +66,8 @@ def _direction(name: str) -> Direction | None:
     whole = _DIRECTIONS.get("".join(_CHUNK.findall(name)).lower())
     words = list(_words(name))
     said: list[Direction] = [whole] if whole else [one for one in map(_of_word, words) if one]
-    if not said or ("max" in said and "min" in said and said[-1] == "max"):
+    disagree = "max" in said and "min" in said and said[-1] == "max"
+    if not said or disagree or not _UNCLEAR.isdisjoint(words):
         return None
     if name.startswith("1-") or ("false" not in words and not _NEGATED.isdisjoint(words)):
         return "min" if said[-1] == "max" else "max"

@@ -133,8 +133,8 @@ class Checker:
         elif named.value is not BROKEN:
             names = [one.name for one in allowed]
             # a path is that of a class which is not imported
-            is_word = isinstance(named.value, str) and "." not in named.value
-            near = self._problems.suggestion(named.value, names) if is_word else ""
+            word = named.value if isinstance(named.value, str) and "." not in named.value else ""
+            near = self._problems.suggestion(word, names) if word else ""
             found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")
         return None
