@@ -160,6 +160,11 @@ def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress
             case other:
                 kind = type(other).__name__
                 raise TypeError(f"A training step returns `state, metrics`; this one returned a {kind}.")
+        if _leaves_are_same(new.params, state.params):
+            raise TypeError(
+                "This training step returned the parameters that it was given, so nothing would be trained. Return the "
+                "state that `apply_gradients` makes: `return state.apply_gradients(grads=grads), metrics`."
+            )
         if micro_batches > 1 and not new.by_ours:
             raise ValueError(
                 f"`accumulate` is {micro_batches}, and this step finds its gradients itself, of the whole batch. "
@@ -174,6 +179,11 @@ def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
+
+
+def _leaves_are_same(new: PyTree, old: PyTree) -> bool:
+    pairs = [*zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)]
+    return bool(pairs) and all(one is other for one, other in pairs)
 
 
 def _train_key(state: TrainState) -> jax.Array:
