@@ -202,6 +202,7 @@ class CompiledProgram:
         shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
         kind = (length, structure, *shapes)
         if kind not in self._eval_tapes:  # small sets are evaluated often, and tracing takes longer than they do
+            self.check_eval_indices(state, batch)
             fmt = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
             self._eval_tapes[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
         self._eval_format = self._eval_tapes[kind][0]
@@ -238,15 +239,22 @@ class CompiledProgram:
         if wrong := self.out_of_range(batch):
             raise ValueError(wrong)
 
+    def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch | None = None) -> None:
+        """The same for what an evaluation of `batch` uses as indices, in `batch` and in all `examples`."""
+        if self.debug:
+            return
+        indices = _indices_in(self._eval_inner.trace(state, batch).jaxpr, batch)
+        for given in (batch, examples):
+            if given is not None and (wrong := out_of_range(indices, given)):
+                raise ValueError(wrong)
+
     def out_of_range(self, batch: Batch) -> str:
         """What is wrong with the integers of a batch that training steps use as indices; empty if nothing is."""
         return out_of_range(self._indices, batch)
 
     def _find_indices(self, state: TrainState, batch: Batch) -> None:
         if not self.debug:
-            jaxpr = self._train_inner.trace(state, batch).jaxpr
-            # from the end: constants that the step closes over come first
-            self._indices = index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+            self._indices = _indices_in(self._train_inner.trace(state, batch).jaxpr, batch)
             self.index_ranges = ranges_of(self._indices, batch)
             self.check_indices(batch)
 
@@ -401,6 +409,11 @@ def compile_program(
 def copied(arrays: PyTree) -> PyTree:
     """The same values in new arrays, all in one dispatch; `copy_state` takes one for each, and compiles nothing."""
     return jax.tree.map(jnp.copy, arrays)
+
+
+def _indices_in(jaxpr: Any, batch: Batch) -> Any:
+    # from the end: constants that the step closes over come first
+    return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
 
 
 def _length(batches: Batch) -> int:

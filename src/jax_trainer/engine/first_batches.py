@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_trainer.core import Batch, CompiledProgram, TrainState
 from jax_trainer.core.own_line import described, noting
-from jax_trainer.datasets import DataError, Feed
+from jax_trainer.datasets import ArrayLoader, DataError, Feed
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine.plan import Plan
@@ -36,8 +36,14 @@ def checked_evals(
         check_batch(batch, f"first batch of the {name!r} data")
         is_like = f"This happened on the first batch of the {name!r} data: {described(batch)}. "
         with noting(f"{is_like}The training data has {described(example)}."):
-            seeing(program, Feed(data, name).transforms).eval_shapes(state, batch)
+            seen = seeing(program, Feed(data, name).transforms)
+            seen.eval_shapes(state, batch)
+            seen.check_eval_indices(state, batch, data.arrays if _is_in_memory(data) else None)
     return checked
+
+
+def _is_in_memory(data: Any) -> bool:
+    return isinstance(data, ArrayLoader) and data.in_memory
 
 
 def _check_reuse(feed: Feed, name: str, plan: Plan | None) -> None:

@@ -22,6 +22,7 @@ from jax_trainer.core import (
     NonFiniteError,
     Program,
     TrainState,
+    class_of,
     compile_program,
     explaining,
     whole_number,
@@ -171,11 +172,19 @@ class _Job(NamedTuple):
                 f"The first argument of `train` is a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
-            raise TypeError(f"`optimizer` must be an nnx.Optimizer, got a {type(optimizer).__name__}.")
+            raise TypeError(
+                f"`optimizer` must be an nnx.Optimizer, got a {class_of(optimizer)}. Make it of an optax optimizer: "
+                "`nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`."
+            )
         known = getattr(optimizer, "model", None)
         model = known if model is None else model
+        if model is None:
+            raise TypeError(
+                "This optimizer does not know its model: call `train(key, model, optimizer, train_itr, val_itr)`."
+            )
         if not isinstance(model, nnx.Module):
-            raise TypeError(f"`model` must be an nnx.Module, got a {type(model).__name__}.")
+            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {class_of(model)}"
+            raise TypeError(f"`model` must be an nnx.Module, such as `Network(nnx.Rngs(0))`, got {kind}.")
         if known is not None and known is not model:
             raise ValueError("The optimizer was made for another model than `model`: make one for this model.")
         if train is None:
@@ -250,15 +259,20 @@ def _reported(
     program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val_example: Batch
 ) -> list[str] | None:
     """The full names of what training and evaluations tell, after both steps were traced; None: nothing is judged."""
+    is_like = f"This happened on the first batch of the 'val' data: {described(val_example)}. "
+    of_val = noting(f"{is_like}The training data has {described(example)}.")
     if val_example is not None and _look(example) == _look(val_example):
-        _, trained, judged = compiled.shapes(key, example)
+        state, trained, judged = compiled.shapes(key, example)
+        with of_val:
+            compiled.check_eval_indices(state, val_example)
         return _names(trained, judged)
     with explaining(example):
         state = jax.eval_shape(program.init, key, example)
         trained = jax.eval_shape(program.train_step, state, example)[1].metrics
-    is_like = f"This happened on the first batch of the 'val' data: {described(val_example)}. "
-    with noting(f"{is_like}The training data has {described(example)}."), explaining(val_example):
+    with of_val, explaining(val_example):
         judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
+        if judged is not None:
+            compiled.check_eval_indices(state, val_example)
     return None if judged is None else _names(trained, judged)
 
 
