@@ -37,6 +37,9 @@ _SAME = (  # words for one thing, ours among them
     ("exmp_input", "input_sample", "example_input", "example_batch", "input_shape"),
     ("save_top_k", "max_to_keep", "save_total_limit", "save_best_only"),
     ("hooks", "callbacks"),
+    ("dataset", "data", "datamodule"),
+    ("val/loss", "val_loss", "eval_loss"),
+    ("val/acc", "val/accuracy", "val_acc", "val_accuracy"),
     ("f32", "32", "32-true", "float32"),
     ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
     ("bf16_full", "bf16-true", "16-true"),
@@ -50,6 +53,9 @@ _ELSEWHERE = {  # what is said in another place here
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It belongs to the optimizer."),
     **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _OF_DATA),
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
+    "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
+    **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
+    "validation_split": "Split the arrays, and pass the second part as `test_ds`.",
     "enable_checkpointing": "Checkpoints are saved by the callback `ModelCheckpoint`; leave it out to save none.",
     "restore_best_weights": "The best weights are kept by `ModelCheckpoint` and tested at the end.",
     **dict.fromkeys(("deterministic", "benchmark"), "The same seed always gives the same bits."),
@@ -76,7 +82,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was meant to be: another name for it, or at most a few letters away."""
     known = list(known)
     same = [other for words in _SAME if word in words for other in words if other != word and other in known]
-    return next(iter(same), "") or _alike(word, known)
+    return next(iter(same), "") or ("" if word in _ELSEWHERE else _alike(word, known))
 
 
 def _alike(word: str, known: Iterable[str]) -> str:
@@ -94,7 +100,7 @@ def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> 
     """Raises a `TypeError` that says of every keyword that `owner` does not have what was meant."""
     hints = {name: suggestion(name, known) or elsewhere(name) for name in given if name not in known}
     if hints:
-        there = "" if all(hints.values()) else f" There are {', '.join(sorted(known)) or 'none'}."
+        there = "" if all(hints.values()) else f" There are {', '.join(sorted({*known})) or 'none'}."
         raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + there)
 
 
