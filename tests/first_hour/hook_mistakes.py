@@ -7,7 +7,9 @@ from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, fitted, fun
 
 from jax_trainer.callbacks import (
     Callback,
+    EarlyStopping,
     EarlyStoppingConfig,
+    LambdaCallback,
     ModelCheckpointConfig,
 )
 
@@ -156,3 +158,48 @@ def _(folder: Path) -> None:
         self.state = {"params": 1}
 
     trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end), train_epochs=2)
+
+
+# callbacks that are none, or not finished
+
+
+@HOOKS.row("a callback of no class of ours", "Watching", r"jax_trainer\.Callback", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, callbacks=[cast(Any, type("Watching", (), {})())])
+
+
+@HOOKS.row(
+    "the name of a callback in a list", "'EarlyStopping'", r"callbacks=\{'EarlyStopping': \{\}\}", error=TypeError
+)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=cast(Any, ["EarlyStopping"]))
+
+
+@HOOKS.row("a function as a callback", "function", "LambdaCallback", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=cast(Any, [lambda epoch: None]))
+
+
+@HOOKS.row("LambdaCallback: a hook of Keras", "on_epoch_end", "on_training_epoch_end", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=[LambdaCallback(on_epoch_end=lambda epoch: None)])
+
+
+@HOOKS.row("a callback whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, callbacks=[own_callback(__init__=lambda self: None)])
+
+
+@HOOKS.row("a trainer whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(__init__=lambda self, **parts: None))
+
+
+@HOOKS.row("TrainerModule: an object that monitors what is not there", "val_loss", "val/loss")
+def _(folder: Path) -> None:
+    trained(folder, val=loader(), callbacks=[EarlyStopping(monitor="val_loss")])
+
+
+@HOOKS.row("fit: an object that monitors what is not there", "val_loss", "val/loss")
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStopping(monitor="val_loss")])

@@ -1,15 +1,18 @@
 """The mistakes of the first hour: each is found in time, and its message names what is wrong and the cure."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from data_mistakes import DATA
 from hook_mistakes import HOOKS
 from keyword_mistakes import KEYWORDS
 from loss_mistakes import LOSSES
-from mistakes import FOLDER, LATE, Mistake, Said, is_ours, text_of
+from mistakes import FOLDER, LATE, STYLES, Mistake, Said, X, Y, cross_entropy, is_ours, loader, text_of, train
 from model_mistakes import MODELS
 from resume_mistakes import RESUMING
 from yaml_mistakes import COMMANDS
@@ -53,3 +56,17 @@ def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
         assert not steps, f"found after {len(steps)} steps: {text}"
     if mistake.at == FOLDER:
         assert not list(tmp_path.glob("runs/*")), f"found after a folder was made: {text}"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_loss_without_gradients_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        train(style, tmp_path, loss=lambda logits, labels: jax.lax.stop_gradient(cross_entropy(logits, labels)))
+    assert "The gradients of all parameters were zero in step 1" in caplog.text
+
+
+@pytest.mark.parametrize("style", STYLES[:5])
+def test_a_validation_loss_that_is_nan_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        train(style, tmp_path, val=loader(np.full_like(X, np.nan), Y))
+    assert "The loss on the 'val' data is nan" in caplog.text

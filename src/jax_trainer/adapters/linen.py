@@ -1,6 +1,5 @@
 """A linen module and a loss, as a `Program`."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Unpack
@@ -12,6 +11,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -57,20 +57,15 @@ class LinenView(NamedTuple):
         """Runs the model: its output, and its mutable collections after it (unchanged when not training).
 
         What the model has sown comes with them where somebody wants it; it is reported if the loss returns them.
-        `rngs` names the random streams it may ask for, or has their keys. A model whose call takes `train` is told.
+        `rngs` names the random streams it may ask for, or has their keys. A model whose call takes `train` (or
+        `training`, `is_training`, `deterministic`, `use_running_average`) is told, unless `kwargs` says otherwise.
         """
-        told = {"train": train} if _takes_train(self.apply_fn) else {}
+        told = {**mode_flags(self.apply_fn, train=train), **kwargs}
         variables = {"params": params, **self.mutable_variables}
         keys = rngs if isinstance(rngs, Mapping) else streams(self.rng, *rngs)
-        call = partial(self.apply_fn, variables, *inputs, rngs=keys, **told, **kwargs)
+        call = partial(self.apply_fn, variables, *inputs, rngs=keys, **told)
         mutable = [*self.mutable_variables, *self.collected]
         return call(mutable=mutable) if train else (call(), self.mutable_variables)
-
-
-def _takes_train(apply_fn: Callable[..., Any]) -> bool:
-    module = getattr(apply_fn, "__self__", None)
-    function = type(module).__call__ if isinstance(module, nn.Module) else apply_fn
-    return "train" in inspect.signature(function).parameters
 
 
 class LinenLoss(Protocol):
@@ -108,7 +103,8 @@ def linen_program(
         raise ValueError("`init_kwargs` are for the model's `init`, which `init_variables` replaces. Pass one of them.")
 
     def first_call(key: jax.Array, batch: Batch) -> Mapping[str, PyTree]:
-        return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **(init_kwargs or {}))
+        told = {**mode_flags(model.init, train=False, only_required=True), **(init_kwargs or {})}
+        return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **told)
 
     said: dict[str, PartitionSpec] = {}
 
@@ -226,6 +222,12 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
                     f"`{name}` of a linen model returns `loss, (mutable, metrics)`, the changed collections (or None) "
                     f"and a dict; this one returned {_in_words(other)}."
                 )
+        if train and "batch_stats" in model_state and "batch_stats" not in (mutable or {}):
+            raise TypeError(
+                f"`{name}` returned {_words_for(mutable)} as the changed collections, and the model has batch_stats, "
+                "which would never change. Return what `apply` gives besides the output: "
+                "`loss, (mutable, metrics)`; `state.mutable_variables` leaves them as they are."
+            )
         # collections the model did not start with (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}
         told = sown_metrics((mutable or {}).get(SOWN, {}), modes) if train else {}

@@ -46,6 +46,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.tracing import like_params
+from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 _METADATA = {"out_sharding", "sharding_names", "sharding"}  # what Flax calls, or called, how a variable is split
 
@@ -267,6 +268,7 @@ def nnx_step_program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
         _user_eval(split, val_step),
+        checks=(warn_of_zero_gradients,),
         init_is_traced=False,
         said=lambda: split.said,
     )

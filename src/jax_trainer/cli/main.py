@@ -131,6 +131,8 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
     if unknown or (rest and not hasattr(asked, "changes")):
         hint = " Values of the file are changed by `trainer.train_epochs=3`." if hasattr(asked, "changes") else ""
+        if unknown[:1] == ["--config"]:
+            hint = " The file is given as it is: `jax-trainer train experiment.yaml`."
         asked.error(f"there is no option {unknown[0]}.{hint}" if unknown else "there are too many arguments.")
     if rest:  # argparse takes only those that stand together
         asked.changes += rest

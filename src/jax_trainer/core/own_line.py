@@ -20,6 +20,11 @@ _paths = sysconfig.get_paths()
 _OTHERS = tuple({str(Path(path)) for path in (_paths["stdlib"], _paths["purelib"], _paths["platlib"])})
 _OURS = str(Path(__file__).parent.parent)
 
+IN_UPDATE = "This happened in the optimizer's update."
+_OF_UPDATE = (
+    "Look at how the optimizer was made: with numbers or schedules, `optax.adam(1e-3)`, never with text; and, if it "
+    "has a state already, for the parameters of this model."
+)
 _COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes, but no values."
 # what an error of JAX, Flax or Optax most often comes from, by its type and text; the first that matches counts
 _CURES = {
@@ -47,9 +52,18 @@ _CURES = {
         "The layer was made for inputs of another width than those of this batch. Give it the right number of "
         "features, or flatten the inputs: `x.reshape(len(x), -1)`."
     ),
-    r"indices and arr must have the same number of dimensions|with_integer_labels|axis \d+ is out": (
+    r"indices and arr must have the same number of dimensions|with_integer_labels": (
         "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
         "many, and `labels.argmax(-1)` for one-hot labels."
+    ),
+    r"axis \d+ is out": (
+        "Integer labels have the shape of the logits without the last axis. Flatten or pool inside of the model "
+        "(`x.reshape(len(x), -1)`, `x.mean((1, 2))`) where it returns more axes than [n, classes]."
+    ),
+    r"[Ii]ncompatible shapes.*\((\d+),\), \(\1, \d+\)|[Ii]ncompatible shapes.*\((\d+), \d+\), \(\2,\)": (
+        "Outputs [n, k] do not go with targets [n]. For integer labels use "
+        "`optax.softmax_cross_entropy_with_integer_labels`, or `jax.nn.one_hot(labels, k)`; for one number per example "
+        "give the model one output, and squeeze it."
     ),
     r"[Ii]ncompatible shapes|must have the same shape|shapes must be equal|[Ss]hape mismatch": (
         "The arrays in this line do not go together: compare the shapes of what the model returns with those of the "
@@ -61,6 +75,9 @@ _CURES = {
     r"'(tuple|list|dict)' object has no attribute '(?:input|target)'": (
         "Batches of this trainer have `input` and `target`, as `SupervisedBatch` does, and this one is a {0}. Give "
         "such batches, or override `batch_to_input` and the loss."
+    ),
+    r"'(?:tuple|list|dict)' object has no attribute '(?:apply_fn|params|batch_stats)'": (
+        "A batch stands where a state is expected: are the arguments in another order? It is `(state, batch)`."
     ),
     r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
     r"Gradient only defined for scalar-output functions": (
@@ -78,6 +95,39 @@ _CURES = {
     r"no `rngs` argument was provided": "Make the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
     r"unsupported format string passed to \w*Tracer": (
         f"{_COMPILED} Print with `jax.debug.print`, or report the value as a metric."
+    ),
+    r"collection \"params\"": (
+        'Parameters are one collection of several: `model.apply({{"params": params}}, x)`, and an `init` returns them '
+        'as `{{"params": …}}`.'
+    ),
+    r"ScopeCollectionNotFound|ModifyScopeVariableError": (
+        'Pass the model all of its collections, and say which may change: `model.apply({{"params": params, '
+        '"batch_stats": …}}, x, mutable=["batch_stats"])`; `self.model_linen_apply` and `state.apply` do so.'
+    ),
+    r"ApplyScopeInvalidVariablesStructureError": (
+        'What `model.init` returns are all collections; `params` is one of them: `params=variables["params"]`.'
+    ),
+    r"InvalidRngError": (
+        'Pass the model its random keys: `model.apply(…, rngs={{"dropout": rng}})`; `self.model_linen_apply` and '
+        "`state.apply` do so."
+    ),
+    r"TraceContextError": (
+        "A step may change only what it is given. It returns the gradients, and the optimizer is updated with them "
+        "afterwards: leave out `optimizer.update(…)`."
+    ),
+    r"__call__\(\) got multiple values|__call__\(\) takes": (
+        "The model is called with the inputs, and there are more of them than it takes: leave out the targets."
+    ),
+    r"__call__\(\) missing": (
+        "The model is called with the inputs alone, and told whether it trains where it has a parameter `train`. Give "
+        "its other parameters a default, or call it in a loss of your own."
+    ),
+    r"mismatch in size of old and new data-descriptor": (
+        "A tuple stands where an array is expected: take apart what a call returns, as in "
+        "`logits, mutable = self.model_linen_apply(…)`."
+    ),
+    r"(tuple|list) indices must be integers": (
+        "A {0} is used as if it had names. If it is the batch, take it apart, `x, y = batch`, or give dicts."
     ),
     r"CallCompactUnboundModuleError": "Pass the module's method instead of the module: `model.apply`, `model.init`.",
     r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
@@ -145,7 +195,10 @@ def _own_line(error: BaseException) -> str:
 
 
 def _cure(error: BaseException) -> str:
+    if IN_UPDATE in getattr(error, "__notes__", []):
+        return f"Likely cure: {_OF_UPDATE}"
     of_others = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
+    of_others |= "__call__()" in str(error)  # of a model, which Python could not call
     if _raised_here(error) and not of_others:
         return ""  # our own messages name the cure; the frames of Flax and JAX may be hidden
     text = f"{type(error).__name__}: {error}"

@@ -27,6 +27,7 @@ from jax_trainer.core.steps import (
     make_predict_step,
     make_train_step,
 )
+from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
 Begin = Callable[[jax.Array, PyTree, PyTree], TrainState]
@@ -107,6 +108,7 @@ def make_program(
         init,
         train_step,
         make_eval_step(cast_loss),
+        checks=(warn_of_zero_gradients,),
         init_is_traced=options.get("init_is_traced", True),
         begin=begin,
         given=None if options.get("init_is_traced", True) else variables,

@@ -10,7 +10,7 @@ import optax
 
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
-from jax_trainer.core.own_line import noting
+from jax_trainer.core.own_line import IN_UPDATE, noting
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
@@ -137,7 +137,7 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
             "value_fn": lambda params: found_at(params).metrics.by_name["loss"].value,
             "grad_fn": lambda params, *_: found_at(params).grads,
         }
-        with noting("This happened in the optimizer's update."):
+        with noting(IN_UPDATE):
             updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
             params = optax.apply_updates(state.params, updates)
         if log_norms:

@@ -29,7 +29,7 @@ from jax_trainer.datasets.epochs import (
     opener,
     remember_seed,
 )
-from jax_trainer.datasets.foreign import DataError
+from jax_trainer.datasets.foreign import DataError, is_array
 
 
 @dataclass(frozen=True)
@@ -340,6 +340,24 @@ def _other_data() -> DataError:
     )
 
 
+def _check_listed(data: Sequence[Any], name: str) -> None:
+    """Refuses what is no list of batches, though it is a list: whole arrays, and single examples."""
+    shapes = [np.shape(one) for one in data if is_array(one)]
+    if len(shapes) == len(data) and len({len(shape) for shape in shapes}) > 1:
+        raise DataError(
+            f"The {name!r} data is a {type(data).__name__} of arrays of shapes {', '.join(map(str, shapes))}, and a "
+            "list is one of batches. `fit` takes all examples as a tuple `(x, y)`; elsewhere they are cut into batches "
+            "by `ArrayLoader((x, y), batch_size=32)`."
+        )
+    match next(iter(data), None):
+        case (inputs, target) if np.ndim(target) == 0 and is_array(inputs):
+            raise DataError(
+                f"The {name!r} data ({type(data).__name__}) gives single examples and not batches: a target is one "
+                "number. Pass arrays of all examples, `ArrayLoader((x, y), batch_size=32)`, or a loader that batches "
+                "them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
+            )
+
+
 def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Source:
     """The kind of data that `data` is."""
     if isinstance(data, str | bytes | Path):
@@ -354,6 +372,7 @@ def source_of(data: Any, name: str, steps_per_epoch: int | None = None) -> Sourc
                 f"The {name!r} data is a {type(data).__name__} of loaders, and a list is one of batches. Pass one "
                 "loader, or several validation sets by name: `{'clean': …, 'noisy': …}`."
             )
+        _check_listed(data, name)
         return _Listed(data)
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)

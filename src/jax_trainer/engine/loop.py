@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_trainer.core import (
     CompiledProgram,
@@ -332,6 +333,9 @@ def eval_events(
         for rows in reader.flush():
             meter.add(rows)
         judged[name] = meter.compute()
+        if np.isnan(judged[name].get("loss", 0.0)).any():
+            text = f"The loss on the {name!r} data is nan. Look for values that are NaN or infinite in that data."
+            yield Notice(at.step, at.epoch, at.held, text)
         yield EvalEnd(at.step, at.epoch, at.held, name, judged[name])
     if judged:
         yield EvalRoundEnd(at.step, at.epoch, at.held, judged)

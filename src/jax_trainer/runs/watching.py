@@ -1,5 +1,6 @@
 """Who watches a run: in which order they are told, and what they remember over an interruption."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
 from jax_trainer.checkpoint.record import Saved, damage
 from jax_trainer.config import config_from
+from jax_trainer.core import class_of
 from jax_trainer.settings import Settings
 
 OneGiven = Callback | CallbackConfig | Mapping[str, Any] | None
@@ -58,9 +60,21 @@ def named_callbacks(given: Given | Callback | CallbackConfig, taken: Iterable[st
     named |= config_from({"callbacks": written}, _Callbacks).callbacks
     for name, one in named.items():
         if not isinstance(one, Callback | CallbackConfig):
-            kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
-            raise TypeError(f"The callback {name!r} is {kind}. Pass an object: a callback, or a configuration of one.")
+            raise TypeError(f"The callback {name!r} is {_what_it_is(one)}")
+        if isinstance(one, Callback) and "config" not in vars(one):
+            kind = type(one).__name__
+            raise TypeError(f"`{kind}.__init__` does not call `super().__init__()`. Call it before anything else.")
     return named
+
+
+def _what_it_is(given: Any) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}. Pass an object: `{given.__name__}(…)`."
+    if isinstance(given, str):
+        return f"{given!r}, a text. Pass an object, or names with their keys: `callbacks={{{given!r}: {{}}}}`."
+    if inspect.isfunction(given):
+        return "a function. Say when it is called: `LambdaCallback(on_validation_epoch_end=…)`."
+    return f"a {class_of(given)}. Derive its class from `jax_trainer.Callback`, or pass a configuration of a callback."
 
 
 @dataclass

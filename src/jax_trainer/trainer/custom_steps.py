@@ -121,7 +121,7 @@ class NnxModel:
 
 
 def _are_same(a: PyTree, b: PyTree) -> bool:
-    return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
 
 
 def dressing(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
@@ -179,6 +179,11 @@ def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress
             case other:
                 kind = type(other).__name__
                 raise TypeError(f"A training step returns `state, metrics`; this one returned a {kind}.")
+        if jax.tree.leaves(state.params) and _are_same(new.params, state.params):
+            raise TypeError(
+                "This training step returned the parameters that it was given, so nothing would be trained. Return the "
+                "state that `apply_gradients` makes: `return state.apply_gradients(grads=grads), metrics`."
+            )
         if micro_batches > 1 and not new.by_ours:
             raise ValueError(
                 f"`accumulate` is {micro_batches}, and this step finds its gradients itself, of the whole batch. "

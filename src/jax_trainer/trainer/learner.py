@@ -14,6 +14,7 @@ from flax import nnx
 
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.adapters.bridged import with_variables
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import Split
 from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
 from jax_trainer.callbacks.callback import state_in_use
@@ -92,7 +93,8 @@ class Learner(Task):
         if self.model_mode == "nnx":
             return with_variables(self.build_model(inputs, nnx.Rngs(init_rng)), inputs, stream(init_rng, "bridged"))
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        return self._linen_module(inputs).init(self.get_model_rng(init_rng), *inputs)
+        init = self._linen_module(inputs).init
+        return init(self.get_model_rng(init_rng), *inputs, **mode_flags(init, train=False, only_required=True))
 
     def init_model(self, exmp_input: Batch) -> TrainState:
         """The state before training: weights from `seed`, and an optimizer that has seen nothing."""

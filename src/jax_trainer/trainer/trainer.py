@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from compoconf import register, register_interface
 from rich.progress import track
 
 from jax_trainer.callbacks import Callback, Run, full_names, merged_names
+from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, noting, whole_number
@@ -43,6 +44,14 @@ from jax_trainer.trainer.watchers import taken_in
 
 LOG = logging.getLogger("jax_trainer")
 LAYOUT = "layout.txt"
+_ELSEWHERE = {  # what Lightning and Keras call the methods of a trainer
+    "fit": "Train by `train_model(train_loader, val_loader)`.",
+    "test": "Test by `test_model(test_loader)`.",
+    **dict.fromkeys(("validate", "evaluate"), "Evaluate by `eval_model(val_loader)`."),
+    **dict.fromkeys(("log", "log_dict"), "Return what is to be logged as metrics: `return loss, {'acc': acc}`."),
+    "load_state_dict": "Load by `load_model()`, or by `load_from_checkpoint(folder, …)`.",
+    "save_checkpoint": "Save by `save_model()`.",
+}
 
 
 @register
@@ -112,6 +121,13 @@ class TrainerModule(Keeper):
         self._given_callbacks = objects
         self._session: Session | None = None
         self._has_optimizer = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     # before training
 
@@ -202,9 +218,10 @@ class TrainerModule(Keeper):
     def _check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
         own = type(self)
         may_add = own.on_validation_epoch_end is not Task.on_validation_epoch_end
-        may_add |= own.eval_model is not Learner.eval_model
+        may_add |= own.eval_model is not Learner.eval_model or any(map(may_add_metrics, self._given_callbacks.values()))
         if not (may_add or self.compares_itself):
-            self.config.check_monitored(evals, judged)
+            others = {name: one.config for name, one in self._given_callbacks.items()}
+            self.config.check_monitored(evals, judged, others)
 
     # training
 
@@ -238,6 +255,9 @@ class TrainerModule(Keeper):
         Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
         and its `result` is what would have been returned.
         """
+        if "config" not in vars(self):
+            kind = type(self).__name__
+            raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Pass on what it does not need.")
         num_epochs = None if num_epochs is None else whole_number("num_epochs", num_epochs, 1)
         plan = self.config.plan(num_epochs)
         train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry

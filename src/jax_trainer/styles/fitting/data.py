@@ -103,8 +103,8 @@ def _found(batch: Batch, names: tuple[str, ...], index: int, what: str) -> Any:
             return batch[index]
         kind = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else "a single array"
         raise DataError(
-            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} A list is a list of "
-            "batches; all examples as arrays are a tuple."
+            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} All examples at once are "
+            "a tuple of arrays, `fit(model, (x, y), …)`, and a list is one of batches."
         )
     matching = [name for name in names if name in entries]
     if len(matching) != 1:

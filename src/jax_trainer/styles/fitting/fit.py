@@ -8,7 +8,7 @@ from typing import Any, Literal
 import optax
 
 from jax_trainer.callbacks import Callback, full_names
-from jax_trainer.callbacks.monitored import Mode
+from jax_trainer.callbacks.monitored import Mode, may_add_metrics
 from jax_trainer.core import (
     CompiledProgram,
     GivenMesh,
@@ -41,7 +41,7 @@ from jax_trainer.styles.fitting.recorded import (
 )
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.styles.fitting.told import name_of, plain_hparams
-from jax_trainer.suggestions import checks_keywords
+from jax_trainer.suggestions import checks_keywords, suggestion
 
 VAL = "val"  # what the evaluation set is called; names with "test" are for the end of a run
 Steps = int | Literal["epoch"]
@@ -125,6 +125,10 @@ def fit(
     eval_freq, num_epochs = whole_number("eval_freq", eval_freq, 1), whole_number("num_epochs", num_epochs, 1)
     batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
     check_save(save, resume)
+    if eval_step is not None and test_ds is None:
+        raise ValueError(
+            "`eval_step` evaluates `test_ds`, and there is none. Pass the data to evaluate on, or leave it out."
+        )
     _check_given(model, test_ds, log_name, log_dir)
     told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
     plan = Plan(
@@ -194,13 +198,16 @@ def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -
 
 def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuses a callback that monitors what evaluations do not report; a callback's hook may add to that."""
-    own = [type(one) for one in callbacks.values() if isinstance(one, Callback)]
-    if any(one.on_validation_epoch_end is not Callback.on_validation_epoch_end for one in own):
+    if any(map(may_add_metrics, callbacks.values())):
         return
     for name, one in callbacks.items():
-        monitor = getattr(one, "monitor", None)
-        if monitor not in (None, *names) and not getattr(one, "check_on_train_epoch_end", False):
-            raise ValueError(f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}.")
+        config = one.config if isinstance(one, Callback) else one
+        monitor = getattr(config, "monitor", None)
+        if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
+            raise ValueError(
+                f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}."
+                f"{suggestion(monitor, names)}"
+            )
 
 
 def _total_steps(data: Any, plan: Plan) -> int | None:

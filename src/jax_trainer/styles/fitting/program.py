@@ -1,7 +1,6 @@
 """What `fit` is given to train, as a `Program`: states, linen and nnx modules, programs."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +15,9 @@ from jax_trainer.adapters import LinenView, linen_program, nnx_program
 from jax_trainer.adapters.bridged import lacks_variables, with_variables
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.adapters.linen import flax_state_program
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import Split
-from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
+from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, class_of, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
@@ -101,8 +101,12 @@ def maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
         return _of_nnx
     if dataclasses.is_dataclass(given) and all(hasattr(given, name) for name in _OF_FLAX):
         return _of_flax
-    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {class_of(given)}"
     hint = f" Pass an object of it: `{given.__name__}(…)`." if isinstance(given, type) else ""
+    if class_of(given).startswith("torch."):
+        hint = " Write the network in Flax; a torch `DataLoader` can stay as it is."
+    elif isinstance(given, Mapping) or (isinstance(given, tuple | list) and given):
+        hint = " Weights to begin with are those of a state: `TrainState.create(apply_fn=model.apply, params=…, tx=…)`."
     raise TypeError(f"{_KINDS}, and this is {kind}.{hint}")
 
 
@@ -158,6 +162,12 @@ def _from_state(state: FlaxState, as_given: Callable[[TrainState], Any], wishes:
 
 
 def _of_linen(module: nn.Module, wishes: Wishes) -> Trained:
+    if module.scope is not None:
+        raise TypeError(
+            f"This {type(module).__name__} is bound to variables (`bind`), and `fit` would draw new ones. Pass the "
+            "module as it was before; weights to begin with are those of a state: `TrainState.create(apply_fn=…, "
+            "params=…, tx=…)`."
+        )
     tx = _tx_of(wishes)
 
     def as_given(state: TrainState) -> FlaxState:
@@ -165,9 +175,7 @@ def _of_linen(module: nn.Module, wishes: Wishes) -> Trained:
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=module.apply, tx=tx)
 
     loss = _linen_loss(Loss.of(wishes.loss_fn), wishes.split_batch)
-    needs_train = inspect.signature(type(module).__call__).parameters.get("train")
-    told = {"train": False} if needs_train is not None and needs_train.default is inspect.Parameter.empty else None
-    program = linen_program(module, loss, tx, to_input=inputs_of(wishes.split_batch), init_kwargs=told)
+    program = linen_program(module, loss, tx, to_input=inputs_of(wishes.split_batch))
     key = jax.random.key(wishes.seed)
     return Trained(_judging(program, as_given, wishes.eval_step), key, type(module).__name__, as_given)
 
@@ -219,14 +227,14 @@ def _nnx_loss(loss: Loss, module: nnx.Module, split_batch: SplitBatch | None) ->
         raise TypeError(
             "`loss_fn(params, batch)` is for linen modules. For an nnx module write `loss_fn(model, batch)`."
         )
-    split, takes_train = split_of(split_batch), "train" in inspect.signature(type(module).__call__).parameters
+    split, function = split_of(split_batch), type(module).__call__
 
     def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
         if loss.takes_batch:
             return loss.on_batch(model, batch, rng, train, step)
         inputs, targets = split(batch)
-        told = {"train": train} if takes_train else {}
-        return loss.on_outputs(model(*arguments(inputs), **told), targets, rng, train, step, _mask_of(batch))
+        outputs = model(*arguments(inputs), **mode_flags(function, train=train))
+        return loss.on_outputs(outputs, targets, rng, train, step, _mask_of(batch))
 
     return on_model
 

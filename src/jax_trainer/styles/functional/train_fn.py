@@ -22,6 +22,7 @@ from jax_trainer.core import (
     NonFiniteError,
     Program,
     TrainState,
+    class_of,
     compile_program,
     explaining,
     whole_number,
@@ -179,11 +180,19 @@ class _Job(NamedTuple):
                 f"The first argument of `train` is a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
-            raise TypeError(f"`optimizer` must be an nnx.Optimizer, got a {type(optimizer).__name__}.")
+            raise TypeError(
+                f"`optimizer` must be an nnx.Optimizer, got a {class_of(optimizer)}. Make it of an optax optimizer: "
+                "`nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`."
+            )
         known = getattr(optimizer, "model", None)
         model = known if model is None else model
+        if model is None:
+            raise TypeError(
+                "This optimizer does not know its model: call `train(key, model, optimizer, train_itr, val_itr)`."
+            )
         if not isinstance(model, nnx.Module):
-            raise TypeError(f"`model` must be an nnx.Module, got a {type(model).__name__}.")
+            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {class_of(model)}"
+            raise TypeError(f"`model` must be an nnx.Module, such as `Network(nnx.Rngs(0))`, got {kind}.")
         if known is not None and known is not model:
             raise ValueError("The optimizer was made for another model than `model`: make one for this model.")
         if train is None:

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 from flax.core.scope import CollectionFilter, DenyList, in_filter
 from jax.sharding import Mesh
 
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import (
     Batch,
     Layout,
@@ -22,6 +24,7 @@ from jax_trainer.core import (
     TrainState,
     check_call,
     checked_loss,
+    class_of,
     compile_program,
     kinds_of,
     make_program,
@@ -243,7 +246,8 @@ def _program(
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         if isinstance(target, Checkpoint):
             return target.model_params, target.model_state
-        made = dict(target(streams(key, *collections.init), *split(batch)[0]))
+        told = mode_flags(target, train=False, only_required=True)
+        made = dict(target(streams(key, *collections.init), *split(batch)[0], **told))
         made.pop(SOWN, None)  # while initialising: of no use later
         return made.pop("params", {}), made
 
@@ -299,5 +303,12 @@ def _layout(devices: Sequence[Any] | None) -> Layout | None:
 def _check_function(name: str, given: Any, of_module: str = "") -> None:
     if of_module and isinstance(given, nn.Module):
         raise TypeError(f"`{name}` is the module {type(given).__name__}. Pass its method: `model.{of_module}`.")
+    if isinstance(given, nnx.Module) or (isinstance(given, type) and issubclass(given, nnx.Module)):
+        raise TypeError(
+            f"`{name}` is of nnx, and loops train linen modules and functions. Train an nnx module by `train_fn` or "
+            "`fit`."
+        )
     if not callable(given):
-        raise TypeError(f"`{name}` must be a function, got {given!r}, a {type(given).__name__}.")
+        raise TypeError(
+            f"`{name}` must be a function, such as `model.{of_module or 'apply'}`, got a {class_of(given)}."
+        )
