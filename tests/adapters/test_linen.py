@@ -232,7 +232,7 @@ def test_a_flax_style_state_predicts(key):
 def test_a_flax_style_state_has_its_own_beginning(key):
     compiled = compile_program(flax_state_program(flax_state(), linen_loss))
     with pytest.raises(ValueError, match="cannot begin from given weights: .*goes on from a state of its own"):
-        compiled.begin(key, flax_state().params, {})
+        compiled.init_from_params(key, flax_state().params, {})
 
 
 class Block(nn.Module):
@@ -310,9 +310,9 @@ def test_what_is_sown_is_computed_as_the_model_does_and_reported_in_float32():
 
 def test_evaluations_report_nothing_that_is_sown():
     program = compile_program(sown()[0])
-    _, trained, judged = program.shapes(jax.random.key(0), EXAMPLE)
+    _, trained, evaluated = program.shapes(jax.random.key(0), EXAMPLE)
     assert told(trained.by_name)
-    assert not told(judged.by_name)
+    assert not told(evaluated.by_name)
 
 
 def test_a_loss_that_asks_for_what_is_sown_has_it_reported_too():
@@ -391,5 +391,5 @@ def test_a_state_of_partitioned_parameters_is_split_as_they_say():
     for tree in (placed.params, placed.opt_state[0].nu):
         assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
     batch = compiled.place(EXAMPLE, stacked=False)
-    compiled.train_step(placed, compiled.train_tape(placed, batch, 1)[1], batch)
+    compiled.train_step(placed, compiled.train_buffer(placed, batch, 1)[1], batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "they are the caller's"

@@ -169,7 +169,7 @@ def test_a_list_shows_all_with_what_a_quick_look_finds(store):
     whole = listed[2]
     assert (whole.metrics, whole.epoch, whole.without) == ({"loss": 0.2}, 2, ())
     assert whole.bytes == sum(file.stat().st_size for file in files_of(whole.path))
-    assert CheckpointStore(store.folder / "nowhere").listed() == []
+    assert CheckpointStore(store.folder / "nowhere").infos() == []
 
 
 def test_a_list_shows_what_another_version_wrote(store):

@@ -532,6 +532,6 @@ def _(style: str, folder: Path) -> None:
 def _(folder: Path) -> None:
     task = TrainTask(apply=Net().apply, optimizer=optax.adam(1e-2), loss=cross_entropy, data=loader())
     loop = TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False)
-    judging = EvalLoop(EvalTask(apply=Net().apply, metrics={"loss": cross_entropy}, data=loader(X, Y + 1)))
+    evaluating = EvalLoop(EvalTask(apply=Net().apply, metrics={"loss": cross_entropy}, data=loader(X, Y + 1)))
     for checkpoint in loop:
-        judging(checkpoint)
+        evaluating(checkpoint)

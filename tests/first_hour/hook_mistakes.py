@@ -21,7 +21,7 @@ def own_trainer(**methods: Any) -> Any:
 
 
 def own_callback(**methods: Any) -> Any:
-    return type("Watching", (Callback,), methods)()
+    return type("CallbackList", (Callback,), methods)()
 
 
 @HOOKS.row("TrainerModule: a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
@@ -101,12 +101,12 @@ def _(folder: Path) -> None:
     functional(hooks=[hook])
 
 
-@HOOKS.row("a callback's class instead of one", "Watching", "class|object|instance", error=TypeError)
+@HOOKS.row("a callback's class instead of one", "CallbackList", "class|object|instance", error=TypeError)
 def _(folder: Path) -> None:
-    class Watching(Callback):
+    class CallbackList(Callback):
         pass
 
-    fitted(folder, callbacks=[Watching])
+    fitted(folder, callbacks=[CallbackList])
 
 
 @HOOKS.row("EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
@@ -163,9 +163,9 @@ def _(folder: Path) -> None:
 # callbacks that are none, or not finished
 
 
-@HOOKS.row("a callback of no class of ours", "Watching", r"jax_trainer\.Callback", error=TypeError)
+@HOOKS.row("a callback of no class of ours", "CallbackList", r"jax_trainer\.Callback", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, callbacks=[cast(Any, type("Watching", (), {})())])
+    trained(folder, callbacks=[cast(Any, type("CallbackList", (), {})())])
 
 
 @HOOKS.row(

@@ -17,7 +17,7 @@ from model_mistakes import MODELS
 from resume_mistakes import RESUMING
 from yaml_mistakes import COMMANDS
 
-from jax_trainer.engine.recorder import Recorder
+from jax_trainer.engine.dispatcher import StepDispatcher
 
 MISTAKES = [*DATA, *LOSSES, *KEYWORDS, *MODELS, *HOOKS, *RESUMING, *COMMANDS]
 
@@ -31,14 +31,14 @@ def test_there_are_enough_of_them():
 def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    steps, dispatch = [], Recorder.dispatch
+    steps, dispatch = [], StepDispatcher.dispatch
 
-    def counting(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: StepDispatcher, *args: Any, **kwargs: Any) -> Any:
         done = dispatch(self, *args, **kwargs)
         steps.append(done)
         return done
 
-    monkeypatch.setattr(Recorder, "dispatch", counting)
+    monkeypatch.setattr(StepDispatcher, "dispatch", counting)
     if isinstance(mistake.error, int):
         said = mistake.make(tmp_path)
         assert isinstance(said, Said)

@@ -180,7 +180,7 @@ class OwnEvaluation(Plain):
                 logits = state.model(batch["x"])
             else:
                 logits, _ = state.apply(state.params, batch["x"], train=False)
-            loss, metrics = self._judge(logits, batch)
+            loss, metrics = self._evaluate(logits, batch)
             return {"loss": loss, **metrics}
 
         return eval_step
@@ -193,7 +193,7 @@ def test_an_evaluation_of_ones_own_has_the_model_in_evaluation_mode(flavour, tmp
 
 def test_a_loss_of_another_shape_in_a_step_of_ones_own_is_named_with_those_of_the_batch(flavour, tmp_path):
     class Shaped(OwnStep):
-        def _judge(self, logits: Any, batch: Any) -> Any:
+        def _evaluate(self, logits: Any, batch: Any) -> Any:
             return logits, {}
 
     with pytest.raises(ValueError, match=r"\(32, 4\) from .*batch"):

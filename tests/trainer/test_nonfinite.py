@@ -169,8 +169,8 @@ def test_a_step_of_ones_own_that_reports_no_loss_ends_the_run_by_its_other_numbe
 
 def test_no_weights_are_the_best_where_every_validation_is_nan(flavour, tmp_path):
     class OnlyLoss(Plain):
-        def _judge(self, logits: Any, batch: Any) -> Any:
-            return super()._judge(logits, batch)[0], {}
+        def _evaluate(self, logits: Any, batch: Any) -> Any:
+            return super()._evaluate(logits, batch)[0], {}
 
     trainer = plain_for(flavour, tmp_path, kind=OnlyLoss, callbacks={}, train_epochs=2)
     results = trainer.train_model(first_examples(64), broken(1))

@@ -27,7 +27,7 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     assert type(loaded).__name__ == "ImgClassifierTrainer"
     assert loaded.folder.path == moved
     assert loaded.test_model(loaded.dataset.test_loader) == done.results["test"]
-    assert_same_bits(loaded.state.params, done.watcher.judged[STEPS].params)
+    assert_same_bits(loaded.state.params, done.watcher.evaluated[STEPS].params)
     loaded.load_model(which="latest")
     assert_same_bits(loaded.state.params, done.trainer.state.params)
     assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]

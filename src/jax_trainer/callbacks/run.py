@@ -45,7 +45,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """What a callback may use besides events.
 
     Args:

@@ -15,7 +15,7 @@ from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.redaction import secret_values
-from jax_trainer.tuning import StorageError, StudyError, Tuned
+from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as tuned
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 from jax_trainer.tuning.reporting import RESULTS
@@ -81,7 +81,7 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
         raise Failure(str(missing)) from None
 
 
-def _show(console: Console, done: Tuned, following: str) -> None:
+def _show(console: Console, done: TuneResult, following: str) -> None:
     console.print(done)
     if done.trial is None or done.value is None:
         lines = ["No trial has come to its end."]

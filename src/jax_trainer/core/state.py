@@ -11,9 +11,9 @@ import optax
 
 from jax_trainer.core.extra_args import OFFERED, by_signature
 from jax_trainer.core.metrics import PyTree
-from jax_trainer.core.own_line import noting
 from jax_trainer.core.rng import key_data, key_of
 from jax_trainer.core.tracing import like_params
+from jax_trainer.core.user_frame import noting
 
 Arrays = TypeVar("Arrays")  # a state, or a part of one
 
@@ -128,7 +128,7 @@ def _strong(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
 
 
-class HeldState:
+class FlatState:
     """A state as the loop passes it on: its arrays in a list, put together when somebody looks.
 
     Taking a state apart and putting it together at every step costs about as much as dispatching a small step.
@@ -140,7 +140,7 @@ class HeldState:
         self.leaves, self.structure, self._whole = leaves, structure, whole
 
     @classmethod
-    def of(cls, state: TrainState) -> "HeldState":
+    def of(cls, state: TrainState) -> "FlatState":
         """`state`, taken apart."""
         leaves, structure = jax.tree.flatten(state)
         return cls(leaves, structure, state)

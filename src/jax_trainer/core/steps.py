@@ -10,12 +10,12 @@ import optax
 
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
-from jax_trainer.core.own_line import IN_UPDATE, noting
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
+from jax_trainer.core.user_frame import IN_UPDATE, noting
 
 PARAMS_NORM = "optimizer/params_global_norm"
 LARGE = 2**14  # elements from which on a dot product pays

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.metric_window import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
-from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport
 
@@ -106,7 +106,7 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         )
         return _remember(chosen, _IN_A_ROW, in_a_row), report._replace(metrics=metrics)
 
-    def check(rows: StepRows) -> None:
+    def check(rows: MetricWindow) -> None:
         over = np.flatnonzero(rows.values_of("guard/in_a_row") > max_consecutive)
         if len(over):
             step = rows.first + int(over[0])
@@ -129,7 +129,7 @@ def with_finite_check(program: Program) -> Program:
     their norm, where steps report it; of a step that reports no "loss", all numbers are looked at.
     """
 
-    def check(rows: StepRows) -> None:
+    def check(rows: MetricWindow) -> None:
         reported = rows.format.metrics
         names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
         found: dict[int, str] = {}
@@ -195,14 +195,14 @@ def _silenced(metrics: Metrics, keep: jax.Array) -> Metrics:
 
 def _starting_with(add: Callable[[TrainState], TrainState], program: Program) -> Program:
     """`program` whose fresh states have what `add` adds, however they begin."""
-    begin = program.begin
+    begin = program.init_from_params
 
     def begun(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         assert begin is not None
         return add(begin(key, params, model_state))
 
     return program._replace(
-        init=lambda key, batch: add(program.init(key, batch)), begin=None if begin is None else begun
+        init=lambda key, batch: add(program.init(key, batch)), init_from_params=None if begin is None else begun
     )
 
 

@@ -2,13 +2,13 @@
 
 import logging
 
-from jax_trainer.core.rows import StepRows
+from jax_trainer.core.metric_window import MetricWindow
 
 LOG = logging.getLogger("jax_trainer")
 _NORM = "optimizer/grad_global_norm"
 
 
-def warn_of_zero_gradients(rows: StepRows) -> None:
+def warn_of_zero_gradients(rows: MetricWindow) -> None:
     """One warning where the gradients of step 1 are zero. A batch that is masked as a whole has none, so no error."""
     if rows.first == 1 and _NORM in rows.format.metrics and (rows.values_of(_NORM)[:1] == 0).all():
         LOG.warning(

@@ -157,12 +157,12 @@ class TrainerConfig(Settings):
     @property
     def watched(self) -> tuple[str, ...]:
         """The training metrics of `nan_keys`, by the names that a loss gives them."""
-        return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_judged(key))
+        return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_evaluated(key))
 
     @property
     def watched_evaluations(self) -> tuple[str, ...]:
         """The metrics of evaluations among `nan_keys`."""
-        return tuple(filter(_is_judged, self.nan_keys))
+        return tuple(filter(_is_evaluated, self.nan_keys))
 
     @property
     def validates(self) -> bool:
@@ -185,14 +185,14 @@ class TrainerConfig(Settings):
             raise SettingsError([("trainer.train_epochs", text)])
 
     def check_monitored(
-        self, evals: Iterable[str], judged: Iterable[str], others: Mapping[str, Any] | None = None
+        self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Any] | None = None
     ) -> None:
         """Refuses to monitor what evaluations of these sets, which report `judged`, will not have.
 
         Args:
             others: configurations of callbacks that were given as objects.
         """
-        known = {name for one in evals for name in full_names(dict.fromkeys(judged), one)}
+        known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
         for key, one in {**self.callbacks, **(others or {})}.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
@@ -204,7 +204,7 @@ class TrainerConfig(Settings):
 _NUL = "A path cannot have the character NUL in it."
 
 
-def _is_judged(key: str) -> bool:
+def _is_evaluated(key: str) -> bool:
     return key.startswith(("val", "test")) and "/" in key
 
 

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jax_trainer.adapters import LinenView
-from jax_trainer.adapters.nnx import Split, fitting_grads, kept_state
+from jax_trainer.adapters.nnx import Split, kept_state, matching_grads
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -58,7 +58,7 @@ class StepState(FlaxState):
         if self.of_nnx is None:
             return super().apply_gradients(grads=grads, **fields)
         if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
-            grads = fitting_grads(grads, self.params, self.of_nnx.split.trainable)
+            grads = matching_grads(grads, self.params, self.of_nnx.split.trainable)
         return super().apply_gradients(grads=grads, **fields).settled()
 
     def settled(self) -> Self:
@@ -124,7 +124,7 @@ def _are_same(a: PyTree, b: PyTree) -> bool:
     return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
 
 
-def dressing(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
+def as_step_state(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
     """What makes a `StepState` of a state, the key of a step, and whether it trains.
 
     Args:

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer import SupervisedBatch, fit
-from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
+from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, evaluated_by
 
 KEY = jax.random.key(0)
 
@@ -105,11 +105,11 @@ def test_a_loss_that_returns_something_else_is_an_error(returned):
 
 
 def test_an_evaluation_gives_a_number_or_several_by_name():
-    assert judged_by(jnp.float32(0.5)) == {"accuracy": 0.5}
-    assert judged_by(jnp.array([True, False])) == {"accuracy": 0.5}
-    assert judged_by({"f1": 1.0}) == {"f1": 1.0}
+    assert evaluated_by(jnp.float32(0.5)) == {"accuracy": 0.5}
+    assert evaluated_by(jnp.array([True, False])) == {"accuracy": 0.5}
+    assert evaluated_by({"f1": 1.0}) == {"f1": 1.0}
     with pytest.raises(TypeError, match="a tuple of float, float"):
-        judged_by((1.0, 2.0))
+        evaluated_by((1.0, 2.0))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def checked_eval_step(function: Any) -> Callable[[Any, Any], Any]:
     return function
 
 
-def judged_by(returned: Any) -> dict[str, Any]:
+def evaluated_by(returned: Any) -> dict[str, Any]:
     """What an `eval_step` has returned, by name: a number is the accuracy, one per example is averaged."""
     if isinstance(returned, Mapping):
         return dict(returned)

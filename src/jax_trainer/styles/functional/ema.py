@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, leaf_path, with_ema
-from jax_trainer.styles.functional.hooks import Participant
+from jax_trainer.styles.functional.hooks import TrainingHook
 from jax_trainer.suggestions import checks_keywords
 
 
@@ -29,7 +29,7 @@ def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Ca
     return hook, hook.averaged
 
 
-class EmaHook(Participant):
+class EmaHook(TrainingHook):
     """Keeps the average."""
 
     is_alone = True  # the state has room for one

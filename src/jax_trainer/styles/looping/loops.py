@@ -23,6 +23,7 @@ from jax_trainer.core import (
     PyTree,
     TrainState,
     check_call,
+    checked_int,
     checked_loss,
     class_of,
     compile_program,
@@ -30,14 +31,13 @@ from jax_trainer.core import (
     make_program,
     readable_bytes,
     streams,
-    whole_number,
     with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
-from jax_trainer.engine import Standing
+from jax_trainer.engine import LoopState
 from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
@@ -148,7 +148,7 @@ class TrainLoop:
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        self._n_steps = whole_number("n_steps", value, 0)
+        self._n_steps = checked_int("n_steps", value, 0)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -157,7 +157,7 @@ class TrainLoop:
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value, 1)
+        self._n_steps_per_checkpoint = checked_int("n_steps_per_checkpoint", value, 1)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         self._say_if_done(self.n_steps)
@@ -175,7 +175,7 @@ class TrainLoop:
 
     def run(self, n_steps: int) -> Iterator[Checkpoint]:
         """The same as calling the loop."""
-        self._say_if_done(whole_number("n_steps", n_steps, 0))
+        self._say_if_done(checked_int("n_steps", n_steps, 0))
         return iter(partial(self._up_to, n_steps), None)
 
     def next_step(self) -> Checkpoint:
@@ -210,13 +210,13 @@ class TrainLoop:
 
     def _found(
         self, init: Any, outline: Callable[[], TrainState], layout: Layout | None
-    ) -> tuple[TrainState, Position | Standing] | None:
+    ) -> tuple[TrainState, Position | LoopState] | None:
         """The state to go on from, and where in the data it stands; None begins with the first step."""
         if isinstance(init, Checkpoint):
             state = state_of(init)
             _check_fits(state, outline())
             placed = state if layout is None else jax.device_put(state, layout.state_shardings(state))
-            return placed, init.standing or Position()
+            return placed, init.loop_state or Position()
         if not isinstance(init, CheckpointFileReader):
             return None
         began = time.perf_counter()
@@ -266,10 +266,10 @@ def _program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    def nothing_to_judge(state: TrainState, batch: Batch) -> Metrics:
+    def nothing_to_evaluate(state: TrainState, batch: Batch) -> Metrics:
         return Metrics({}, 0)
 
-    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_judge)
+    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_evaluate)
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
