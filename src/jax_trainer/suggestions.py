@@ -59,10 +59,29 @@ _ELSEWHERE = {  # what is said in another place here
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
     "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
     **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
-    "validation_split": "Split the arrays, and pass the second part as `test_ds`.",
+    "validation_split": "Split the arrays, and pass the second part as evaluation data: `test_ds` of `fit`, `val_loader` of `train_model`.",
+    "num_sanity_val_steps": (
+        "No sanity check is needed: shapes are checked before the first step, and `jax-trainer check` traces a step."
+    ),
+    "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
+    "class_weight": "Weight the loss by class in your loss function: `(weights[labels] * losses).mean()`.",
+    "sample_weight": "Put the weights into the batches, and multiply by them in your loss function.",
+    "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
+    "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
+    "limit_val_batches": "Pass fewer batches as evaluation data.",
+    "max_time": "`TrainerModule` has `max_time` in seconds. Elsewhere a callback can raise `StopTraining`.",
     "enable_checkpointing": "Checkpoints are saved by the callback `ModelCheckpoint`; leave it out to save none.",
     "restore_best_weights": "The best weights are kept by `ModelCheckpoint` and tested at the end.",
     **dict.fromkeys(("deterministic", "benchmark"), "The same seed always gives the same bits."),
+}
+_OF_VALUES = {  # values that Lightning takes under the same key
+    ("fast_dev_run", bool): "Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.",
+    **{
+        (key, float): "Give the number of batches, not a fraction of them; null: all."
+        for key in ("limit_val_batches", "limit_test_batches")
+    },
+    ("max_time", str): 'Give seconds: "00:00:10" is 10, "00:12:00:00" is 43200.',
+    ("max_time", dict): "Give seconds: {hours: 12} is 43200.",
 }
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
@@ -70,6 +89,15 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 def elsewhere(word: str) -> str:
     """A sentence about a key that stands in another place here; "" where nothing is known about it."""
     return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
+
+
+def value_hint(key: str, value: Any) -> str:
+    """A sentence on how to write a value that Lightning accepts for `key`; "" for all others.
+
+    >>> value_hint("fast_dev_run", True)
+    ' Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.'
+    """
+    return f" {_OF_VALUES[key, type(value)]}" if (key, type(value)) in _OF_VALUES else ""
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -47,7 +47,7 @@ class Checker:
         if _has_hidden(value):
             return self._complain(node, path, "a secret was hidden here when this was stored. Give it again.")
         if not fits(hint, value):
-            near = "" if self._problems.is_full else meant(hint, value)
+            near = "" if self._problems.is_full else meant(hint, value, path.rpartition(".")[2])
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
         kinds = [_bare(option) for option in options(hint)]
         return float(value) if type(value) is int and float in kinds and int not in kinds else value
