@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
+from jax_trainer.checkpoint.content import stored_in
 from jax_trainer.checkpoint.index import IndexEntries, name_of, read_saved
 from jax_trainer.checkpoint.manifest import verify_digests
 from jax_trainer.checkpoint.record import CheckpointError, SavedCheckpoint
@@ -59,8 +60,9 @@ def problem_of(path: Path, check: Check = no_check) -> str:
 
 def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
     """The checkpoint in `path`; an error that says what is wrong where it is damaged."""
-    saved, _ = read_saved(path)
+    saved, record = read_saved(path)
     verify_digests(path)
+    stored_in(path, record)  # digests fit whatever another program wrote: the indices of the arrays must agree, too
     check(saved)
     return saved
 
