@@ -1,6 +1,10 @@
 """What writers save, readers give back; the best stays the best, and nothing is lost by the way."""
 
 import logging
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import optax
 import pytest
 
 from jax_trainer.checkpoint.store import CheckpointError
+from jax_trainer.core.failpoints import arm
+from jax_trainer.engine import is_by_ctrl_c
 from jax_trainer.styles.looping.checkpoint_files import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -216,3 +222,34 @@ def test_a_summary_without_the_metric_is_an_error_that_names_those_there_are(
 def test_a_metric_cannot_lead_out_of_the_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="evil"):
         LowestCheckpointFileWriter(tmp_path, metric="../../evil")
+
+
+@pytest.fixture
+def ctrl_c():
+    """The default handler of Ctrl-C: background jobs may start with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    arm(None)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_first_ctrl_c_while_a_checkpoint_is_written_finishes_the_write(checkpoints, tmp_path: Path):
+    arm("mid_array:sleep=0.6")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt, match="step 4") as end:
+        CheckpointFileWriter(tmp_path)(checkpoints[4])
+    assert is_by_ctrl_c(end.value)
+    assert begun_with(CheckpointFileReader(tmp_path, init))[0] == 4
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_second_ctrl_c_while_a_checkpoint_is_written_does_not_wait(checkpoints, tmp_path: Path):
+    arm("mid_array:sleep=5")
+    for seconds in (0.3, 0.6):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt) as end:
+        CheckpointFileWriter(tmp_path)(checkpoints[4])
+    assert time.perf_counter() - began < 4
+    assert not is_by_ctrl_c(end.value)

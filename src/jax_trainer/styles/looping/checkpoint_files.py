@@ -16,7 +16,7 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
 from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Position
-from jax_trainer.engine import LoopState
+from jax_trainer.engine import LoopState, driving
 from jax_trainer.runs import loop_state_of
 from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of
 
@@ -219,9 +219,11 @@ def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, 
     if later:
         LOG.warning(f"{store.folder}: step {checkpoint.step} replaces what another run saved at step {later[-1]}.")
         store.mark_resumed_from(SavedCheckpoint(checkpoint.step, loop_state.position, {}, store.folder / "step"))
-    store.save(state_of(checkpoint), loop_state.position, metrics, run={"loop": loop_state.to_data()})
-    if later:
-        store.completed()
+    state = state_of(checkpoint)
+    with driving((), state, loop_state):  # the first Ctrl-C waits for the write, the second does not
+        store.save(state, loop_state.position, metrics, run={"loop": loop_state.to_data()})
+        if later:
+            store.completed()
 
 
 def _read(
