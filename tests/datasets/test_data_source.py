@@ -163,3 +163,11 @@ def test_data_without_an_order_of_its_own_keeps_its_batch_size_in_the_middle_of_
     with pytest.raises(DataError, match="3 batches of 8.* 4 now"):
         DataSource(sizes["list"], "train").position_at(Position(2, 3), 8)
     assert DataSource(sizes["function"], "train").position_at(Position(2, 3), 8) == Position(2, 3)  # nobody knows
+
+
+@pytest.mark.parametrize("data", [ArrayLoader(ARRAYS, 3), list(ArrayLoader(ARRAYS, 3)), iter([ARRAYS])])
+def test_a_saved_state_is_refused_by_data_that_keeps_none(data):
+    data_source = DataSource(data, "train")
+    data_source.check_state(None)
+    with pytest.raises(DataError, match="same loader"):
+        data_source.check_state("text")

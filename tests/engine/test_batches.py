@@ -18,7 +18,16 @@ from jax.sharding import Mesh
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import Layout, RecompileWarning, compile_program
-from jax_trainer.datasets import ArrayLoader, Data, DataError, Position, SupervisedBatch
+from jax_trainer.datasets import (
+    ArrayLoader,
+    Data,
+    DataError,
+    DeviceTransforms,
+    Position,
+    SupervisedBatch,
+    normalize,
+    with_transforms,
+)
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, evaluate, run, train_events
 from jax_trainer.testing import numbered_loader
 
@@ -185,6 +194,30 @@ def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
     program = mean_program()
     events = train_events(program, program.init(jax.random.key(0), GOOD), Data(lambda: iter([GOOD] * 6)), plan)
     assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("kind", ["list", "generator", "function"])
+def test_uint8_images_without_transforms_are_noticed_once_unless_the_program_has_some(kind, chunk):
+    loader = ArrayLoader(SupervisedBatch.of(np.ones((12, 4, 4), np.uint8), np.zeros(12, np.int32)), 4)
+    kinds = {
+        "list": lambda: list(loader),
+        "generator": lambda: (batch for _ in range(2) for batch in loader),
+        "function": lambda: lambda: (batch for batch in loader),
+    }
+    transforms = DeviceTransforms(train=(normalize(0.5, 0.5),), eval=(normalize(0.5, 0.5),))
+
+    def loss(params, batch, *, rng, train):
+        return ((batch.input.astype(jnp.float32) - params) ** 2).mean(), {}
+
+    plain = function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1))
+    plan = Plan(max_steps=6, steps_per_epoch=3, steps_per_call=chunk)
+    for program, expected in [(plain, 1), (with_transforms(plain, transforms), 0)]:
+        compiled = compile_program(program)
+        state = compiled.init(jax.random.key(0), next(iter(loader)))
+        events = train_events(compiled, state, Data(kinds[kind]()), plan)
+        texts = [event.text for event in events if isinstance(event, Notice)]
+        assert len([text for text in texts if "uint8" in text and "transforms" in text]) == expected
 
 
 def test_convolutions_are_not_put_in_a_loop_on_the_cpu_and_that_is_said():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -27,7 +28,7 @@ from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.runs import CallbackList, loop_state_of, resumable
+from jax_trainer.runs import CallbackList, check_data_state, loop_state_of, resumable
 from jax_trainer.styles.fitting.result import History
 from jax_trainer.testing import FaultInjected, TinyLinen, fault, numbered_data
 
@@ -203,8 +204,16 @@ def test_the_checkpoint_before_a_damaged_record_is_taken_and_that_is_said(damage
     content, change = damaged
     place, value = DAMAGES[what]
     store, path, watching = change(changed(content, place, value))
-    _, saved = resumable(store, "latest", run[1], watching.remember)
+    _, saved = resumable(store, "latest", run[1], watching.load_states)
     assert saved.path == min(path.parent.iterdir())
     assert f"passed over for {saved.path}: {path}" in caplog.text
     with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
-        resumable(store, path, run[1], watching.remember)
+        resumable(store, path, run[1], watching.load_states)
+
+
+def test_a_state_that_the_data_cannot_have_given_is_damage(damaged, run, caplog):
+    content, change = damaged
+    store, path, _ = change(changed(content, ("data_state",), "text"))
+    _, saved = resumable(store, "latest", run[1], lambda saved: check_data_state(saved, [np.zeros(2)]))
+    assert saved.path == min(path.parent.iterdir())
+    assert f"{path}" in caplog.text

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
+from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
 from jax_trainer.datasets.shared_state import check_own
-from jax_trainer.datasets.sources import Position, adapter_for, examples_of
+from jax_trainer.datasets.sources import Position, adapter_for, examples_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 from jax_trainer.processes import process_group
 
@@ -72,7 +73,7 @@ class DataSource:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
         self.is_replicated: Callable[[int], bool] | None = getattr(data, "is_replicated", None)
-        self._was_opened = self._gave_out = False
+        self._was_opened = self._gave_out = self._has_raw_images = False
         self._resumed: tuple[Position, int] | None = None  # and its batch size, until the first batch shows its own
         if self.is_empty and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
@@ -165,6 +166,11 @@ class DataSource:
         """What happens to its batches on the device, where the data says so."""
         return transforms_of(self._data)
 
+    def check_state(self, state: Any) -> None:
+        """Raises a `DataError` for a saved `state` if this data keeps none."""
+        if state is not None and not self._adapter.keeps_state:
+            raise no_state_error()
+
     def restore(self, state: Any) -> None:
         """Goes to a position that `state` gave."""
         if state is not None:
@@ -187,6 +193,7 @@ class DataSource:
             if self._resumed is not None:
                 self.position_at(*self._resumed)
             for batch in batches:
+                self._has_raw_images = self._has_raw_images or _has_raw_images(batch)
                 yield as_arrays(batch, copy=copy)
         finally:
             self._adapter.close()
@@ -206,6 +213,17 @@ class DataSource:
             f"The {self.name!r} data ({type(self._data).__name__}) keeps no position: a run that is resumed in the "
             f"middle of an epoch will draw again {self._adapter.replays}. An `ArrayLoader`, a `GrainLoader` or a "
             "loader with `state_dict` resumes at once."
+        )
+
+    @property
+    def transforms_notice(self) -> str:
+        """A warning about uint8 images whose batches lost the transforms of their loader; empty if none were seen."""
+        if not self._has_raw_images or self.transforms is not None:
+            return ""
+        return (
+            f"The {self.name!r} data ({type(self._data).__name__}) gives batches of uint8 images without device "
+            "transforms: the model sees values from 0 to 255. Batches carry no transforms; if they come from a loader "
+            "of a dataset (`list(loader)`), pass the loader itself."
         )
 
     def iterate(
@@ -251,6 +269,11 @@ class DataSource:
             f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files, the split, and "
             "that the batch size is not larger than the set while incomplete batches are dropped."
         )
+
+
+def _has_raw_images(batch: Any) -> bool:
+    images = batch.input if isinstance(batch, SupervisedBatch) else None
+    return getattr(images, "dtype", None) == np.uint8 and np.ndim(images) > 2  # of rank 2, they may be token ids
 
 
 class FirstBatches:

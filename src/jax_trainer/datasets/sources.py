@@ -127,7 +127,7 @@ class _Stateless:
         return None
 
     def restore(self, state: Any) -> None:
-        raise _other_data()
+        raise no_state_error()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -217,12 +217,12 @@ class _Iterable(_Foreign):
 class _Stream(_Drawn):
     """An iterator: every epoch goes on where the one before stopped."""
 
-    is_ours, keeps_state = False, True
+    is_ours = False
 
     def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
         self._batches, self._steps_per_epoch, self._begun = batches, steps_per_epoch or 0, False
         self._keeper = PositionAccess.of(batches)
-        self.can_rewind = self._keeper is not None
+        self.can_rewind = self.keeps_state = self._keeper is not None
         self.replays = "" if self._keeper else "everything up to there, so pass a fresh iterator then"
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -236,7 +236,7 @@ class _Stream(_Drawn):
 
     def restore(self, state: Any) -> None:
         if self._keeper is None:
-            raise _other_data()
+            raise no_state_error()
         self._keeper.set(state)
         self._begun = True
 
@@ -333,7 +333,8 @@ def _same(a: Any, b: Any) -> bool:
     return np.array_equal(np.asarray(a), np.asarray(b)) if hasattr(a, "shape") and hasattr(b, "shape") else a == b
 
 
-def _other_data() -> DataError:
+def no_state_error() -> DataError:
+    """The error for a saved state that is restored into data that keeps none."""
     return DataError(
         "The position has a state of its own, but this data keeps none: it is not the data that the run was started "
         "with. Pass the same loader as then."

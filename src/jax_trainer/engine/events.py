@@ -158,7 +158,7 @@ class Notice(Event):
 
 @dataclass(slots=True, eq=False)
 class FitEnd(Event):
-    """Training is over. Always comes, and reaches every observer, however it ended.
+    """Training is over. `run`, `drive` and `driving` notify every observer, however it ended; `train_events` does not.
 
     `reason` is that of whoever stopped it, such as "EarlyStopping after step 80: …".
     """

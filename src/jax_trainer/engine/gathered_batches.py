@@ -54,7 +54,7 @@ class GatheredBatches:
         if taken is NOT_READY:
             return NOT_READY
         # what is left over of a loader that is shared goes to every process as it is
-        batch = taken.batch if taken is not None and taken.whole else self._joined(taken)
+        batch = taken.batch if taken is not None and taken.replicated else self._joined(taken)
         if batch is None:
             return None
         self._rounds += 1

@@ -232,7 +232,8 @@ class _Training:
             told = (taken.steps, self._epoch_step, grads, self._data_state, self._idling.seconds)
             yield StepEnd(self._step, self._epoch, self._held, *told)
             if not self._has_introduced:
-                yield from self._say(self._data_source.replay_notice, self._recorder.notice)
+                raw = "" if self._program.transforms else self._data_source.transforms_notice
+                yield from self._say(self._data_source.replay_notice, raw, self._recorder.notice)
                 self._has_introduced = True
             now = self._time.now()
             due = self._plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
@@ -372,10 +373,15 @@ def _nothing_in(data_source: DataSource, at: Event) -> Notice:
 def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of `state` on each of the evaluation sets, by name."""
+    """The metrics of `state` on each of the evaluation sets, by name; a `DataError` where a set is empty."""
     check_compiled(program)
+    sources = {name: DataSource(source, name) for name, source in evals.items()}
     at, plan = Event(step_of(state), 0, FlatState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
-    return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
+    metrics = {e.name: e.metrics for e in eval_events(program, at, sources, plan) if isinstance(e, EvalEnd)}
+    for name, source in sources.items():
+        if name not in metrics:
+            raise source.used_up(1)
+    return metrics
 
 
 class _Clock:

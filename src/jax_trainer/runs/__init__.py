@@ -7,6 +7,7 @@ from jax_trainer.runs.nonfinite import FiniteEvaluations, explain_nonfinite
 from jax_trainer.runs.target import (
     RunTarget,
     broadcast_from_primary,
+    check_data_state,
     loop_state_of,
     record_mark,
     restore_run,
@@ -25,6 +26,7 @@ __all__ = [
     "Weights",
     "best_in",
     "broadcast_from_primary",
+    "check_data_state",
     "explain_nonfinite",
     "interrupted",
     "loop_state_of",

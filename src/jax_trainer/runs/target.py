@@ -13,7 +13,7 @@ from jax_trainer.checkpoint.folder import METRICS, RunFolder
 from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, Which
 from jax_trainer.core import TrainState
-from jax_trainer.datasets import Position
+from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.processes import process_group
@@ -74,6 +74,12 @@ def loop_state_of(saved: SavedCheckpoint) -> Position | LoopState:
         return saved.position
     with damage(saved.path, "the state of the loop"):
         return LoopState.from_data(saved.position, saved.run["loop"])
+
+
+def check_data_state(saved: SavedCheckpoint, train: Any) -> None:
+    """Raises a `CheckpointError` if `saved` holds a state of the data and the training data `train` keeps none."""
+    with damage(saved.path, "the state of the data"):
+        DataSource(train, "train").check_state(saved.position.state)
 
 
 def restore_run(

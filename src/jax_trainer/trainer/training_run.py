@@ -31,6 +31,7 @@ from jax_trainer.runs import (
     FiniteEvaluations,
     KeptBest,
     best_in,
+    check_data_state,
     explain_nonfinite,
     loop_state_of,
     record_mark,
@@ -184,7 +185,7 @@ class TrainingRun:
         state, saved = resumable(self.store, "latest", self.trainer.state, self.load_states)
         self.trainer.set_state(state)
         self.logger.cut(record_mark(saved))
-        self.plan = replace(self.plan, left_out=self.plan.skipped_batches | {error.place})
+        self.plan = replace(self.plan, skipped_batches=self.plan.skipped_batches | {error.place})
         LOG.warning(
             f"Step {error.step} was not finite. Going back to the checkpoint of step {saved.step}; batch "
             f"{error.place[1]} of epoch {error.place[0]} is left out from now on."
@@ -193,6 +194,7 @@ class TrainingRun:
 
     def load_states(self, saved: SavedCheckpoint) -> None:
         """Everybody who watches goes on with what they knew at a checkpoint."""
+        check_data_state(saved, self.data.train)
         self._watching.load_states(saved)
 
     @property

@@ -27,12 +27,14 @@ from jax_trainer.runs import (
     CallbackList,
     RunTarget,
     best_in,
+    check_data_state,
     explain_nonfinite,
     interrupted,
     loop_state_of,
     restore_run,
     run_and_step,
 )
+from jax_trainer.runs.interrupted import before_first_step
 from jax_trainer.styles.fitting.metadata import config_text
 from jax_trainer.styles.fitting.program import FitTarget
 from jax_trainer.styles.fitting.result import FitResult, History, PredictContext
@@ -113,6 +115,8 @@ class _Session:
         try:
             return self._result(self._trained(store), store)
         except (KeyboardInterrupt, SystemExit) as end:
+            if self._latest.held is None:  # before the first step: nothing was reached
+                raise
             call = f"fit(…, resume={str(self._folder.path)!r})"
             state = self._latest.state
             reached = None if state is None else self._result(state, store)
@@ -124,7 +128,8 @@ class _Session:
         return FitResult(asked, self._history, self._folder.path)
 
     def _trained(self, store: Store) -> TrainState:
-        saver, state = self._recording.saver, self._work.begin()
+        with before_first_step():
+            saver, state = self._recording.saver, self._work.begin()
         logger = LoggerConfig(tool_config=TensorboardConfig() if self._recording.tensorboard else None).instantiate(
             Logger, self._folder.path
         )
@@ -133,7 +138,15 @@ class _Session:
             found = None
             if isinstance(store, CheckpointStore):
                 found = restore_run(
-                    self._place, store, state, saves=saves, logger=logger, remember=watching.load_states
+                    self._place,
+                    store,
+                    state,
+                    saves=saves,
+                    logger=logger,
+                    remember=lambda saved: (
+                        check_data_state(saved, self._work.data.train),
+                        watching.load_states(saved),
+                    ),
                 )
             self._place.write_text(self._folder.config_file.name, config_text(self._recording.told))
             at: Position | LoopState = Position()
