@@ -45,7 +45,7 @@ from rich.table import Table
 
 import jax_trainer as jt
 from jax_trainer.core import PyTree, copy_state
-from jax_trainer.datasets import DeviceTransforms, Feed, RowLoader
+from jax_trainer.datasets import DataSource, DeviceTransforms, RowLoader
 from jax_trainer.datasets.examples import MNISTConfig, MNISTDataset
 from jax_trainer.datasets.transforms import normalize, with_transforms
 from jax_trainer.engine import EpochEnd, Event, Notice
@@ -87,7 +87,7 @@ def endless(epoch: Callable[[int], Iterable[Any]], first: int = 1) -> Iterator[A
     return itertools.chain.from_iterable(map(epoch, itertools.count(first)))
 
 
-def judged(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+def evaluated(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Cross entropy and accuracy."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), (logits.argmax(-1) == y).mean()
 
@@ -97,7 +97,7 @@ def compiled(model: nn.Module, *, log_norms: bool = False) -> Any:
 
     def loss_fn(params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool) -> Any:
         logits, mutable = state.apply(params, batch[0], train=train)
-        loss, accuracy = judged(logits, batch[1])
+        loss, accuracy = evaluated(logits, batch[1])
         return loss, (mutable, {"acc": accuracy})
 
     program = jt.linen_program(model, loss_fn, TX, to_input=lambda batch: batch[0], log_norms=log_norms)
@@ -188,7 +188,7 @@ def own_loadings(data: Pair) -> list[Loading]:
             yield data[0][rows], data[1][rows]
 
     def chunks(number: int) -> Iterator[Any]:
-        cursor = Feed(loader, "train").open(number)
+        cursor = DataSource(loader, "train").open(number)
         while (taken := cursor.take(CHUNK, CHUNK)) is not None:
             yield taken.batch
 
@@ -316,7 +316,7 @@ def hand_step(state: PyTree, batch: Any) -> tuple[PyTree, Any]:
     """One step of the MLP that reports loss and accuracy."""
 
     def loss_fn(params: PyTree) -> tuple[jax.Array, jax.Array]:
-        return judged(MLP.apply({"params": params}, NORMALIZE(jax.random.key(0), batch[0])), batch[1])
+        return evaluated(MLP.apply({"params": params}, NORMALIZE(jax.random.key(0), batch[0])), batch[1])
 
     params, opt_state = state
     reported, grads = jax.value_and_grad(loss_fn, has_aux=True)(params)

@@ -109,7 +109,7 @@ class Running(NamedTuple):
 
     program: CompiledProgram
     state: TrainState
-    tape: Any
+    buffer: Any
     batch: Any
 
 
@@ -119,9 +119,9 @@ def running(case: Case, size: int) -> Running:
     program = trainer_for(case, jax.devices(), batch).prepare([batch])
     state = program.init(jax.random.key(0), batch)
     placed = program.place(batch, stacked=False)
-    _, tape = program.train_tape(state, placed, TAPE)
-    state, tape, _ = program.train_step(state, tape, placed)
-    return Running(program, state, tape, placed)
+    _, buffer = program.train_buffer(state, placed, TAPE)
+    state, buffer, _ = program.train_step(state, buffer, placed)
+    return Running(program, state, buffer, placed)
 
 
 def show_weak_scaling(rounds: int, steps: int = 3) -> None:
@@ -131,12 +131,12 @@ def show_weak_scaling(rounds: int, steps: int = 3) -> None:
     for _, count in itertools.product(range(rounds), made):
         step = made[count]
         began = time.perf_counter()
-        state, tape = step.state, step.tape
+        state, buffer = step.state, step.buffer
         for _ in range(steps):  # few: too many at once deadlock
-            state, tape, _ = step.program.train_step(state, tape, step.batch)
+            state, buffer, _ = step.program.train_step(state, buffer, step.batch)
         jax.block_until_ready(state)
         seconds[count].append((time.perf_counter() - began) / steps)
-        made[count] = step._replace(state=state, tape=tape)
+        made[count] = step._replace(state=state, buffer=buffer)
     one = statistics.median(seconds[1])
     rows = []
     for count, times in seconds.items():

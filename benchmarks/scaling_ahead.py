@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scaling_cases import BATCH, GPT, Case, batch_of, trainer_for
 
 from jax_trainer.core import Layout, LogMode, PyTree, TrainState
-from jax_trainer.core.tape import TapeFormat
+from jax_trainer.core.metric_buffer import MetricBufferFormat
 from jax_trainer.models import GPTConfig
 
 TAPE = 8  # rows
@@ -48,9 +48,9 @@ def compiled_ahead(case: Case, devices: list[Any], precision: str = "f32", model
     rows = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
     batch = jax.tree.map(lambda leaf: _shape(leaf, rows), batch)
     told = jax.eval_shape(program._train_inner, state, batch)[1].metrics.only(LogMode.TRAIN)
-    tape = jax.ShapeDtypeStruct((TAPE, TapeFormat.of(told).width), np.uint32, sharding=layout.replicated)
+    buffer = jax.ShapeDtypeStruct((TAPE, MetricBufferFormat.of(told).width), np.uint32, sharding=layout.replicated)
     # what `program.advance` compiles when it is first called, which would need the devices
-    made = jax.jit(program._step, donate_argnums=0).lower(state, tape, batch).compile()
+    made = jax.jit(program._step, donate_argnums=0).lower(state, buffer, batch).compile()
     memory = made.memory_analysis()
     assert memory is not None
     return Ahead(made.as_text() or "", memory.temp_size_in_bytes, state, layout)

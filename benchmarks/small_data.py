@@ -40,7 +40,7 @@ class Mlp(nn.Module):
         return nn.Dense(SIZES[-1])(x)[:, 0]
 
 
-class Measured(NamedTuple):
+class OomReporter(NamedTuple):
     """Seconds of one training, and the loss that it ends with."""
 
     start: float
@@ -50,7 +50,7 @@ class Measured(NamedTuple):
     loss: float
 
     @classmethod
-    def of(cls, began: float, ends: list[float], loss: float) -> "Measured":
+    def of(cls, began: float, ends: list[float], loss: float) -> "OomReporter":
         """From when it began, and when each of its epochs ended."""
         now = time.perf_counter()
         epoch = statistics.median(np.diff(ends)) if len(ends) > 1 else 0.0
@@ -104,7 +104,7 @@ def hand_loss(state: Any, x: Any, y: Any) -> Any:
     return squared(Mlp().apply(state[0], x), y)
 
 
-def by_hand(seed: int, epochs: int) -> Measured:
+def by_hand(seed: int, epochs: int) -> OomReporter:
     """A dispatch per step."""
     (x, y), (test_x, test_y) = data()
     began, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
@@ -118,10 +118,10 @@ def by_hand(seed: int, epochs: int) -> Measured:
         parts = [hand_loss(state, test_x[i : i + 32], test_y[i : i + 32]) for i in range(0, EXAMPLES, BATCH_SIZE)]
         found = float(np.mean(jax.device_get(parts)))
         ends.append(time.perf_counter())
-    return Measured.of(began, ends, found)
+    return OomReporter.of(began, ends, found)
 
 
-def fitted(seed: int, epochs: int, **options: Any) -> Measured:
+def fitted(seed: int, epochs: int, **options: Any) -> OomReporter:
     """`fit`, with its defaults unless told otherwise."""
     clock = Clock()
     train, test = data()
@@ -139,7 +139,7 @@ def fitted(seed: int, epochs: int, **options: Any) -> Measured:
             log_dir=folder,
             **options,
         )
-        return Measured.of(began, clock.ends, result.history[epochs]["val/loss"])
+        return OomReporter.of(began, clock.ends, result.history[epochs]["val/loss"])
 
 
 class Regression(jt.TrainerModule):
@@ -155,7 +155,7 @@ class Regression(jt.TrainerModule):
         return squared(outputs, batch[1]), (mutable, {})
 
 
-def trained(seed: int, epochs: int) -> Measured:
+def trained(seed: int, epochs: int) -> OomReporter:
     """`TrainerModule` with `ModelCheckpoint`."""
     clock = Clock()
     train, test = data()
@@ -172,10 +172,10 @@ def trained(seed: int, epochs: int) -> Measured:
             logger=jt.LoggerConfig(log_dir=folder),
         )
         trainer.train_model(loader, jt.ArrayLoader(test, BATCH_SIZE))
-        return Measured.of(began, clock.ends, float("nan"))
+        return OomReporter.of(began, clock.ends, float("nan"))
 
 
-VARIANTS: dict[str, Callable[[int, int], Measured]] = {
+VARIANTS: dict[str, Callable[[int, int], OomReporter]] = {
     "by hand": by_hand,
     "fit": fitted,
     "fit, save=False": lambda seed, epochs: fitted(seed, epochs, save=False),
@@ -193,7 +193,7 @@ def main() -> None:
     asked = parser.parse_args()
     jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
     names = [name for name in VARIANTS if name in ("by hand", *asked.only)]
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    found: dict[str, list[OomReporter]] = {name: [] for name in names}
     for seed in range(asked.trainings):
         for name in names:
             found[name].append(VARIANTS[name](seed, asked.epochs))

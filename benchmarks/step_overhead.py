@@ -128,7 +128,7 @@ class NnxMlp(nnx.Module):
         return self.layers[-1](x)
 
 
-def judged(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+def evaluated(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Cross entropy and accuracy."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
     return loss, (logits.argmax(-1) == y).mean()
@@ -142,7 +142,7 @@ def linen_of(task: Task, **options: Any) -> jt.Program:
 
     def loss_fn(params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool) -> Any:
         logits, mutable = state.apply(params, batch[0], train=train)
-        loss, accuracy = judged(logits, batch[1])
+        loss, accuracy = evaluated(logits, batch[1])
         return loss, (mutable, {"acc": accuracy})
 
     return jt.linen_program(LinenMlp(task.sizes), loss_fn, TX, to_input=lambda batch: batch[0], **options)
@@ -152,7 +152,7 @@ def nnx_of(task: Task) -> jt.Program:
     """The task as an nnx user writes it."""
 
     def loss_fn(model: NnxMlp, batch: Any, train: bool) -> Any:
-        loss, accuracy = judged(model(batch[0]), batch[1])
+        loss, accuracy = evaluated(model(batch[0]), batch[1])
         return loss, {"acc": accuracy}
 
     return jt.nnx_program(lambda rngs: NnxMlp(task.sizes, rngs), loss_fn, TX)
@@ -177,7 +177,7 @@ def ours(name: str, task: Task, program: jt.Program, folder: Path, *, steps_per_
 def hand_gradients(task: Task) -> GradFn:
     """Gradients of the whole batch."""
     model = LinenMlp(task.sizes)
-    return jax.value_and_grad(lambda params, x, y: judged(model.apply({"params": params}, x), y), has_aux=True)
+    return jax.value_and_grad(lambda params, x, y: evaluated(model.apply({"params": params}, x), y), has_aux=True)
 
 
 def accumulated_gradients(task: Task) -> GradFn:
@@ -275,7 +275,7 @@ def nnx_jit(name: str, task: Task) -> Variant:
 
     @nnx.jit
     def step(model: NnxMlp, optimizer: nnx.Optimizer, x: Any, y: Any) -> PyTree:
-        reported, grads = nnx.value_and_grad(lambda model: judged(model(x), y), has_aux=True)(model)
+        reported, grads = nnx.value_and_grad(lambda model: evaluated(model(x), y), has_aux=True)(model)
         optimizer.update(model, grads)
         return reported, optax.tree.norm(grads), optax.tree.norm(nnx.state(model, nnx.Param))
 
@@ -544,7 +544,7 @@ def main() -> None:
         folder = Path(name)
         for task in (tiny, short, medium):
             variants = common_variants(task, folder) + (extra_variants(task, folder) if task is tiny else [])
-            variants += peer_variants(task, folder) if options.peers and task is not short else []
+            variants += peer_variants(task, folder) if options.process_group and task is not short else []
             measured[task.name] = measure(task, variants, options.rounds)
     rows = [row for case, results in measured.items() for row in compared(case, results)]
     print_table(rows)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_trainer.tuning import Tuned, tune
+from jax_trainer.tuning import TuneResult, tune
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = [
@@ -27,7 +27,7 @@ SMALL = [
 ]
 
 
-def main() -> Tuned:
+def main() -> TuneResult:
     """Reads the command line, tunes, shows the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=12)

@@ -51,6 +51,22 @@ WRONG = [
     (trainer, "gradient_clip_val", "`GradClipNorm`"),
     (trainer, "limit_train_batches", "`max_steps_per_epoch`"),
     (trainer, "patience", "`EarlyStopping`"),
+    (trainer, "log_every_n_steps", "`log_steps_every` of the `logger`"),
+    (trainer, "default_root_dir", "`log_dir` of the `logger`"),
+    (trainer, "num_sanity_val_steps", "`jax-trainer check`"),
+    (trainer, "profiler", "`JAXProfiler`"),
+    (fitted, "profiler", "`JAXProfiler`"),
+    (fitted, "class_weight", "loss function"),
+    (fitted, "sample_weight", "loss function"),
+    (fitted, "initial_epoch", "`resume=`"),
+    (fitted, "fast_dev_run", "one epoch"),
+    (train_fn, "fast_dev_run", "a few steps"),
+    (fitted, "limit_val_batches", "evaluation data"),
+    (fitted, "max_time", "`StopTraining`"),
+    (fitted, "accumulate_grad_batches", "`optax.MultiSteps"),
+    (fitted, "early_stopping", "`EarlyStopping`"),
+    (train_fn, "accumulate_grad_batches", "`optax.MultiSteps"),
+    (ModelCheckpoint, "dirpath", "run's folder"),
     (trainer, "val_check_interval", "`val_every_n_steps`"),
     (trainer, "devices", "`mesh`"),
     (trainer, "callback", "`callbacks`"),
@@ -92,6 +108,23 @@ def test_an_unknown_keyword_is_answered_with_what_is_meant(call: Any, keyword: s
 def test_a_precision_of_lightning_is_answered_with_ours(value: Any, meant: str):
     with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{meant}`"):
         trainer(precision=value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("fast_dev_run", True, "`fast_dev_run=1`"),
+        ("limit_val_batches", 0.1, "number of batches"),
+        ("limit_test_batches", 0.1, "number of batches"),
+        ("max_time", "00:00:10", "seconds"),
+        ("max_time", {"hours": 12}, "43200"),
+    ],
+)
+def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it(key: str, value: Any, meant: str):
+    with pytest.raises(SettingsError, match=rf"`{key}`.*{meant}"):
+        trainer(**{key: value})
+    with pytest.raises(ConfigError, match=rf"trainer.{key}: .*{meant}"):
+        config_from({"trainer": {"class_name": "TrainerModule", key: value}}, Experiment)
 
 
 def test_a_file_gets_the_same_answers():

@@ -134,3 +134,19 @@ def test_a_whole_number_beyond_64_bits_is_refused_with_its_key_and_the_bound(val
 
 def test_the_largest_whole_number_is_taken_and_a_number_may_be_larger():
     assert NumbersConfig(size=2**63 - 1, rate=HUGE).rate == HUGE
+
+
+HUGE = int("9" * 99)
+GIVEN_IN_PYTHON = {
+    "num_epochs": lambda: fit(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), (np.zeros((4, 2)), np.zeros((4, 1))),
+                              loss_fn=lambda y, t: ((y - t) ** 2).mean(), optimizer=optax.sgd(0.1), num_epochs=HUGE),
+    "n_steps": lambda: train_fn(fns=(lambda: None, lambda: None), n_steps=HUGE, eval_every_n_steps=1, n_eval_batches=1),
+    "batch_size": lambda: ArrayLoader((np.zeros((4, 2)),), HUGE),
+    "max_steps": lambda: Plan(max_steps=HUGE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN_IN_PYTHON)
+def test_a_whole_number_of_99_digits_is_refused_in_python_as_well(name: str):
+    with pytest.raises(ValueError, match=f"`{name}` is a whole number of 99 digits, and must be at most {2**63 - 1}"):
+        GIVEN_IN_PYTHON[name]()

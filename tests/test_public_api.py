@@ -27,6 +27,20 @@ def test_an_exported_name_exists_and_is_documented(module: str, name: str):
         assert own, f"{module}.{name} has no docstring"
 
 
+def test_public_methods_of_exported_classes_are_documented_by_them_or_by_what_they_override():
+    things = [getattr(importlib.import_module(module), name) for module, name in exported()]
+    classes = {thing for thing in things if inspect.isclass(thing)}
+    undocumented = [
+        f"{one.__module__}.{one.__qualname__}.{name}"
+        for one in classes
+        if one.__module__.startswith("jax_trainer")
+        for name, method in vars(one).items()
+        if not name.startswith("_") and (inspect.isfunction(method) or isinstance(method, property | classmethod))
+        if not inspect.getdoc(getattr(one, name))
+    ]
+    assert undocumented == []
+
+
 @pytest.mark.parametrize(("module", "name"), exported())
 def test_an_exported_function_is_annotated(module: str, name: str):
     thing = getattr(importlib.import_module(module), name)

@@ -37,7 +37,7 @@ from typing import (
 from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
 from jax_trainer.registration import implementation_of, path_in_files
-from jax_trainer.suggestions import check_keywords, keywords_of, suggestion
+from jax_trainer.suggestions import check_keywords, keywords_of, suggestion, value_hint
 
 Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
 
@@ -152,7 +152,7 @@ class Settings(ConfigInterface):
                 object.__setattr__(self, name, number)
                 values[name] = number
         found = [
-            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{meant(hints[name], value)}")
+            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{meant(hints[name], value, name)}")
             for name, value in values.items()
             if not fits(hints[name], value)
         ]
@@ -297,14 +297,14 @@ def plain(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def meant(hint: Any, value: Any) -> str:
+def meant(hint: Any, value: Any, key: str = "") -> str:
     """What else to say of a value that does not fit: the word that it was meant to be, or how large a number may be."""
     if _is_too_large(value):
         return f" A whole number has at most 64 bits: it is at most {_LARGEST}."
     kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind) if isinstance(word, str)]
     is_word = isinstance(value, str | int) and not isinstance(value, bool)
-    return suggestion(str(value), words) if is_word else ""
+    return value_hint(key, value) or (suggestion(str(value), words) if is_word else "")
 
 
 def fits(hint: Any, value: Any) -> bool:

@@ -37,22 +37,51 @@ _SAME = (  # words for one thing, ours among them
     ("exmp_input", "input_sample", "example_input", "example_batch", "input_shape"),
     ("save_top_k", "max_to_keep", "save_total_limit", "save_best_only"),
     ("hooks", "callbacks"),
+    ("dataset", "data", "datamodule"),
+    ("val/loss", "val_loss", "eval_loss"),
+    ("val/acc", "val/accuracy", "val_acc", "val_accuracy"),
     ("f32", "32", "32-true", "float32"),
     ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
     ("bf16_full", "bf16-true", "16-true"),
 )
 _CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
+_ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."
 _OF_DATA = "It belongs to the data: the dataset or the loader."
 _ELSEWHERE = {  # what is said in another place here
     **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "clipnorm", "max_grad_norm"), _CLIPPING),
-    **dict.fromkeys(("patience", "min_delta"), "It belongs to the callback `EarlyStopping`."),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _ACCUMULATING),
+    **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`."),
+    **dict.fromkeys(("dirpath", "filepath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
+    **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It belongs to the callback `EarlyStopping`."),
     **dict.fromkeys(("save_top_k", "monitor"), "It belongs to the callback `ModelCheckpoint`."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It belongs to the optimizer."),
     **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _OF_DATA),
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
+    "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
+    **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
+    "validation_split": "Split the arrays, and pass the second part as evaluation data: `test_ds` of `fit`, `val_loader` of `train_model`.",
+    "num_sanity_val_steps": (
+        "No sanity check is needed: shapes are checked before the first step, and `jax-trainer check` traces a step."
+    ),
+    "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
+    "class_weight": "Weight the loss by class in your loss function: `(weights[labels] * losses).mean()`.",
+    "sample_weight": "Put the weights into the batches, and multiply by them in your loss function.",
+    "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
+    "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
+    "limit_val_batches": "Pass fewer batches as evaluation data.",
+    "max_time": "`TrainerModule` has `max_time` in seconds. Elsewhere a callback can raise `StopTraining`.",
     "enable_checkpointing": "Checkpoints are saved by the callback `ModelCheckpoint`; leave it out to save none.",
     "restore_best_weights": "The best weights are kept by `ModelCheckpoint` and tested at the end.",
     **dict.fromkeys(("deterministic", "benchmark"), "The same seed always gives the same bits."),
+}
+_OF_VALUES = {  # values that Lightning takes under the same key
+    ("fast_dev_run", bool): "Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.",
+    **{
+        (key, float): "Give the number of batches, not a fraction of them; null: all."
+        for key in ("limit_val_batches", "limit_test_batches")
+    },
+    ("max_time", str): 'Give seconds: "00:00:10" is 10, "00:12:00:00" is 43200.',
+    ("max_time", dict): "Give seconds: {hours: 12} is 43200.",
 }
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
@@ -60,6 +89,15 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 def elsewhere(word: str) -> str:
     """A sentence about a key that stands in another place here; "" where nothing is known about it."""
     return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
+
+
+def value_hint(key: str, value: Any) -> str:
+    """A sentence on how to write a value that Lightning accepts for `key`; "" for all others.
+
+    >>> value_hint("fast_dev_run", True)
+    ' Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.'
+    """
+    return f" {_OF_VALUES[key, type(value)]}" if (key, type(value)) in _OF_VALUES else ""
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -75,8 +113,13 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was meant to be: another name for it, or at most a few letters away."""
     known = list(known)
+    return _same(word, known) or _alike(word, known)
+
+
+def _same(word: str, known: Collection[str]) -> str:
+    """The known word for the same thing."""
     same = [other for words in _SAME if word in words for other in words if other != word and other in known]
-    return next(iter(same), "") or _alike(word, known)
+    return next(iter(same), "")
 
 
 def _alike(word: str, known: Iterable[str]) -> str:
@@ -92,10 +135,15 @@ def _alike(word: str, known: Iterable[str]) -> str:
 
 def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises a `TypeError` that says of every keyword that `owner` does not have what was meant."""
-    hints = {name: suggestion(name, known) or elsewhere(name) for name in given if name not in known}
+    hints = {name: _hint(name, known) for name in given if name not in known}
     if hints:
-        there = "" if all(hints.values()) else f" There are {', '.join(sorted(known)) or 'none'}."
+        there = "" if all(hints.values()) else f" There are {', '.join(sorted(set(known))) or 'none'}."
         raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + there)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What stands in another place is not one that is only spelt alike."""
+    return (not _same(name, known) and elsewhere(name)) or suggestion(name, known)
 
 
 @functools.cache

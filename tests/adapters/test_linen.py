@@ -46,6 +46,24 @@ def test_the_loss_contract_of_the_documents_trains():
     assert seen.steps[60]["loss"] < 0.6 * seen.steps[1]["loss"]
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_loss_finds_the_statistics_in_its_state_also_of_a_model_without_any(norm):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            x = nn.Dense(8)(x)
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=not train)(x) if norm else x)
+
+    def loss(params, state, batch, rng, train):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, changed = state.apply_fn(variables, batch["x"], train=train, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (changed, {})
+
+    last, seen = short_run(linen_program(Model(), loss, optax.adam(1e-2), to_input=lambda batch: batch["x"]), 60)
+    assert seen.steps[60]["loss"] < seen.steps[1]["loss"]
+    assert set(last.model_state) == ({"batch_stats"} if norm else set())
+
+
 def test_any_mutable_collection_is_carried_and_sown_ones_are_not():
     class Counting(nn.Module):
         @nn.compact
@@ -214,7 +232,7 @@ def test_a_flax_style_state_predicts(key):
 def test_a_flax_style_state_has_its_own_beginning(key):
     compiled = compile_program(flax_state_program(flax_state(), linen_loss))
     with pytest.raises(ValueError, match="cannot begin from given weights: .*goes on from a state of its own"):
-        compiled.begin(key, flax_state().params, {})
+        compiled.init_from_params(key, flax_state().params, {})
 
 
 class Block(nn.Module):
@@ -292,9 +310,9 @@ def test_what_is_sown_is_computed_as_the_model_does_and_reported_in_float32():
 
 def test_evaluations_report_nothing_that_is_sown():
     program = compile_program(sown()[0])
-    _, trained, judged = program.shapes(jax.random.key(0), EXAMPLE)
+    _, trained, evaluated = program.shapes(jax.random.key(0), EXAMPLE)
     assert told(trained.by_name)
-    assert not told(judged.by_name)
+    assert not told(evaluated.by_name)
 
 
 def test_a_loss_that_asks_for_what_is_sown_has_it_reported_too():
@@ -373,5 +391,5 @@ def test_a_state_of_partitioned_parameters_is_split_as_they_say():
     for tree in (placed.params, placed.opt_state[0].nu):
         assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
     batch = compiled.place(EXAMPLE, stacked=False)
-    compiled.train_step(placed, compiled.train_tape(placed, batch, 1)[1], batch)
+    compiled.train_step(placed, compiled.train_buffer(placed, batch, 1)[1], batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "they are the caller's"

@@ -251,7 +251,7 @@ def test_a_given_model_predicts_and_begins_from_other_weights(key):
     compiled, other = compile_program(program), TinyNNX(nnx.Rngs(8))
     state = compiled.init(key, EXAMPLE)
     weights = jax.tree.map(lambda leaf: leaf[...], nnx.to_pure_dict(nnx.state(other, nnx.Param)))
-    begun = compiled.begin(key, weights, state.model_state)
+    begun = compiled.init_from_params(key, weights, state.model_state)
     other.eval()
     assert_close(compiled.predict(begun, EXAMPLE), other(jnp.asarray(EXAMPLE["x"])), rtol=1e-5, atol=1e-5)
     run(compiled, begun, Data([EXAMPLE] * 2), Plan(max_epochs=1))
@@ -262,7 +262,7 @@ def test_a_model_that_was_only_traced_can_begin_from_weights(key):
     start = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
     again = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1)))
     again.shapes(key, EXAMPLE)
-    begun = again.begin(key, start.params, start.model_state)
+    begun = again.init_from_params(key, start.params, start.model_state)
     assert_same_bits(begun, start)
     assert int(run(again, begun, Data([EXAMPLE]), Plan(max_epochs=1)).step) == 1
 
@@ -329,9 +329,9 @@ def test_reporting_what_is_sown_changes_no_bit(micro_batches):
 
 def test_evaluations_and_predictions_leave_what_is_sown_alone(key):
     compiled = compile_program(sown()[0])
-    _, trained, judged = compiled.shapes(key, EXAMPLE)
+    _, trained, evaluated = compiled.shapes(key, EXAMPLE)
     assert told(trained.by_name)
-    assert not told(judged.by_name)
+    assert not told(evaluated.by_name)
     assert compiled.predict(compiled.init(key, EXAMPLE), EXAMPLE).shape == (32, 4)
 
 
@@ -371,7 +371,7 @@ def test_a_model_says_how_its_parameters_are_split(given):
     compiled = compile_program(nnx_program(model, nnx_loss, optax.adam(0.1)), layout=layout, donate=False)
     start = compiled.init(jax.random.key(0), EXAMPLE)
     batch = compiled.place(EXAMPLE, stacked=False)
-    after, _, _ = compiled.train_step(start, compiled.train_tape(start, batch, 1)[1], batch)
+    after, _, _ = compiled.train_step(start, compiled.train_buffer(start, batch, 1)[1], batch)
     for state in (start, after):
         for tree in (state.params, state.opt_state[0].mu):
             assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")

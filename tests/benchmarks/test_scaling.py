@@ -285,10 +285,10 @@ def test_what_is_compiled_ahead_is_what_the_trainer_compiles(script):
     state, placed = program.init(jax.random.key(0), batch), program.place(batch, stacked=False)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert script["state_bytes"](ahead.state)[0] == held
-    _, tape = program.train_tape(state, placed, script["TAPE"])
+    _, buffer = program.train_buffer(state, placed, script["TAPE"])
     client = jax.devices()[0].client
     before = client.live_executables()
-    program.train_step(state, tape, placed)
+    program.train_step(state, buffer, placed)
     texts = [one.hlo_modules()[0].to_string() for one in client.live_executables() if one not in before]
     both = (collectives_of(hlo) for hlo in (ahead.hlo, max(texts, key=len)))
     told, found = ([(one._replace(source=""), one.phase) for one in each] for each in both)  # named otherwise

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jax_trainer.adapters import function_program, linen_program, nnx_program
-from jax_trainer.callbacks import Callback, Run
+from jax_trainer.callbacks import Callback, RunContext
 from jax_trainer.checkpoint.disk import SaveError
 from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, Position
@@ -38,7 +38,7 @@ def program_of(flavour: str) -> CompiledProgram:
     return compile_program(tiny_program(flavour, _tx()), on_recompile="ignore")
 
 
-def _judged(logits: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+def _evaluated(logits: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
     pairs = jax.nn.one_hot(batch["y"], CLASSES).T @ jax.nn.one_hot(logits.argmax(-1), CLASSES)
     return loss, {"conf_matrix": {"value": pairs, "mode": "sum", "log_mode": "eval"}}
@@ -46,12 +46,12 @@ def _judged(logits: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
 def _linen_loss(params: Any, state: Any, batch: Any, rng: Any, train: bool) -> Any:
     logits, mutable = state.apply(params, batch["x"], train=train)
-    loss, metrics = _judged(logits, batch)
+    loss, metrics = _evaluated(logits, batch)
     return loss, (mutable, metrics)
 
 
 def _nnx_loss(model: Any, batch: Any, train: bool) -> Any:
-    return _judged(model(batch["x"]), batch)
+    return _evaluated(model(batch["x"]), batch)
 
 
 @cache
@@ -158,23 +158,23 @@ class NotingLogger(Logger):
 
 
 @contextmanager
-def run_in(folder: Path, **options: Any) -> Iterator[Run]:
+def run_in(folder: Path, **options: Any) -> Iterator[RunContext]:
     """A run in `folder` with a logger of its own, which is closed afterwards."""
     folder.mkdir(exist_ok=True)
     logger = NotingLogger(folder)
     try:
-        yield Run(folder, logger, checkpoints=Saves(), **options)
+        yield RunContext(folder, logger, checkpoints=Saves(), **options)
     finally:
         logger.close("completed")
 
 
-def rows(run: Run) -> list[dict[str, Any]]:
+def rows(run: RunContext) -> list[dict[str, Any]]:
     """What was logged."""
     assert run.logger.flush()
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def judged(callback: Callback, metrics: Mapping[str, Any], *, step: int, epoch: int = 1, name: str = "val") -> None:
+def evaluated(callback: Callback, metrics: Mapping[str, Any], *, step: int, epoch: int = 1, name: str = "val") -> None:
     """Tells `callback` of an evaluation."""
     callback.handle(EvalRoundEnd(step, epoch, None, {name: dict(metrics)}))  # type: ignore[arg-type]
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.callbacks import Run
+from jax_trainer.callbacks import RunContext
 from jax_trainer.logger import Logger, LoggerConfig
 
 
 @pytest.fixture
-def folder_run(tmp_path: Path) -> Iterator[Run]:
+def folder_run(tmp_path: Path) -> Iterator[RunContext]:
     """A `Run` in a folder of its own, with a logger that is closed afterwards."""
     logger = Logger(LoggerConfig(), tmp_path)
-    yield Run(tmp_path, logger)
+    yield RunContext(tmp_path, logger)
     logger.close("completed")

@@ -16,11 +16,11 @@ from jax_trainer.callbacks import (
     LambdaCallback,
     LearningRateMonitorConfig,
 )
-from jax_trainer.core import HeldState, copy_state
+from jax_trainer.core import FlatState, copy_state
 from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, evaluate
 from jax_trainer.settings import SettingsError
-from jax_trainer.testing import Recorder, fault, numbered_loader
+from jax_trainer.testing import EventRecorder, fault, numbered_loader
 
 STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported", "on_save_point")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]
@@ -82,7 +82,7 @@ def test_filtered_hooks_come_every_so_many_epochs(every, due):
 
 
 def test_hooks_get_metrics_by_their_full_names():
-    witness, seen = Witness(WitnessConfig()), Recorder()
+    witness, seen = Witness(WitnessConfig()), EventRecorder()
     fit(witness, seen)
     given = {name: metrics for name, metrics, *_ in (call for call in witness.calls if len(call) == 3)}
     assert given["on_training_epoch_end"]["train/loss"] == seen.epochs[2]["loss"]
@@ -93,14 +93,14 @@ def test_hooks_get_metrics_by_their_full_names():
 
 @pytest.mark.parametrize("steps_per_call", [1, "epoch"])
 def test_every_step_is_told_once_with_its_own_numbers(steps_per_call):
-    witness, seen = Witness(WitnessConfig()), Recorder()
+    witness, seen = Witness(WitnessConfig()), EventRecorder()
     fit(witness, seen, plan=Plan(max_epochs=2, steps_per_call=steps_per_call))
     told = [call[1:] for call in witness.calls if call[0] == "on_training_step"]
     assert [(epoch, step) for _, epoch, step in told] == [(1 + i // STEPS, 1 + i) for i in range(2 * STEPS)]
     assert [metrics["train/loss"] for metrics, _, _ in told] == [seen.steps[s]["loss"] for s in sorted(seen.steps)]
 
 
-class Judge(Witness):
+class Spy(Witness):
     """Keeps a copy of every state that was evaluated."""
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
@@ -108,11 +108,11 @@ class Judge(Witness):
 
 
 def test_the_state_in_a_validation_hook_is_the_one_that_was_judged():
-    judge = Judge(WitnessConfig())
-    fit(judge, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
-    judged = [call for call in judge.calls if len(call) == 2 and isinstance(call[1], dict)]
-    assert [int(state.step) for state, _ in judged] == [3, 6]
-    for state, metrics in judged:
+    spy = Spy(WitnessConfig())
+    fit(spy, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
+    evaluated = [call for call in spy.calls if len(call) == 2 and isinstance(call[1], dict)]
+    assert [int(state.step) for state, _ in evaluated] == [3, 6]
+    for state, metrics in evaluated:
         again = evaluate(program_of("linen"), state, {"val": numbered_loader(64)})["val"]
         assert {f"val/{name}": value for name, value in again.items()} == metrics
 
@@ -121,13 +121,13 @@ TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
 
 
 def test_several_validation_sets_are_one_validation_with_the_metrics_of_all():
-    witness, seen = Witness(WitnessConfig()), Recorder()
+    witness, seen = Witness(WitnessConfig()), EventRecorder()
     fit(witness, seen, evals=TWO)
     middle = [*epoch_of(1), *epoch_of(2)]
     assert witness.names() == ["training_start", *middle, "training_end", ("finalize", "completed")]
     given = [call[1] for call in witness.calls if call[0] == "on_validation_epoch_end"]
-    judged = [{f"{name}/{key}": value for key, value in metrics.items()} for _, name, metrics in seen.evals]
-    assert given == [{**judged[0], **judged[1]}, {**judged[2], **judged[3]}]
+    evaluated = [{f"{name}/{key}": value for key, value in metrics.items()} for _, name, metrics in seen.evals]
+    assert given == [{**evaluated[0], **evaluated[1]}, {**evaluated[2], **evaluated[3]}]
     assert given == [call[1] for call in witness.calls if call[0] == "on_filtered_validation_epoch_end"]
 
 
@@ -141,7 +141,7 @@ def test_there_is_no_state_outside_a_hook():
 def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
     witness, program = Witness(WitnessConfig()), program_of("linen")
     state = program.init(jax.random.key(0), EXAMPLE)
-    at = Event(7, 3, HeldState.of(state))
+    at = Event(7, 3, FlatState.of(state))
     for event in eval_events(program, at, {"test": numbered_loader(64)}, Plan(max_steps=0)):
         witness.handle(event)
     assert witness.names() == [("test_epoch_start", 3), ("test_epoch_end", 3)]
@@ -150,7 +150,7 @@ def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
 
 def test_several_test_sets_are_one_test():
     witness, program = Witness(WitnessConfig()), program_of("linen")
-    at = Event(7, 3, HeldState.of(program.init(jax.random.key(0), EXAMPLE)))
+    at = Event(7, 3, FlatState.of(program.init(jax.random.key(0), EXAMPLE)))
     sets = {"test_near": numbered_loader(32), "test_far": numbered_loader(64)}
     for _ in range(2):
         for event in eval_events(program, at, sets, Plan(max_steps=0)):

@@ -11,7 +11,7 @@ from jax_trainer.checkpoint.disk import SaveError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Every, Plan
-from jax_trainer.testing import Recorder, assert_same_bits, numbered_loader
+from jax_trainer.testing import EventRecorder, assert_same_bits, numbered_loader
 
 
 class ValidationCounter:
@@ -31,11 +31,11 @@ def saved(folder_run, config=None, plan=None, *, validates=True, seen=None, eval
 
 
 def test_every_validation_is_saved_with_its_metrics_and_the_position_in_the_data(folder_run):
-    seen = Recorder()
+    seen = EventRecorder()
     kept = saved(folder_run, seen=seen)
     assert [(step, position) for step, position, _ in kept] == [(STEPS, Position(1, 0)), (2 * STEPS, Position(2, 0))]
-    for (_, _, metrics), (_, _, judged) in zip(kept, seen.evals, strict=True):
-        assert metrics == {f"val/{name}": value for name, value in judged.items()}
+    for (_, _, metrics), (_, _, evaluated) in zip(kept, seen.evals, strict=True):
+        assert metrics == {f"val/{name}": value for name, value in evaluated.items()}
 
 
 def test_a_validation_within_an_epoch_is_saved_where_it_happened(folder_run):
@@ -52,7 +52,7 @@ TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
 
 @pytest.mark.parametrize("monitor", ["val_near/loss", "val_far/acc"])
 def test_of_several_validation_sets_each_may_be_monitored_and_the_state_is_saved_once(folder_run, monitor):
-    seen = Recorder()
+    seen = EventRecorder()
     kept = saved(folder_run, ModelCheckpointConfig(monitor=monitor), seen=seen, evals=TWO)
     assert [step for step, _, _ in kept] == [STEPS, 2 * STEPS]
     last = {f"{name}/{key}": value for _, name, metrics in seen.evals[2:] for key, value in metrics.items()}
@@ -103,10 +103,10 @@ def test_the_section_of_the_seed_document_is_read():
     section = {"monitor": "val/acc", "mode": "max", "save_top_k": 1, "save_optimizer_state": False}
     config: Any = parse_config(Callback.cfgtype, {"class_name": "ModelCheckpoint", **section})
     assert config == ModelCheckpointConfig(monitor="val/acc", mode="max")
-    kept = {"keep_latest": 2, "keep_every": 0, "keep_best": 1, "slim_best": True}
+    kept = {"keep_latest": 2, "keep_every": 0, "keep_best": 1, "weights_only_best": True}
     assert config.store_options() == {**kept, "monitor": "val/acc", "mode": "max"}
     assert config.store_options(monitors=False) == kept
-    assert ModelCheckpointConfig(save_optimizer_state=True).store_options()["slim_best"] is False
+    assert ModelCheckpointConfig(save_optimizer_state=True).store_options()["weights_only_best"] is False
 
 
 def test_what_callbacks_know_is_saved_with_every_state(folder_run):
@@ -236,14 +236,14 @@ def test_a_second_run_begins_at_its_own_beginning(folder_run):
 
 
 def test_the_best_weights_of_an_accuracy_are_those_with_the_highest(folder_run):
-    config, seen = ModelCheckpointConfig(monitor="val/acc"), Recorder()
+    config, seen = ModelCheckpointConfig(monitor="val/acc"), EventRecorder()
     store = CheckpointStore(folder_run.folder / "checkpoints", **config.store_options())
     plan = Plan(max_epochs=4, eval_every=Every(epochs=1))
     last = fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store)), seen, plan=plan)
     restored, saved = store.restore("latest", like=last)
     assert_same_bits(restored, last)
     assert saved.position == Position(4, 0)
-    best_step, _, best = max(seen.evals, key=lambda judged: judged[2]["acc"])
+    best_step, _, best = max(seen.evals, key=lambda evaluated: evaluated[2]["acc"])
     found = store.best()
     assert found is not None
     assert (found.step, found.metrics["val/acc"]) == (best_step, best["acc"])

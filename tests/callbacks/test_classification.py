@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callback_runs import fit, judged, matrix_program, run_in
+from callback_runs import evaluated, fit, matrix_program, run_in
 from compoconf import parse_config
 
-from jax_trainer.callbacks import Callback, ConfusionMatrixCallback, ConfusionMatrixConfig, Run
+from jax_trainer.callbacks import Callback, ConfusionMatrixCallback, ConfusionMatrixConfig, RunContext
 from jax_trainer.engine import Every, Plan
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import numbered_data, numbered_loader
@@ -28,7 +28,7 @@ class Gallery:
         self.shown.append((name, figure, step))
 
 
-def run_of(folder_run, **options: Any) -> Run:
+def run_of(folder_run, **options: Any) -> RunContext:
     return replace(folder_run, logger=Gallery(), **options)
 
 
@@ -37,7 +37,7 @@ def drawn(folder_run, matrix: np.ndarray = MATRIX, *, dataset: Any = None, **opt
     callback = ConfusionMatrixCallback(ConfusionMatrixConfig(**options), run)
     if dataset is not None:
         callback.attach(replace(run, dataset=dataset))
-    judged(callback, {"conf_matrix": matrix}, step=4)
+    evaluated(callback, {"conf_matrix": matrix}, step=4)
     ((_, figure, _),) = run.logger.shown  # type: ignore[attr-defined]
     return figure
 
@@ -96,8 +96,8 @@ def test_validations_and_tests_are_drawn_by_their_names(folder_run):
     run = run_of(folder_run)
     callback = ConfusionMatrixCallback(ConfusionMatrixConfig(every_n_epochs=2), run)
     for epoch in (1, 2):
-        judged(callback, {"conf_matrix": MATRIX}, step=epoch, epoch=epoch, name="val_near")
-    judged(callback, {"conf_matrix": MATRIX}, step=3, epoch=3, name="test")
+        evaluated(callback, {"conf_matrix": MATRIX}, step=epoch, epoch=epoch, name="val_near")
+    evaluated(callback, {"conf_matrix": MATRIX}, step=3, epoch=3, name="test")
     shown = [(name, step) for name, _, step in run.logger.shown]  # type: ignore[attr-defined]
     assert shown == [("val_near/confusion_matrix", 2), ("test/confusion_matrix", 3)]
 
@@ -120,9 +120,9 @@ def test_a_run_draws_what_it_judged(tmp_path, flavour):
 def test_a_run_without_the_metric_is_an_error_that_says_what_to_report(folder_run):
     callback = ConfusionMatrixCallback(run=run_of(folder_run))
     with pytest.raises(ValueError, match="needs a metric 'conf_matrix' of .* There are: val/acc, val/loss. Report"):
-        judged(callback, {"loss": 1.0, "acc": 0.5}, step=4)
+        evaluated(callback, {"loss": 1.0, "acc": 0.5}, step=4)
     with pytest.raises(ValueError, match=r"'val/conf_matrix' must have the shape \[classes, classes\], got \[2, 3\]"):
-        judged(callback, {"conf_matrix": np.zeros((2, 3))}, step=4)
+        evaluated(callback, {"conf_matrix": np.zeros((2, 3))}, step=4)
 
 
 def test_without_matplotlib_there_is_one_warning_and_the_run_goes_on(folder_run, caplog, monkeypatch):
@@ -131,7 +131,7 @@ def test_without_matplotlib_there_is_one_warning_and_the_run_goes_on(folder_run,
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         callback = ConfusionMatrixCallback(run=run)
         for step in (1, 2):
-            judged(callback, {"conf_matrix": MATRIX}, step=step)
+            evaluated(callback, {"conf_matrix": MATRIX}, step=step)
     assert run.logger.shown == []  # type: ignore[attr-defined]
     (record,) = caplog.records
     assert "draws nothing, and training goes on" in record.message

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from callback_runs import STEPS, Saves, fit, judged, run_in, told
+from callback_runs import STEPS, Saves, evaluated, fit, run_in, told
 
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.engine import EpochEnd, Every, FitStart, Plan, StopTraining
@@ -16,7 +16,7 @@ def stops_at(values, **options) -> int | None:
     callback = EarlyStopping(EarlyStoppingConfig(**options))
     for number, value in enumerate(values, 1):
         try:
-            judged(callback, {"loss": value, "acc": value}, step=number)
+            evaluated(callback, {"loss": value, "acc": value}, step=number)
         except StopTraining:
             return number
     return None
@@ -49,23 +49,23 @@ def test_training_ends_when_the_metric_says_so(values, options, stop):
 
 def test_the_reason_is_told_and_logged(caplog):
     callback = EarlyStopping(EarlyStoppingConfig(patience=1))
-    judged(callback, {"loss": 0.25}, step=4)
+    evaluated(callback, {"loss": 0.25}, step=4)
     message = "EarlyStopping after step 8: `val/loss` has not improved 1 times in a row; the best was 0.25."
     with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining) as stopped:
-        judged(callback, {"loss": 0.5}, step=8)
+        evaluated(callback, {"loss": 0.5}, step=8)
     assert str(stopped.value) == message
     assert [record.message for record in caplog.records] == [message]
 
 
 def test_an_unknown_monitor_is_an_error_that_lists_what_there_is():
     with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. There are: val/acc, val/loss"):
-        judged(EarlyStopping(EarlyStoppingConfig(monitor="val/f1")), {"loss": 1.0, "acc": 0.5}, step=1)
+        evaluated(EarlyStopping(EarlyStoppingConfig(monitor="val/f1")), {"loss": 1.0, "acc": 0.5}, step=1)
 
 
 def test_only_every_so_many_epochs_count():
     callback = EarlyStopping(EarlyStoppingConfig(patience=1, every_n_epochs=2))
     for epoch, value in enumerate([1, 5, 9, 2, 1], 1):
-        judged(callback, {"loss": value}, step=epoch, epoch=epoch)
+        evaluated(callback, {"loss": value}, step=epoch, epoch=epoch)
     assert callback.best == 2
 
 
@@ -78,7 +78,7 @@ def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitor
             EarlyStopping(run=run)
         callback = EarlyStopping(TRAINING, run)
         told(callback, EpochEnd, 4, 1, {"loss": 1.0}, 1.0, 0.0, None)
-        judged(callback, {"loss": 9.0}, step=4)  # not what is monitored
+        evaluated(callback, {"loss": 9.0}, step=4)  # not what is monitored
         with pytest.raises(StopTraining):
             told(callback, EpochEnd, 8, 2, {"loss": 1.0}, 1.0, 0.0, None)
 
@@ -92,18 +92,18 @@ def resumed(callback: EarlyStopping) -> EarlyStopping:
 def test_a_resumed_run_goes_on_counting():
     callback = EarlyStopping()
     for step, value in enumerate([3, 4, 5], 1):
-        judged(callback, {"loss": value}, step=step)
+        evaluated(callback, {"loss": value}, step=step)
     callback = resumed(callback)
     told(callback, FitStart, 3, 3)
-    judged(callback, {"loss": 5}, step=3)  # the state of the checkpoint once more: not a new look
+    evaluated(callback, {"loss": 5}, step=3)  # the state of the checkpoint once more: not a new look
     with pytest.raises(StopTraining, match="after step 4.* the best was 3"):
-        judged(callback, {"loss": 5}, step=4)
+        evaluated(callback, {"loss": 5}, step=4)
 
 
 def test_a_resumed_run_that_had_stopped_stops_at_once(caplog):
     callback = EarlyStopping(EarlyStoppingConfig(stopping_threshold=2.0))
     with pytest.raises(StopTraining):
-        judged(callback, {"loss": 1.0}, step=4)
+        evaluated(callback, {"loss": 1.0}, step=4)
     with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining, match="2.0 is good enough"):
         told(resumed(callback), FitStart, 4, 1)
     assert "had been ended before" in caplog.text

@@ -6,19 +6,19 @@ import pytest
 from callback_runs import fit, matrix_program, scripted, scripted_program
 
 from jax_trainer.callbacks import LogMetrics, logger_observers
-from jax_trainer.checkpoint.plain import decoded, encoded
-from jax_trainer.core import StepRows, TapeFormat, as_metrics, compile_program
+from jax_trainer.checkpoint.json_codec import decoded, encoded
+from jax_trainer.core import MetricBufferFormat, MetricWindow, as_metrics, compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
-from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 PROGRAM = compile_program(tiny_program("linen"), on_recompile="ignore")
 
 
 def logged(path, plan, every, **options):
-    recorder = Recorder()
+    recorder = EventRecorder()
     writer = JsonlWriter(path)
     fit(LogMetrics(writer, every), recorder, plan=plan, **{"program": PROGRAM, "train": numbered_loader(), **options})
     return [json.loads(line) for line in path.read_text().splitlines()], recorder
@@ -73,7 +73,7 @@ def test_a_logger_is_fed_as_configured_and_left_open(tmp_path):
 
 
 def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
-    logger, seen = Logger(LoggerConfig(log_steps_every=0), tmp_path), Recorder()
+    logger, seen = Logger(LoggerConfig(log_steps_every=0), tmp_path), EventRecorder()
     evals = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
     plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
     program = matrix_program("linen")
@@ -82,10 +82,10 @@ def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
     files = sorted(path.name for path in (tmp_path / "metrics").iterdir())
     assert files == [f"{name}_epoch_000{epoch}.json" for name in ("val_far", "val_near") for epoch in (1, 2)]
     saved = json.loads((tmp_path / "metrics" / "val_far_epoch_0002.json").read_text())
-    _, _, judged = seen.evals[-1]
+    _, _, evaluated = seen.evals[-1]
     assert saved.keys() == {"val_far/loss", "val_far/conf_matrix", "val_far/time"}
-    assert saved["val_far/loss"] == judged["loss"]
-    assert saved["val_far/conf_matrix"] == judged["conf_matrix"].tolist()
+    assert saved["val_far/loss"] == evaluated["loss"]
+    assert saved["val_far/conf_matrix"] == evaluated["conf_matrix"].tolist()
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["val_far/time"] == saved["val_far/time"]
 
@@ -119,18 +119,18 @@ class Rows:
         """Does nothing."""
 
 
-def told_rows(observer: LogMetrics, rows: StepRows) -> None:
+def told_rows(observer: LogMetrics, rows: MetricWindow) -> None:
     observer.handle(StepMetrics(rows.last, 1, None, rows))  # type: ignore[arg-type]
 
 
-def step_rows(steps: int) -> StepRows:
+def step_rows(steps: int) -> MetricWindow:
     values = np.random.default_rng(1).normal(size=steps).astype(np.float32)
     metrics = as_metrics({"loss": values[0], "spread": {"value": values[0], "mode": "std"}}, 3)
-    fmt = TapeFormat.of(metrics)
+    fmt = MetricBufferFormat.of(metrics)
     words = np.repeat(np.asarray(fmt.append(fmt.blank(1), metrics)[0]), steps, axis=0)
     for name in ("loss", "spread"):
         words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
-    return StepRows(1, fmt, words)
+    return MetricWindow(1, fmt, words)
 
 
 @pytest.mark.parametrize("every", [1, 7, 50])

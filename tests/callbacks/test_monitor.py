@@ -3,14 +3,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from callback_runs import FIRST_RATE, STEPS, TOTAL, fit, judged, rows, run_in, scripted, scripted_program, told
+from callback_runs import FIRST_RATE, STEPS, TOTAL, evaluated, fit, rows, run_in, scripted, scripted_program, told
 
 from jax_trainer.callbacks import (
     GradientSpikeMonitor,
     GradientSpikeMonitorConfig,
     LearningRateMonitor,
     LearningRateMonitorConfig,
-    Run,
+    RunContext,
 )
 from jax_trainer.engine import EpochEnd, FitEnd, FitStart, Plan, StepMetrics
 from jax_trainer.settings import SettingsError
@@ -104,7 +104,7 @@ def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(log_to_disk=True), folder_run)
     told(callback, FitStart, 0, 0)
     callback._look(1, float("inf"), 1.0)
-    judged(callback, {"loss": 1.0}, step=1)
+    evaluated(callback, {"loss": 1.0}, step=1)
     assert (folder_run.folder / "gradient_spikes.npz").exists()
 
 
@@ -122,7 +122,7 @@ def spike_events(callback: GradientSpikeMonitor, steps: range) -> None:
             told(callback, EpochEnd, step, step // 8, {}, 1.0, 0.0, None)
 
 
-def begun(run: Run, step: int, state: dict | None = None) -> GradientSpikeMonitor:
+def begun(run: RunContext, step: int, state: dict | None = None) -> GradientSpikeMonitor:
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(warmup_steps=4, log_to_disk=True), run)
     if state is not None:
         callback.load_state_dict(state)
@@ -130,7 +130,7 @@ def begun(run: Run, step: int, state: dict | None = None) -> GradientSpikeMonito
     return callback
 
 
-def finished(run: Run, callback: GradientSpikeMonitor) -> tuple:
+def finished(run: RunContext, callback: GradientSpikeMonitor) -> tuple:
     told(callback, FitEnd, 24, 3, "completed")
     return rows(run), (run.folder / "gradient_spikes.npz").read_bytes(), callback.state_dict()
 

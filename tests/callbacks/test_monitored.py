@@ -17,7 +17,7 @@ LARGE = """
     AUROC roc_auc pr_auc ap mAP mAP50 map_50 precision recall recall_at_fpr precision@5 ndcg@10 hits@10 hit_rate mrr r2
     R2Score r_squared iou mIoU mean_iou dice bleu bleu4 sacreBLEU rouge1 rouge_l ROUGE-L psnr ssim pearson spearman
     correlation kappa mcc elbo log_likelihood reward episode_return win_rate exact_match cosine_similarity
-    neg_mean_squared_error acc_max specificity top1acc accuracy_score
+    neg_mean_squared_error 1-loss acc_max specificity top1acc accuracy_score
     explained_variance mean_reciprocal_rank
 """
 SMALL = """
@@ -25,10 +25,12 @@ SMALL = """
     RMSE mae mape nll neg_log_likelihood negative_log_likelihood ce bce cross_entropy crossEntropy kl kl_divergence
     perplexity ppl bpc bits_per_dim wer CER fid distance cosine_distance regret time ece brier_score val_metric
     false_negative_rate false_positives fpr_at_95_tpr neg_elbo acc_std l2 nELBO accuracy_drop
-    generalization_gap word_error_rate
+    generalization_gap word_error_rate inaccuracy 1-acc
 """
 UNKNOWN = (
-    "score value metric x energy entropy rate total_score my_thing error_top5 loss_acc loss_accuracy test_time_acc"
+    "score value metric x energy entropy rate total_score my_thing error_top5 loss_acc loss_accuracy test_time_acc "
+    "loss_reduction error_reduction minus_acc one_minus_auc inverse_accuracy not_correct acc_minus_chance "
+    "acc_non_padding"
 )
 
 

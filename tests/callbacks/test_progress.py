@@ -89,7 +89,7 @@ def as_shown(line: str) -> str:
 
 
 def test_only_the_lead_process_speaks(monkeypatch):
-    assert shown(terminal=True, is_lead=False) == ""
+    assert shown(terminal=True, is_primary=False) == ""
     screen = io.StringIO()
     bar = ProgressBar(console=Console(file=screen, force_terminal=True))
     monkeypatch.setattr(jax, "process_index", lambda: 1)  # asked when something happens, not before
@@ -142,7 +142,7 @@ class Told:
         self.now, self.step, self.screen = 1000.0, 0, io.StringIO()
         monkeypatch.setattr("jax_trainer.callbacks.progress.time", SimpleNamespace(perf_counter=lambda: self.now))
         console = Console(file=self.screen, force_terminal=terminal, width=200)
-        self.bar = ProgressBar(console=console, is_lead=True, **options)
+        self.bar = ProgressBar(console=console, is_primary=True, **options)
 
     def __call__(self, kind: Any, *args: Any, epoch: int = 1) -> None:
         self.bar.handle(kind(self.step, epoch, None, *args))
@@ -204,7 +204,7 @@ def test_a_file_that_hears_of_epochs_often_enough_gets_no_other_lines(monkeypatc
 @pytest.mark.parametrize("is_notebook", [False, True])
 def test_a_notebook_gets_it_on_standard_output_and_anybody_else_on_standard_error(monkeypatch, capsys, is_notebook):
     monkeypatch.setattr("rich.console._is_jupyter", lambda: is_notebook)
-    bar = ProgressBar(title="first", is_lead=True)
+    bar = ProgressBar(title="first", is_primary=True)
     bar.handle(FitEnd(1, 1, None, "completed"))  # type: ignore[arg-type]
     shown = capsys.readouterr()
     assert [shown.err.strip(), shown.out.strip()] == (["", "first"] if is_notebook else ["first", ""])

@@ -2,11 +2,11 @@ import json
 
 import optuna
 import pytest
-from callback_runs import STEPS, fit, judged
+from callback_runs import STEPS, evaluated, fit
 
 from jax_trainer.callbacks import LambdaCallback, OptunaPruning
 from jax_trainer.engine import Every, Plan, StopTraining
-from jax_trainer.testing import Recorder
+from jax_trainer.testing import EventRecorder
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -21,7 +21,7 @@ def reported(trial: optuna.Trial) -> dict[int, float]:
 
 @pytest.mark.parametrize(("report", "places"), [("epoch", [1, 2]), ("step", [STEPS, 2 * STEPS])])
 def test_every_validation_is_reported(report, places):
-    trial, seen = trial_of(), Recorder()
+    trial, seen = trial_of(), EventRecorder()
     fit(OptunaPruning(trial, "val/acc", report), seen)
     assert reported(trial) == dict(zip(places, (metrics["acc"] for _, _, metrics in seen.evals), strict=True))
 
@@ -38,19 +38,19 @@ def test_a_trial_that_should_be_pruned_ends_and_says_so_after_everybody_was_told
 def test_a_resumed_trial_reports_nothing_twice():
     trial = trial_of()
     first = OptunaPruning(trial)
-    judged(first, {"loss": 1.0}, step=4, epoch=1)
+    evaluated(first, {"loss": 1.0}, step=4, epoch=1)
     second = OptunaPruning(trial)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    judged(second, {"loss": 1.0}, step=4, epoch=1)  # optuna would warn, and a warning fails the test
-    judged(second, {"loss": 0.5}, step=8, epoch=2)
-    judged(second, {"loss": 0.4}, step=9, epoch=2)  # nor is a second validation of the same epoch
+    evaluated(second, {"loss": 1.0}, step=4, epoch=1)  # optuna would warn, and a warning fails the test
+    evaluated(second, {"loss": 0.5}, step=8, epoch=2)
+    evaluated(second, {"loss": 0.4}, step=9, epoch=2)  # nor is a second validation of the same epoch
     assert reported(trial) == {1: 1.0, 2: 0.5}
 
 
 def test_pruning_is_a_stop_that_raises_later():
     callback = OptunaPruning(trial_of(optuna.pruners.ThresholdPruner(upper=0.0)))
     with pytest.raises(StopTraining) as stopped:
-        judged(callback, {"loss": 1.0}, step=4)
+        evaluated(callback, {"loss": 1.0}, step=4)
     assert isinstance(stopped.value.then, optuna.TrialPruned)
 
 
@@ -58,4 +58,4 @@ def test_an_unknown_axis_and_an_unknown_metric_are_refused():
     with pytest.raises(ValueError, match="`report` must be 'epoch' or 'step', got 'minute'"):
         OptunaPruning(trial_of(), report="minute")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. There are: val/loss"):
-        judged(OptunaPruning(trial_of(), "val/f1"), {"loss": 1.0}, step=4)
+        evaluated(OptunaPruning(trial_of(), "val/f1"), {"loss": 1.0}, step=4)

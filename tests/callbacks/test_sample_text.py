@@ -7,7 +7,7 @@ import jax
 import pytest
 from callback_runs import fit, rows, run_in
 
-from jax_trainer.callbacks import Run
+from jax_trainer.callbacks import RunContext
 from jax_trainer.callbacks.sample_text import SampleText, SampleTextConfig
 from jax_trainer.core import step_of
 from jax_trainer.datasets.text import TextConfig, TextDataset
@@ -55,7 +55,7 @@ def test_a_text_of_the_state_after_its_step_is_logged(tmp_path):
 
 @pytest.mark.parametrize(("trainer", "words"), [(None, "no trainer"), (SimpleNamespace(), "a SimpleNamespace")])
 def test_a_trainer_that_cannot_write_is_refused_when_the_run_begins(folder_run, trainer, words):
-    run = Run(folder_run.folder, folder_run.logger, trainer=trainer)
+    run = RunContext(folder_run.folder, folder_run.logger, trainer=trainer)
     with pytest.raises(TypeError, match=f"asks the trainer to `generate`, and this run has {words}"):
         SampleText().attach(run)
 

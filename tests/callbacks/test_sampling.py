@@ -8,7 +8,7 @@ import jax
 import pytest
 from callback_runs import fit, rows, scripted, scripted_program
 
-from jax_trainer.callbacks import Run, Sampling, SamplingConfig
+from jax_trainer.callbacks import RunContext, Sampling, SamplingConfig
 from jax_trainer.engine import Plan
 
 
@@ -28,7 +28,7 @@ class Drawing(Sampling):
         return 10
 
 
-def drawing(run: Run, **config: Any) -> Drawing:
+def drawing(run: RunContext, **config: Any) -> Drawing:
     return Drawing(SamplingConfig(**config), replace(run, trainer=SimpleNamespace(sample=None)))
 
 

@@ -39,7 +39,7 @@ def test_a_run_that_goes_on_keeps_what_was_before_its_checkpoint(tmp_path):
         first.add("loss", step, float(step), 1.0)
     first.write()
     second = SpikeFile(tmp_path)
-    second.go_on(5)
+    second.resume(5)
     second.add("loss", 7, 7.0, 1.0)
     second.write()
     assert written(tmp_path)["loss_steps"] == [3, 5, 7]
@@ -49,7 +49,7 @@ def test_a_file_that_is_damaged_costs_a_warning(tmp_path, caplog):
     (tmp_path / FILE).write_bytes(b"not a zip file")
     file = SpikeFile(tmp_path)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
-        file.go_on(5)
+        file.resume(5)
     file.add("loss", 7, 7.0, 1.0)
     file.write()
     assert "cannot be read, and is begun anew" in caplog.text
@@ -69,7 +69,7 @@ def test_spikes_that_were_not_in_the_file_at_the_checkpoint_come_from_it_once(tm
     if written_since:
         first.write()
     second = SpikeFile(tmp_path)
-    second.go_on(6, kept)
+    second.resume(6, kept)
     found = written(tmp_path)
     assert (found["loss_steps"], found["loss_values"]) == ([3, 5], [3.0, float("inf")])
     assert (found["grad_norm_steps"], found["grad_norm_averages"]) == ([5], [2.0])
@@ -77,7 +77,7 @@ def test_spikes_that_were_not_in_the_file_at_the_checkpoint_come_from_it_once(tm
 
 
 def test_spikes_of_a_run_whose_file_was_never_written_come_from_its_checkpoint(tmp_path):
-    SpikeFile(tmp_path).go_on(6, {"loss": [[5, 9.0, 1.0]]})
+    SpikeFile(tmp_path).resume(6, {"loss": [[5, 9.0, 1.0]]})
     assert written(tmp_path)["loss_steps"] == [5]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from callback_runs import fit, rows, scripted, scripted_program, told
 
-from jax_trainer.callbacks import LambdaCallback, Run, ThroughputMonitor, ThroughputMonitorConfig, throughput
-from jax_trainer.core.tape import Field
+from jax_trainer.callbacks import LambdaCallback, RunContext, ThroughputMonitor, ThroughputMonitorConfig, throughput
+from jax_trainer.core.metric_buffer import Field
 from jax_trainer.engine import EpochEnd, EpochStart, Event, Every, Plan, StepMetrics
 
 NAMES = {"examples_per_second", "steps_per_second", "step_time_p50", "step_time_p90", "step_time_p99"}
@@ -26,7 +26,7 @@ class Ends:
             self.times.append((event.seconds, event.waited))
 
 
-def measured(run: Run, *observers: object, examples: int, **options: Any) -> list[dict[str, Any]]:
+def measured(run: RunContext, *observers: object, examples: int, **options: Any) -> list[dict[str, Any]]:
     """What is logged of short runs on batches of 8."""
     train = scripted([1.0] * examples, batch_size=8)
     plan = Plan(**{"max_epochs": 1, "metrics_every": 2, **options})

@@ -1,5 +1,6 @@
 """Which checkpoint is restored when some are damaged."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
@@ -162,19 +164,39 @@ def test_a_list_shows_all_with_what_a_quick_look_finds(store):
     (store.folder / "step_00000002" / "state" / "_METADATA").unlink()
     (store.folder / "step_00000009").mkdir()
     (store.folder / "abc").mkdir()
-    listed = store.listed()
+    listed = store.infos()
     assert [one.step for one in listed] == [1, 2, 3, 9]
     assert [bool(one.problem) for one in listed] == [False, True, False, True]
     assert "state/_METADATA is missing" in listed[1].problem
     whole = listed[2]
     assert (whole.metrics, whole.epoch, whole.without) == ({"loss": 0.2}, 2, ())
     assert whole.bytes == sum(file.stat().st_size for file in files_of(whole.path))
-    assert CheckpointStore(store.folder / "nowhere").listed() == []
+    assert CheckpointStore(store.folder / "nowhere").infos() == []
 
 
 def test_a_list_shows_what_another_version_wrote(store):
     file = store.folder / "step_00000003" / "checkpoint.json"
     file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
     (store.folder / "step_00000003" / "MANIFEST.json").unlink()
-    listed: Any = store.listed()[-1]
+    listed: Any = store.infos()[-1]
     assert listed.step == 3 and "was written in format 1" in listed.problem
+
+
+def sizes_as_text(index: dict[str, Any]) -> Any:
+    return {name: [dtype, [str(size) for size in shape], start] for name, (dtype, shape, start) in index.items()}
+
+
+def a_list(index: dict[str, Any]) -> Any:
+    return list(index)
+
+
+@pytest.mark.parametrize("change", [sizes_as_text, a_list])
+def test_an_index_of_small_arrays_that_cannot_be_used_is_damage_although_its_digest_fits(store, caplog, change):
+    path = store.folder / "step_00000003"
+    index = json.loads((path / "small.json").read_text())
+    (path / "small.json").write_text(json.dumps(change(index)))
+    write_manifest(path)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        assert store.restore("latest", state(0))[1].step == 2
+    assert f"{path}: small.json" in caplog.text
+    assert f"{path}: small.json" in store.verify(path)

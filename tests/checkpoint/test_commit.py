@@ -54,7 +54,7 @@ def state(step):
     return TrainState(jnp.int32(step), {"w": w}, {}, {"m": -w}, jnp.zeros(2, jnp.uint32), {})
 
 def be_killed(folder, point):
-    slim = {"monitor": "time", "slim_best": True} if ":" in point else {}
+    slim = {"monitor": "time", "weights_only_best": True} if ":" in point else {}
     store = CheckpointStore(folder, keep_latest=1, **slim)
     store.save(state(1), Position(1, 1), {"time": 1})
     arm(point if ":" in point else f"{point}:kill")
@@ -126,7 +126,7 @@ def test_the_next_save_removes_what_a_killed_process_left(killed, point):
 
 @pytest.mark.parametrize("name", SLIMMING)
 def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_new_one(killed, name):
-    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", slim_best=True)
+    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     assert store.steps() == [1, 2]
     best = store.best()
     assert best is not None and (best.step, best.without) == (1, SLIMMING[name][1])
@@ -138,7 +138,7 @@ def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_
 
 @pytest.mark.parametrize("name", SLIMMING)
 def test_what_a_killed_process_did_not_make_slim_the_next_save_does(killed, name):
-    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", slim_best=True)
+    store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     store.save(state(3), Position(1, 3), {"time": 3})
     assert sorted(entry.name for entry in (killed / name).iterdir()) == ["step_00000001", "step_00000003"]
     best = store.best()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_trainer.checkpoint.manifest import check_quickly, check_wholly, write_manifest
+from jax_trainer.checkpoint.manifest import verify_digests, verify_sizes, write_manifest
 from jax_trainer.checkpoint.record import CheckpointError
 
 
@@ -34,8 +34,8 @@ def flip(file: Path, rng: np.random.Generator) -> None:
 
 
 def test_what_was_not_changed_is_whole_wherever_it_is(folder, tmp_path):
-    check_wholly(folder)
-    check_wholly(Path(shutil.move(folder, tmp_path / "elsewhere")))
+    verify_digests(folder)
+    verify_digests(Path(shutil.move(folder, tmp_path / "elsewhere")))
 
 
 def test_it_names_every_file_with_its_size_and_digest(folder):
@@ -54,11 +54,11 @@ def test_every_flipped_bit_is_found_in_the_manifest_too(folder):
         before = file.read_bytes()
         flip(file, rng)
         with pytest.raises(CheckpointError, match="step_00000003 is damaged"):
-            check_wholly(folder)
+            verify_digests(folder)
         file.write_bytes(before)
         found += 1
     assert found == 200
-    check_wholly(folder)
+    verify_digests(folder)
 
 
 @pytest.mark.parametrize("how", ["cut", "longer", "gone", "zeroed"])
@@ -74,27 +74,27 @@ def test_every_file_that_is_changed_is_found(folder, how):
         else:
             continue
         with pytest.raises(CheckpointError, match=file.name):
-            check_wholly(folder)
+            verify_digests(folder)
         file.write_bytes(before)
 
 
 def test_a_file_that_does_not_belong_there_and_a_link_are_found(folder):
     (folder / "state" / "more").write_text("x")
     with pytest.raises(CheckpointError, match="state/more is not of it"):
-        check_quickly(folder)
+        verify_sizes(folder)
     (folder / "state" / "more").unlink()
     (folder / "state" / "link").symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match="link is a link"):
-        check_quickly(folder)
+        verify_sizes(folder)
 
 
 def test_a_quick_look_finds_what_is_missing_and_reads_nothing(folder):
     file = folder / "state" / "d" / "ab"
     flip(file, np.random.default_rng(0))
-    check_quickly(folder)
+    verify_sizes(folder)
     file.unlink()
     with pytest.raises(CheckpointError, match="state/d/ab is missing"):
-        check_quickly(folder)
+        verify_sizes(folder)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_a_quick_look_finds_what_is_missing_and_reads_nothing(folder):
 def test_a_manifest_that_makes_no_sense_is_damage(folder, text):
     (folder / "MANIFEST.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step_00000003 is damaged: MANIFEST.json"):
-        check_quickly(folder)
+        verify_sizes(folder)
 
 
 def test_a_manifest_that_says_the_same_in_other_words_is_damage(folder):
     file = folder / "MANIFEST.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
     with pytest.raises(CheckpointError, match="not as it was written"):
-        check_quickly(folder)
+        verify_sizes(folder)
 
 
 def test_what_a_manifest_says_is_elsewhere_is_not_read(folder):
@@ -119,4 +119,4 @@ def test_what_a_manifest_says_is_elsewhere_is_not_read(folder):
     content["files"]["../../secret"] = content["files"]["checkpoint.json"]
     file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     with pytest.raises(CheckpointError, match=r"\.\./\.\./secret is missing"):
-        check_wholly(folder)
+        verify_digests(folder)

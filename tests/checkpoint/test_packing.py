@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jax_trainer.checkpoint.content import read_held, stored_in
+from jax_trainer.checkpoint.content import read_named, stored_in
+from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.checkpoint.leaves import named_leaves
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.packing import INDEX, LARGEST, PACK, packed
-from jax_trainer.checkpoint.plain import DTYPES
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
@@ -47,7 +47,7 @@ def test_one_small_array_stays_by_itself():
 def test_some_of_them_can_be_read_alone(checkpoint):
     record = Record.read(checkpoint)
     assert set(stored_in(checkpoint, record)) == set(named_leaves(STATE))
-    read = read_held(checkpoint, {"params.int8_7": KINDS["int8_7"]})
+    read = read_named(checkpoint, {"params.int8_7": KINDS["int8_7"]})
     assert list(read) == ["params.int8_7"]
     np.testing.assert_array_equal(read["params.int8_7"], KINDS["int8_7"])
 

@@ -118,12 +118,12 @@ def test_a_record_that_somebody_nested_too_deeply_is_not_written_again():
     for _ in range(5_000):
         deep = [deep]
     with pytest.raises(CheckpointError, match="record of step 1755 is nested too deeply"):
-        replace(record(), feed_state=deep).text()
+        replace(record(), data_state=deep).text()
 
 
 def test_a_dict_with_an_order_is_as_good_as_a_dict(tmp_path):
     text = record(Position(1, 1, OrderedDict(b=1, a=2))).text()
-    assert Record.read(written(tmp_path, text)).feed_state == {"b": 1, "a": 2}
+    assert Record.read(written(tmp_path, text)).data_state == {"b": 1, "a": 2}
     text = record(callbacks=defaultdict(dict, mine=defaultdict(int, seen=3))).text()
     assert Record.read(written(tmp_path, text)).callbacks == {"mine": {"seen": 3}}
 

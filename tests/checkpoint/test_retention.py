@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jax_trainer.checkpoint.record import Saved
+from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.checkpoint.retention import Retention
 from jax_trainer.datasets import Position
 
@@ -14,8 +14,8 @@ NAN, INF = math.nan, math.inf
 STEPS = (9, 10, 99, 100, 1000)
 
 
-def saved(step: int, value: float | None) -> Saved:
-    return Saved(step, Position(), {} if value is None else {"val/acc": value}, Path())
+def saved(step: int, value: float | None) -> SavedCheckpoint:
+    return SavedCheckpoint(step, Position(), {} if value is None else {"val/acc": value}, Path())
 
 
 def retention(**changed: Any) -> Retention:
@@ -24,7 +24,7 @@ def retention(**changed: Any) -> Retention:
 
 def what_stays(retention: Retention, values: tuple[float | None, ...]) -> list[int]:
     """Saves one after another, and deletes after each, as a run does."""
-    there: list[Saved] = []
+    there: list[SavedCheckpoint] = []
     for step, value in zip(STEPS, values, strict=False):
         there.append(saved(step, value))
         kept = retention.kept(there, step)
@@ -84,7 +84,9 @@ def test_a_function_may_weigh_several_metrics():
         return (new["acc"], -new["cost"]) > (old["acc"], -old["cost"])
 
     measured = {4: (0.8, 3.0), 2: (0.9, 5.0), 1: (0.9, 7.0), 3: (0.9, 5.0)}
-    there = [Saved(step, Position(), {"acc": acc, "cost": cost}, Path()) for step, (acc, cost) in measured.items()]
+    there = [
+        SavedCheckpoint(step, Position(), {"acc": acc, "cost": cost}, Path()) for step, (acc, cost) in measured.items()
+    ]
     rule = retention(monitor=None, better=cheaper_at_equal_accuracy, mode="min")
     assert [one.step for one in rule.best_first(there)] == [2, 3, 1, 4]
 
@@ -100,7 +102,7 @@ def test_of_equals_by_a_function_the_earlier_one_stays():
 
 def test_a_function_that_fails_is_named():
     with pytest.raises(ValueError, match=r"`better` \(higher\) failed .* step 10 .* step 9: KeyError: 'val/acc'"):
-        retention(better=higher).best_first([Saved(step, Position(), {"a": 0.0}, Path()) for step in (9, 10)])
+        retention(better=higher).best_first([SavedCheckpoint(step, Position(), {"a": 0.0}, Path()) for step in (9, 10)])
 
 
 def test_what_was_just_saved_stays_though_later_steps_are_there():

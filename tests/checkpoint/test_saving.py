@@ -103,7 +103,7 @@ def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(stor
 KEPT = {
     "latest": {"keep_latest": 2},
     "best": {"keep_latest": 1, "keep_best": 1, "monitor": "loss"},
-    "three best, slim": {"keep_latest": 2, "keep_best": 3, "monitor": "loss", "mode": "max", "slim_best": True},
+    "three best, slim": {"keep_latest": 2, "keep_best": 3, "monitor": "loss", "mode": "max", "weights_only_best": True},
     "every": {"keep_latest": 1, "keep_every": 5},
     "by a function": {"keep_best": 2, "better": lambda new, old: new["loss"] < old["loss"]},
 }
@@ -304,7 +304,7 @@ def test_typed_keys_are_stored_as_their_words_and_come_back_as_keys(tmp_path):
         "none": jax.random.key(0)[None][:0],
     }
     before = state(3, w=jnp.ones(2), other=jax.random.key(3, impl="rbg"), **keys).replace(opt_state={"k": keys["one"]})
-    store = CheckpointStore(tmp_path, keep_latest=1, monitor="loss", slim_best=True)
+    store = CheckpointStore(tmp_path, keep_latest=1, monitor="loss", weights_only_best=True)
     store.save(before, AT, {"loss": 0.1})
     for like in (before, jax.eval_shape(lambda: before)):
         after = store.restore("latest", like)[0]

@@ -53,18 +53,18 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
 def test_a_run_that_is_restored_goes_on_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]
-    _, tape = program.train_tape(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
+    _, buffer = program.train_buffer(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
     store, now = CheckpointStore(tmp_path), begun
     shapes = jax.eval_shape(lambda: begun)
     for number, batch in enumerate(batches):
         if number == 2:
             store.save(now, AT, {})
-        now, tape, _ = program.train_step(now, tape, batch)
+        now, buffer, _ = program.train_step(now, buffer, batch)
     restored, saved = store.restore("latest", now)
     assert (saved.step, saved.position) == (2, AT)
     assert_same_bits(store.restore("latest", shapes)[0], restored)
     for batch in batches[2:]:
-        restored, tape, _ = program.train_step(restored, tape, batch)
+        restored, buffer, _ = program.train_step(restored, buffer, batch)
     assert_same_bits(restored, now)
 
 

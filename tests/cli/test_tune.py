@@ -153,7 +153,7 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(tmp_path: Path):
     finally:
         process.kill()
     assert (process.returncode, out) == (130, "")
-    way_on = f"Interrupted. What was found is in {tmp_path}/runs/tune/tiny; the same command goes on from here."
+    way_on = f"Interrupted. What was found is in {tmp_path}/runs/tune/tiny; the same command resumes it."
     assert err.splitlines()[-1] == f"jax-trainer: {way_on}"
     assert "Traceback" not in err
 

@@ -112,6 +112,10 @@ WHOLE = "expected a whole number of at least 1, found"
         ),
         ("shape: {class_name: SketchCirle}", "found 'SketchCirle'. Did you mean `SketchCircle`?"),
         ("shape: {class_name: SketchPen}", "found 'SketchPen'. A class of your own is registered by importing it"),
+        (
+            "shape: {class_name: own.SketchLine}",
+            "found 'own.SketchLine'. A class of your own is registered by importing",
+        ),
         ("shape: {class_name: null}", "expected one of SketchCircle, SketchLine, SketchSquare, found null."),
         ("is_draft: true\npages: 9", "pages: a draft has at most 5 pages, got 9."),
     ],

@@ -44,16 +44,16 @@ def run(
     """The losses of a run on these batches, and its last state; the same chunk by chunk."""
     compiled = compile_program(program, layout=layout)
     state = compiled.init(jax.random.key(0), batches[0])
-    fmt, tape = compiled.train_tape(state, compiled.place(batches[0], stacked=False), len(batches))
+    fmt, buffer = compiled.train_buffer(state, compiled.place(batches[0], stacked=False), len(batches))
     for start in range(0, len(batches), chunk):
         if chunk == 1:
-            state, tape, _ = compiled.train_step(state, tape, compiled.place(batches[start], stacked=False))
+            state, buffer, _ = compiled.train_step(state, buffer, compiled.place(batches[start], stacked=False))
         else:
             stacked = jax.tree.map(lambda *each: np.stack(each), *batches[start : start + chunk])
-            state, tape, _ = compiled.train_chunk(state, tape, compiled.place(stacked, stacked=True), chunk)
-        jax.block_until_ready(tape)
-    assert compiled.advance.compilations <= 1  # type: ignore[attr-defined]
-    return fmt.read(np.asarray(tape), [])["loss"].values, state
+            state, buffer, _ = compiled.train_chunk(state, buffer, compiled.place(stacked, stacked=True), chunk)
+        jax.block_until_ready(buffer)
+    assert compiled.flat_train_step.compilations <= 1  # type: ignore[attr-defined]
+    return fmt.read(np.asarray(buffer), [])["loss"].values, state
 
 
 def difference(losses: np.ndarray, expected: np.ndarray) -> float:

@@ -11,10 +11,10 @@ from jax_trainer.adapters import function_program
 from jax_trainer.core import (
     BatchChangedError,
     Layout,
+    MetricWindow,
     Precision,
     Program,
     RecompileWarning,
-    StepRows,
     TrainState,
     compile_program,
     make_predict_step,
@@ -52,28 +52,28 @@ class Run:
     def __init__(self, program: Program, batch: Any = BATCH, **options: Any) -> None:
         self.compiled = compile_program(program, **options)
         self.state = self.compiled.init(jax.random.key(0), batch)
-        self.format, self.tape = self.compiled.train_tape(self.state, batch, 4)
+        self.format, self.buffer = self.compiled.train_buffer(self.state, batch, 4)
 
     def step(self, batch: Any = BATCH) -> Any:
-        self.state, self.tape, out = self.compiled.train_step(self.state, self.tape, batch)
+        self.state, self.buffer, out = self.compiled.train_step(self.state, self.buffer, batch)
         return out
 
     def chunk(self, batches: Any, steps: int) -> Any:
-        self.state, self.tape, out = self.compiled.train_chunk(self.state, self.tape, batches, steps)
+        self.state, self.buffer, out = self.compiled.train_chunk(self.state, self.buffer, batches, steps)
         return out
 
-    def rows(self, steps: int, loose: list[Any]) -> StepRows:
-        return StepRows(1, self.format, np.asarray(self.tape)[-steps:], tuple(jax.device_get(loose)))
+    def rows(self, steps: int, loose: list[Any]) -> MetricWindow:
+        return MetricWindow(1, self.format, np.asarray(self.buffer)[-steps:], tuple(jax.device_get(loose)))
 
 
 def evaluated(run: Run, batches: list[Any], state: TrainState | None = None) -> dict[str, np.ndarray]:
     state = run.state if state is None else state
-    fmt, tape = run.compiled.eval_tape(state, batches[0], 8)
+    fmt, buffer = run.compiled.eval_buffer(state, batches[0], 8)
     loose = []
     for batch in batches:
-        tape, more = run.compiled.eval_step(state, tape, batch)
+        buffer, more = run.compiled.eval_step(state, buffer, batch)
         loose.append(jax.device_get(more))
-    return {name: c.values for name, c in fmt.read(np.asarray(tape)[-len(batches) :], loose).items()}
+    return {name: c.values for name, c in fmt.read(np.asarray(buffer)[-len(batches) :], loose).items()}
 
 
 def test_a_compiled_step_does_what_the_program_does():
@@ -89,9 +89,9 @@ def test_a_compiled_step_does_what_the_program_does():
 def test_training_reports_no_metric_of_evaluation_and_the_other_way_round():
     run = Run(regression())
     loose, _ = run.step()
-    trained, judged = set(run.rows(1, [loose]).columns), set(evaluated(run, [BATCH]))
-    assert judged - trained == {"judged"}
-    assert {"trained", "optimizer/grad_global_norm"} <= trained - judged
+    trained, metrics = set(run.rows(1, [loose]).columns), set(evaluated(run, [BATCH]))
+    assert metrics - trained == {"judged"}
+    assert {"trained", "optimizer/grad_global_norm"} <= trained - metrics
 
 
 def test_a_step_deletes_the_state_it_is_given():
@@ -110,7 +110,7 @@ def test_without_donation_the_state_stays():
 
 def test_the_tape_given_to_a_step_stays_readable():
     run = Run(regression())
-    before = run.tape
+    before = run.buffer
     run.step()
     assert not before.is_deleted()
     assert not np.asarray(before).any()
@@ -281,10 +281,10 @@ def test_metrics_that_change_between_batches_are_refused(report, key):
         function_program(lambda key, batch: jnp.ones(3), loss, optax.sgd(0.1)), on_recompile="ignore"
     )
     state = program.init(key, np.ones((8, 3), np.float32))
-    _, tape = program.train_tape(state, np.ones((8, 3), np.float32), 2)
-    state, tape, _ = program.train_step(state, tape, np.ones((8, 3), np.float32))
+    _, buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
+    state, buffer, _ = program.train_step(state, buffer, np.ones((8, 3), np.float32))
     with pytest.raises(ValueError, match="The reported metrics changed while training, from .* to "):
-        program.train_step(state, tape, np.ones((5, 3), np.float32))
+        program.train_step(state, buffer, np.ones((5, 3), np.float32))
     assert not state.params.is_deleted()
 
 
@@ -295,7 +295,7 @@ TRAINED = {"w": jnp.array([3.0, 4.0, 5.0])}
 def test_a_state_begins_around_given_weights_which_stay_alive(debug):
     program = with_finite_guard(with_ema(regression(), 0.9))
     run = Run(program, debug=debug)
-    run.state = run.compiled.begin(jax.random.key(1), TRAINED, {})
+    run.state = run.compiled.init_from_params(jax.random.key(1), TRAINED, {})
     fresh = run.compiled.init(jax.random.key(1), BATCH)
     extra = {**fresh.extra, "ema": TRAINED}
     assert_same_bits(run.state, fresh.replace(params=TRAINED, extra=extra))
@@ -312,7 +312,7 @@ def test_weights_may_come_as_numpy_arrays_and_begin_where_the_layout_says():
     )
     mine = jax.device_put(jnp.arange(16.0), jax.devices()[3])
     for given in (np.arange(16, dtype=np.float32), mine):
-        state = compiled.begin(jax.random.key(0), given, {})
+        state = compiled.init_from_params(jax.random.key(0), given, {})
         assert_same_bits(state.params, jnp.arange(16.0))
         for leaf in (state.params, state.opt_state[0].mu):
             assert {shard.data.shape for shard in leaf.addressable_shards} == {(2,)}
@@ -320,9 +320,9 @@ def test_weights_may_come_as_numpy_arrays_and_begin_where_the_layout_says():
 
 
 def test_a_program_without_a_way_to_begin_says_so():
-    compiled = compile_program(regression()._replace(begin=None))
+    compiled = compile_program(regression()._replace(init_from_params=None))
     with pytest.raises(ValueError, match="cannot begin from given weights.*adapter"):
-        compiled.begin(jax.random.key(0), TRAINED, {})
+        compiled.init_from_params(jax.random.key(0), TRAINED, {})
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -114,11 +114,11 @@ def two_steps(program: Program, batch: Any, layout: Layout | None) -> tuple[Trai
     compiled = compile_program(program, layout=layout, donate=False)
     start = state = compiled.init(jax.random.key(0), batch)
     placed = compiled.place(batch, stacked=False)
-    fmt, tape = compiled.train_tape(state, placed, 2)
+    fmt, buffer = compiled.train_buffer(state, placed, 2)
     for _ in range(2):
-        state, tape, _ = compiled.train_step(state, tape, placed)
-        jax.block_until_ready(tape)
-    return start, state, {name: column.values for name, column in fmt.read(np.asarray(tape), []).items()}
+        state, buffer, _ = compiled.train_step(state, buffer, placed)
+        jax.block_until_ready(buffer)
+    return start, state, {name: column.values for name, column in fmt.read(np.asarray(buffer), []).items()}
 
 
 @cache
@@ -240,7 +240,7 @@ def test_around_given_weights_a_state_is_made_where_it_will_live_and_they_stay(k
         for tree in (state.params, state.opt_state[0].mu, state.extra["ema"]):
             assert {shard.data.shape for shard in tree["in"].addressable_shards} == {(256 // fsdp, 256)}
         placed = compiled.place(batch, stacked=False)
-        compiled.train_step(state, compiled.train_tape(state, placed, 1)[1], placed)
+        compiled.train_step(state, compiled.train_buffer(state, placed, 1)[1], placed)
         assert float(mine["in"][0, 0]) == 1, "which the step would have deleted if they had become part of the state"
 
 

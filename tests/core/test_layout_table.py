@@ -4,7 +4,7 @@ import numpy as np
 import optax
 
 from jax_trainer.core import Layout, Partitioning, TrainState, make_mesh, new_state
-from jax_trainer.core.layout_table import LaidOut, collapsed, layout_table
+from jax_trainer.core.layout_table import ParameterLayout, collapsed, layout_table
 
 SPLIT = {f"Block_{n}": {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros(3)} for n in range(11)}
 
@@ -20,7 +20,7 @@ def table():
 
 def test_every_parameter_has_its_shape_its_axes_and_its_bytes():
     rows = {row.leaf: row for row in table().parameters}
-    assert rows["Block_0.kernel"] == LaidOut("Block_0.kernel", (8, 4), "float32", "fsdp", 8 * 4 * 4 // 4)
+    assert rows["Block_0.kernel"] == ParameterLayout("Block_0.kernel", (8, 4), "float32", "fsdp", 8 * 4 * 4 // 4)
     assert rows["Block_11.kernel"].spec == "–, fsdp"
     assert (rows["Block_0.bias"].spec, rows["Block_0.bias"].bytes_per_device) == ("whole", 12)
 

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import HeldState, Layout, OutOfMemoryError, compile_program, make_mesh, readable_bytes
-from jax_trainer.core.memory import explained
-from jax_trainer.core.recompile import Guarded
+from jax_trainer.core import FlatState, Layout, OutOfMemoryError, compile_program, make_mesh, readable_bytes
+from jax_trainer.core.memory import explain_oom
+from jax_trainer.core.recompile import RecompileGuard
 
 REFUSED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17.2GiB.\nmore")
 
@@ -51,16 +51,16 @@ def test_a_step_that_needs_more_memory_than_there_is_says_what_takes_it_and_what
     command = [sys.executable, "-c", textwrap.dedent(CHILD), "3"]
     as_users_do = {**os.environ, "XLA_FLAGS": ""}  # tests may compile with less effort, which needs other memory
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, env=as_users_do)
-    judged, trained = child.stdout.splitlines()
-    assert judged.startswith("OutOfMemoryError `eval_step` needs more memory than the device (cpu) has.")
+    evaluated, trained = child.stdout.splitlines()
+    assert evaluated.startswith("OutOfMemoryError `eval_step` needs more memory than the device (cpu) has.")
     assert trained.startswith("OutOfMemoryError `train_chunk` needs more memory than the device (cpu) has.")
-    for told in (judged, trained):
+    for told in (evaluated, trained):
         assert "parameters 1.2 kB, optimizer state 2.4 kB, " in told
         assert "What helps: a smaller batch size;" in told and "`precision: bf16`" in told and "more devices" in told
         assert "RESOURCE_EXHAUSTED: Out of memory allocating" in told
-    assert "a batch of 16 examples 19.2 kB;" in judged and "`accumulate: 4`" not in judged
+    assert "a batch of 16 examples 19.2 kB;" in evaluated and "`accumulate: 4`" not in evaluated
     assert "3 batches of 16 examples each 57.6 kB;" in trained and "`accumulate: 4`" in trained
-    assert judged.endswith("This happened on batch 0 of epoch 1 of the 'val' data.")
+    assert evaluated.endswith("This happened on batch 0 of epoch 1 of the 'val' data.")
     assert trained.endswith("of epoch 1 of the 'train' data.")
 
 
@@ -80,8 +80,8 @@ def prepared():
 def test_only_errors_of_memory_are_explained(prepared):
     _, state = prepared
     other = jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus")
-    assert explained(other, "train_step", state, BATCH) is other
-    told = explained(REFUSED, "train_step", state, BATCH)
+    assert explain_oom(other, "train_step", state, BATCH) is other
+    told = explain_oom(REFUSED, "train_step", state, BATCH)
     assert isinstance(told, OutOfMemoryError) and told.__cause__ is REFUSED
     assert str(told).endswith("allocate 17.2GiB.")  # one line of what the device said
 
@@ -93,14 +93,14 @@ def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, pr
         def run(*args):
             raise error
 
-        monkeypatch.setattr(Guarded, "__call__", run)
+        monkeypatch.setattr(RecompileGuard, "__call__", run)
 
     refuse(REFUSED)
     with pytest.raises(OutOfMemoryError, match="a batch of 8 examples 160 B"):
-        program.judge(HeldState.of(state), jnp.zeros(1), BATCH)
+        program.evaluate(FlatState.of(state), jnp.zeros(1), BATCH)
     refuse(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        program.judge(HeldState.of(state), jnp.zeros(1), BATCH)
+        program.evaluate(FlatState.of(state), jnp.zeros(1), BATCH)
     assert caught.value is other
 
 
@@ -109,7 +109,7 @@ def test_what_is_shared_by_devices_is_counted_once_per_device(prepared):
     layout = Layout(mesh=make_mesh(devices=jax.devices()[:4]))
     batch = layout.place({"x": np.ones((16, 100), np.float32)}, stacked=False)
     state = jax.device_put(state, layout.replicated)
-    told = str(explained(REFUSED, "train_step", state, batch))
+    told = str(explain_oom(REFUSED, "train_step", state, batch))
     assert "on each device: " in told and "a batch of 16 examples 1.6 kB;" in told
 
 
@@ -120,7 +120,7 @@ def test_what_user_code_asks_for_in_vain_is_explained_with_and_without_compiling
 
     program = compile_program(function_program(lambda key, batch: jnp.zeros(4), refuse, optax.adam(0.1)), debug=debug)
     with pytest.raises(OutOfMemoryError, match="`train_step` .* parameters 16 B, optimizer state 36 B, a batch of 8"):
-        program.advance(HeldState.of(prepared[1]), jnp.zeros(1), BATCH)
+        program.flat_train_step(FlatState.of(prepared[1]), jnp.zeros(1), BATCH)
 
 
 def test_a_first_state_that_does_not_fit_is_told_with_its_size():

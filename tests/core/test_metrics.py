@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
-from jax_trainer.core.meter import Column, Meter
+from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
 from jax_trainer.core.metrics import merge_micro
 from jax_trainer.testing import assert_close, assert_same_bits
 
@@ -205,7 +205,7 @@ WITH_COUNT = {
 def test_a_value_with_a_count_is_a_sum_over_that_many(mode):
     steps = [as_metrics({"m": {"value": v, "count": n, "mode": mode}}, 8) for v, n in zip(SUMS, COUNTS, strict=True)]
     values, weights = (np.array([float(x) for x in column]) for column in zip(*map(_one, steps), strict=True))
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.add({"m": Column(LogMetricMode(mode), LogFreq.ANY, LogMode.ANY, values, weights)})
     assert_close(meter.compute()["m"], WITH_COUNT[mode])
     stacked = jax.tree.map(lambda *parts: jnp.stack([jnp.asarray(part) for part in parts]), *steps)

@@ -112,8 +112,8 @@ def test_parameters_are_drawn_from_a_stream_of_their_own():
 def test_a_fresh_state_begins_with_fresh_weights_like_any_others():
     program = function_program(init, linear, optax.adam(0.5), precision="bf16_full")
     fresh, given = program.init(jax.random.key(3), BATCH), init(stream(jax.random.key(3), "init"), BATCH)
-    assert program.begin is not None
-    assert_same_bits(program.begin(jax.random.key(3), given, {}), fresh)
+    assert program.init_from_params is not None
+    assert_same_bits(program.init_from_params(jax.random.key(3), given, {}), fresh)
 
 
 SLOW_WEIGHTS = optax.GradientTransformation(
@@ -125,8 +125,8 @@ SLOW_WEIGHTS = optax.GradientTransformation(
 def test_an_optimizer_that_copies_weights_sees_those_that_are_given(tx):
     given = {"w": jnp.array([1.0, 2.0, 3.0])}
     program = function_program(init, linear, tx)
-    assert program.begin is not None
-    state = program.begin(jax.random.key(0), given, {})
+    assert program.init_from_params is not None
+    state = program.init_from_params(jax.random.key(0), given, {})
     (copy,) = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (3,) and bool(leaf.any())]
     assert_same_bits(copy, given["w"])
 

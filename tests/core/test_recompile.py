@@ -10,7 +10,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import BatchChangedError, RecompileError, RecompileWarning, TrainState, compile_program
-from jax_trainer.core.recompile import Guarded
+from jax_trainer.core.recompile import RecompileGuard
 from jax_trainer.testing import numbered_data, tiny_program
 
 
@@ -39,19 +39,19 @@ class Run:
         program = function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1))
         self.compiled = compile_program(program, **options)
         self.state = self.compiled.init(jax.random.key(0), batch)
-        _, self.tape = self.compiled.train_tape(self.state, batch, 2)
-        _, self.eval_tape = self.compiled.eval_tape(self.state, batch, 2)
+        _, self.buffer = self.compiled.train_buffer(self.state, batch, 2)
+        _, self.eval_buffer = self.compiled.eval_buffer(self.state, batch, 2)
 
     def step(self, batch: Any) -> TrainState:
-        self.state, self.tape, _ = self.compiled.train_step(self.state, self.tape, batch)
+        self.state, self.buffer, _ = self.compiled.train_step(self.state, self.buffer, batch)
         return self.state
 
-    def judge(self, batch: Any) -> None:
-        self.eval_tape, _ = self.compiled.eval_step(self.state, self.eval_tape, batch)
+    def evaluate(self, batch: Any) -> None:
+        self.eval_buffer, _ = self.compiled.eval_step(self.state, self.eval_buffer, batch)
 
 
 def compilations(step: Any) -> int:
-    assert isinstance(step, Guarded)
+    assert isinstance(step, RecompileGuard)
     return step.compilations
 
 
@@ -59,7 +59,7 @@ def test_equal_batches_compile_once():
     run = Run()
     for _ in range(4):
         run.step(batch_of())
-    assert compilations(run.compiled.advance) == 1
+    assert compilations(run.compiled.flat_train_step) == 1
 
 
 def test_numpy_and_jax_arrays_of_the_same_shape_share_a_compilation():
@@ -67,14 +67,14 @@ def test_numpy_and_jax_arrays_of_the_same_shape_share_a_compilation():
     run.step(batch_of())
     run.step(jax.tree.map(jnp.asarray, batch_of()))
     run.step(batch_of())
-    assert compilations(run.compiled.advance) == 1
+    assert compilations(run.compiled.flat_train_step) == 1
 
 
 def test_a_number_of_steps_in_a_chunk_is_not_a_recompilation():
     run = Run()
     batches = jax.tree.map(lambda x: np.stack([x] * 3), batch_of())
     for steps in (3, 1, 2):
-        run.state, run.tape, _ = run.compiled.train_chunk(run.state, run.tape, batches, steps)
+        run.state, run.buffer, _ = run.compiled.train_chunk(run.state, run.buffer, batches, steps)
     assert compilations(run.compiled._part_chunk) == 1
     assert int(run.state.step) == 6
 
@@ -94,7 +94,7 @@ def test_a_length_that_was_warned_of_is_silent_afterwards():
         run.step(batch_of(5))
     for length in (8, 5, 8, 5):
         run.step(batch_of(length))
-    assert compilations(run.compiled.advance) == 2
+    assert compilations(run.compiled.flat_train_step) == 2
 
 
 def test_at_most_three_recompilations_of_a_step_are_reported():
@@ -105,7 +105,7 @@ def test_at_most_three_recompilations_of_a_step_are_reported():
             run.step(batch_of(length))
     assert [warning.category for warning in told] == [RecompileWarning] * 3
     assert "not reported" in str(told[-1].message)
-    assert compilations(run.compiled.advance) == 6
+    assert compilations(run.compiled.flat_train_step) == 6
 
 
 def test_another_width_is_cured_by_padding():
@@ -179,9 +179,9 @@ def test_a_list_in_place_of_a_tuple_is_refused():
 
 def test_evaluation_refuses_a_batch_of_another_kind():
     run = Run()
-    run.judge(batch_of())
+    run.evaluate(batch_of())
     with pytest.raises(BatchChangedError, match=r"batch\.z"):
-        run.judge(batch_of(z=np.ones(8, np.float32)))
+        run.evaluate(batch_of(z=np.ones(8, np.float32)))
 
 
 def test_recompilation_can_be_an_error_that_leaves_the_state_alive():
@@ -199,32 +199,32 @@ def test_recompilation_can_be_ignored():
     run = Run(on_recompile="ignore")
     for length in (8, 5, 3):
         run.step(batch_of(length))
-    assert compilations(run.compiled.advance) == 3
+    assert compilations(run.compiled.flat_train_step) == 3
 
 
 @pytest.mark.parametrize("on_recompile", ["warn", "error"])
 def test_evaluation_takes_a_ragged_last_batch_silently(on_recompile):
     run = Run(on_recompile=on_recompile)
     for length in (8, 8, 5):
-        run.judge(batch_of(length))
-    assert compilations(run.compiled.judge) == 2
+        run.evaluate(batch_of(length))
+    assert compilations(run.compiled.flat_eval_step) == 2
 
 
 def test_evaluation_takes_a_ragged_last_batch_that_tells_its_size():
     run = Run(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
-    run.judge(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
-    run.judge(Sized(np.ones((5, 3), np.float32), scale=1.0, size=5))
-    assert compilations(run.compiled.judge) == 2  # and nothing was said
+    run.evaluate(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
+    run.evaluate(Sized(np.ones((5, 3), np.float32), scale=1.0, size=5))
+    assert compilations(run.compiled.flat_eval_step) == 2  # and nothing was said
 
 
 def test_with_error_even_a_changed_place_leaves_the_state_alive(key):
     batch = {name: array[:8] for name, array in numbered_data(8).items()}
     program = compile_program(tiny_program("linen"), on_recompile="error")
     state = program.init(key, batch)
-    _, tape = program.train_tape(state, batch, 2)
-    state, tape, _ = program.train_step(state, tape, batch)
+    _, buffer = program.train_buffer(state, batch, 2)
+    state, buffer, _ = program.train_step(state, buffer, batch)
     with pytest.raises(RecompileError, match="would be compiled again: batch.* on 1 device"):
-        program.train_step(state, tape, jax.device_put(batch, jax.devices()[0]))
+        program.train_step(state, buffer, jax.device_put(batch, jax.devices()[0]))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -232,12 +232,12 @@ def test_an_evaluation_over_many_lengths_is_reported(key):
     program = compile_program(tiny_program("linen"))
     data = numbered_data(30)
     state = program.init(key, data)
-    _, tape = program.eval_tape(state, data, 2)
+    _, buffer = program.eval_buffer(state, data, 2)
     lengths = range(30, 22, -1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in lengths:
-            tape, _ = program.eval_step(state, tape, {name: array[:length] for name, array in data.items()})
+            buffer, _ = program.eval_step(state, buffer, {name: array[:length] for name, array in data.items()})
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, RecompileWarning)]
     assert len(texts) == 3
     assert "compilation 5" in texts[0]

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_trainer.core import FlaxState, HeldState, TrainState, copy_state, new_state, step_of
+from jax_trainer.core import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 TX = optax.adam(0.1)
@@ -106,8 +106,8 @@ def test_the_step_is_read_as_a_python_number():
 
 def test_a_held_state_is_put_together_only_when_asked_and_once(key):
     state = TrainState.create(apply_fn=len, params={"w": jnp.ones(3)}, tx=optax.adam(0.1)).plain()
-    held = HeldState.of(state)
-    again = HeldState(held.leaves, held.structure)
+    held = FlatState.of(state)
+    again = FlatState(held.leaves, held.structure)
     assert_same_bits(again.state, state)
     assert again.state is again.state
 

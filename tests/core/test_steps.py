@@ -197,11 +197,11 @@ def test_different_seeds_draw_differently(flavour):
     assert len({float(report.metrics.by_name["loss"].value) for report in reports}) == 3
 
 
-def drawn(program: Program, state: TrainState, steps: int, *, judge: bool) -> tuple[TrainState, list[float]]:
-    train, judged, draws = jax.jit(program.train_step), jax.jit(program.eval_step), []
+def drawn(program: Program, state: TrainState, steps: int, *, evaluate: bool) -> tuple[TrainState, list[float]]:
+    train, evaluated, draws = jax.jit(program.train_step), jax.jit(program.eval_step), []
     for _ in range(steps):
-        if judge:
-            judged(state, BATCH)
+        if evaluate:
+            evaluated(state, BATCH)
         state, report = train(state, BATCH)
         draws.append(float(report.metrics.by_name["draw"].value))
     return state, draws
@@ -210,9 +210,9 @@ def drawn(program: Program, state: TrainState, steps: int, *, judge: bool) -> tu
 def test_evaluation_does_not_disturb_training():
     program = function_program(init, noisy, optax.sgd(0.1))
     state = program.init(jax.random.key(0), BATCH)
-    alone, alone_draws = drawn(program, state, 3, judge=False)
-    judged, judged_draws = drawn(program, state, 3, judge=True)
-    assert_same_bits(judged, alone)
+    alone, alone_draws = drawn(program, state, 3, evaluate=False)
+    evaluated, judged_draws = drawn(program, state, 3, evaluate=True)
+    assert_same_bits(evaluated, alone)
     assert judged_draws == alone_draws
     assert len(set(alone_draws)) == 3
 
@@ -220,7 +220,7 @@ def test_evaluation_does_not_disturb_training():
 def test_evaluation_draws_the_same_numbers_at_every_step_and_others_than_training():
     program = function_program(init, noisy, optax.sgd(0.1))
     state = program.init(jax.random.key(0), BATCH)
-    later, draws = drawn(program, state, 2, judge=False)
+    later, draws = drawn(program, state, 2, evaluate=False)
     first = program.eval_step(state, BATCH).by_name["draw"].value
     assert_same_bits(program.eval_step(later, BATCH).by_name["draw"].value, first)
     assert float(first) not in draws

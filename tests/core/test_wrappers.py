@@ -9,10 +9,10 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import (
-    Meter,
+    MetricAccumulator,
+    MetricWindow,
     NonFiniteError,
     Program,
-    StepRows,
     TrainState,
     compile_program,
     with_ema,
@@ -32,15 +32,15 @@ def fit_mean(tx: optax.GradientTransformation | None = None, loss: Any = distanc
     return function_program(lambda key, batch: {"w": jnp.full((), 4.0, jnp.float32)}, loss, tx or optax.sgd(0.1))
 
 
-def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], StepRows]:
+def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], MetricWindow]:
     """The states before and after every step, and what the steps reported."""
     compiled = compile_program(program, donate=False)
     states = [compiled.init(jax.random.key(0), batches[0])]
-    fmt, tape = compiled.train_tape(states[0], batches[0], len(batches))
+    fmt, buffer = compiled.train_buffer(states[0], batches[0], len(batches))
     for batch in batches:
-        state, tape, _ = compiled.train_step(states[-1], tape, batch)
+        state, buffer, _ = compiled.train_step(states[-1], buffer, batch)
         states.append(state)
-    return states, StepRows(1, fmt, np.asarray(tape))
+    return states, MetricWindow(1, fmt, np.asarray(buffer))
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -66,8 +66,8 @@ def test_evaluation_judges_the_averaged_weights_or_the_current_ones(evaluate):
     state = trained(program, [GOOD] * 3)[0][-1]
     average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
     assert average != pytest.approx(current, rel=1e-2)
-    judged = average if evaluate else current
-    assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((judged - GOOD) ** 2).mean())
+    evaluated = average if evaluate else current
+    assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((evaluated - GOOD) ** 2).mean())
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
@@ -83,12 +83,12 @@ def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate
 
 def test_a_state_that_begins_with_given_weights_has_what_wrappers_keep():
     program = with_finite_guard(with_ema(fit_mean(), 0.9))
-    assert program.begin is not None
+    assert program.init_from_params is not None
     given = {"w": jnp.float32(7)}
-    state = program.begin(jax.random.key(0), given, {})
+    state = program.init_from_params(jax.random.key(0), given, {})
     fresh = program.init(jax.random.key(0), GOOD)
     assert_same_bits(state, fresh.replace(params=given, extra={**fresh.extra, "ema": given}))
-    assert with_finite_guard(fit_mean()._replace(begin=None)).begin is None
+    assert with_finite_guard(fit_mean()._replace(init_from_params=None)).init_from_params is None
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
@@ -140,7 +140,7 @@ def test_skips_are_counted_and_their_metrics_count_for_nothing():
     states, rows = trained(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
     np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 2, 0])
     np.testing.assert_array_equal(rows.columns["last"].weights, [5, 0, 5, 0])
-    meter = Meter()
+    meter = MetricAccumulator()
     meter.add(rows.columns)
     epoch = meter.compute()
     assert epoch["guard/skipped"] == 2
@@ -149,7 +149,7 @@ def test_skips_are_counted_and_their_metrics_count_for_nothing():
     assert epoch["loss"] == pytest.approx(np.mean(good), rel=1e-6)
 
 
-def check(program: Program, rows: StepRows) -> None:
+def check(program: Program, rows: MetricWindow) -> None:
     (only,) = program.checks
     only(rows)
 
@@ -200,6 +200,20 @@ def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_
     assert (caught.value.step, caught.value.batch) == (first + 2, None)
     plain, _ = trained(fit_mean(), [GOOD, GOOD, BAD, BAD])
     assert_same_bits(states[-1], plain[-1])
+
+
+def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
+    """The last step of a run, or the last before a checkpoint, has no later loss that would show it."""
+
+    def bad_gradient(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+        return params["w"] + jnp.sqrt((params["w"] - params["w"]) ** 2), {}
+
+    program = with_finite_check(fit_mean(loss=bad_gradient))
+    states, rows = trained(program, [GOOD])
+    assert not np.isfinite(states[-1].params["w"])
+    with pytest.raises(NonFiniteError, match=r"Step 1: the norm of all parameters after it was nan") as caught:
+        check(program, rows)
+    assert caught.value.step == 1
 
 
 def test_a_negative_number_of_allowed_skips_is_an_error():
@@ -258,7 +272,7 @@ def test_only_a_guarded_program_has_its_batches_kept():
 
 
 def test_checks_of_inner_programs_are_kept():
-    def inner(rows: StepRows) -> None:
+    def inner(rows: MetricWindow) -> None:
         raise AssertionError("looked")
 
     program = with_finite_guard(fit_mean()._replace(checks=(inner,)))

@@ -13,7 +13,7 @@ from jax_trainer.core import batch_weight, compile_program
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.datasets.foreign import as_arrays, known_as_tree, makes_fresh_arrays
 from jax_trainer.engine import Plan, run
-from jax_trainer.testing import Recorder
+from jax_trainer.testing import EventRecorder
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
@@ -115,6 +115,6 @@ def test_a_generator_may_fill_the_same_buffer_again_and_again(prefetch, steps_pe
         return params * slow.mean(), {"number": batch.mean()}
 
     program = compile_program(function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.0)))
-    state, seen = program.init(jax.random.key(0), batches[0]), Recorder()
+    state, seen = program.init(jax.random.key(0), batches[0]), EventRecorder()
     run(program, state, Data(refilled, prefetch=prefetch), Plan(max_epochs=1, steps_per_call=steps_per_call), [seen])
     assert [seen.steps[step]["number"] for step in range(1, 13)] == list(range(12))

@@ -21,7 +21,7 @@ def test_any_number_of_processes_sees_the_global_order(examples, per_process, pr
     parts = [
         Order(examples=examples, batch_size=size, shuffle=shuffle, process=(i, processes)) for i in range(processes)
     ]
-    for index in range(alone.whole_batches):
+    for index in range(alone.full_batches):
         joined = np.concatenate([part.rows(epoch, index) for part in parts])
         np.testing.assert_array_equal(joined, alone.rows(epoch, index))
         assert alone.size_of(index) == size
@@ -40,10 +40,10 @@ def test_an_epoch_visits_every_example_once(examples, size, epoch):
 def test_all_processes_get_the_last_batch_whole_where_it_is_not_full(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     shared, own = (Order(examples=20, batch_size=8, process=process) for process in [(1, 2), (0, 1)])
-    assert [shared.is_whole(index) for index in range(3)] == [False, False, True]
-    assert all(own.is_whole(index) for index in range(3))  # each has all of all batches
+    assert [shared.is_replicated(index) for index in range(3)] == [False, False, True]
+    assert all(own.is_replicated(index) for index in range(3))  # each has all of all batches
     with pytest.raises(ValueError, match="`process` says that 4 processes share the batches, and there are 2"):
-        Order(examples=20, batch_size=8, process=(1, 4)).is_whole(0)
+        Order(examples=20, batch_size=8, process=(1, 4)).is_replicated(0)
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from data_sources import KINDS
 
-from jax_trainer.datasets import DataError, Feed
+from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.testing import assert_same_bits
 
@@ -17,8 +17,8 @@ TWO_EPOCHS = 12  # batches
 
 def batches_of(data):
     """Two epochs of a fresh feed, as the loop would take them."""
-    feed = Feed(data, "train", steps_per_epoch=6)
-    return [batch for epoch in (1, 2) for batch in itertools.islice(feed.open(epoch), 6)]
+    data_source = DataSource(data, "train", steps_per_epoch=6)
+    return [batch for epoch in (1, 2) for batch in itertools.islice(data_source.open(epoch), 6)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +56,7 @@ def test_a_generator_whose_buffer_is_reused_keeps_its_first_batch():
             yield buffer
 
     example, data = peeked(filled())
-    assert [batch.tolist() for batch in Feed(data, "train").open(1)] == [[0, 0], [1, 1], [2, 2]]
+    assert [batch.tolist() for batch in DataSource(data, "train").open(1)] == [[0, 0], [1, 1], [2, 2]]
     assert example.tolist() == [0, 0]
 
 

@@ -13,8 +13,8 @@ from absl import flags
 from data_sources import BATCHES, IDS, KINDS, SIZE, STATEFUL, WITH_WORKERS, torch_loader, torch_nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from jax_trainer.checkpoint.plain import decoded, encoded, not_plain
-from jax_trainer.datasets import ArrayLoader, Feed, Position
+from jax_trainer.checkpoint.json_codec import decoded, encoded, not_plain
+from jax_trainer.datasets import ArrayLoader, DataSource, Position
 
 EPOCHS, BEGINNING = 3, "[0, 0, null]"
 
@@ -35,9 +35,9 @@ class Session:
 
     def __init__(self, source, at=BEGINNING, *, per_epoch=BATCHES):
         position = from_text(at)
-        self._feed, self._per_epoch = Feed(source, "train", steps_per_epoch=per_epoch), per_epoch
+        self._data_source, self._per_epoch = DataSource(source, "train", steps_per_epoch=per_epoch), per_epoch
         self._epoch, self._step, self._state = position.epoch, position.epoch_step, position.state
-        self._feed.restore(position.state)
+        self._data_source.restore(position.state)
         self.positions = []  # after each batch
 
     def take(self, count):
@@ -45,7 +45,7 @@ class Session:
         seen = []
         while len(seen) < count:
             self._epoch += not self._step
-            with closing(self._feed.open(self._epoch, self._step)) as cursor:
+            with closing(self._data_source.open(self._epoch, self._step)) as cursor:
                 while len(seen) < count and self._step < self._per_epoch and (taken := cursor.take(1)) is not None:
                     seen.append(np.asarray(taken.batch).tolist())
                     self._step, self._state = self._step + 1, taken.state
@@ -138,9 +138,9 @@ def test_a_loader_that_keeps_telling_where_it_was_put_is_told_of():
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_can_go_back_does_so_in_the_same_process(kind):
     source = KINDS[kind]()
-    feed = Feed(source, "train", steps_per_epoch=BATCHES)
-    assert feed.can_go_back == (kind != "stream")
-    if not feed.can_go_back:
+    data_source = DataSource(source, "train", steps_per_epoch=BATCHES)
+    assert data_source.can_rewind == (kind != "stream")
+    if not data_source.can_rewind:
         return
     first = Session(source)
     start, at = first.take(2), first.position

@@ -11,24 +11,24 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import LATE, Background, Data, DataError, Direct, Taken
+from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
-from jax_trainer.testing import Recorder
+from jax_trainer.testing import EventRecorder
 
 
 def batches(count, seconds=0.0):
     for number in range(count):
         time.sleep(seconds)
-        yield Taken(number, 1, False, number, None)
+        yield StepBatch(number, 1, False, number, None)
 
 
 def never_idle():
     return False
 
 
-def drained(supply):
+def drained(batch_iterator):
     seen = []
-    while (taken := supply.next(5)) is not None:
+    while (taken := batch_iterator.next(5)) is not None:
         seen.append(taken.batch)
     return seen
 
@@ -39,9 +39,9 @@ def feed_threads():
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_a_thread_gives_the_batches_in_order_and_then_ends(depth):
-    supply = Background(batches(20), never_idle, depth=depth, name="train")
-    assert drained(supply) == list(range(20))
-    supply.close()
+    batch_iterator = PrefetchIterator(batches(20), never_idle, depth=depth, name="train")
+    assert drained(batch_iterator) == list(range(20))
+    batch_iterator.close()
     assert not feed_threads()
 
 
@@ -54,15 +54,15 @@ def test_no_more_batches_are_made_ahead_than_asked_for(depth):
             made.append(taken.batch)
             yield taken
 
-    supply = Background(counted(), never_idle, depth=depth, name="train")
+    batch_iterator = PrefetchIterator(counted(), never_idle, depth=depth, name="train")
     for used in range(5):
         deadline = time.monotonic() + 20
         while len(made) < used + depth and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.01)  # in which it could make more
         assert len(made) == used + depth
-        supply.next(5)
-    supply.close()
+        batch_iterator.next(5)
+    batch_iterator.close()
 
 
 def broken():
@@ -71,12 +71,12 @@ def broken():
 
 
 def test_what_the_loader_raises_arrives_where_the_batch_is_asked_for_with_its_traceback():
-    supply = Background(broken(), never_idle, depth=4, name="train")
-    assert [supply.next(5).batch for _ in range(2)] == [0, 1]
+    batch_iterator = PrefetchIterator(broken(), never_idle, depth=4, name="train")
+    assert [batch_iterator.next(5).batch for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        supply.next(5)
+        batch_iterator.next(5)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
-    supply.close()
+    batch_iterator.close()
     assert not feed_threads()
 
 
@@ -89,18 +89,18 @@ def test_closing_early_ends_the_loader_in_its_own_thread():
         finally:
             ended.append(threading.current_thread().name)
 
-    supply = Background(tidy(), never_idle, depth=2, name="train")
-    supply.next(5)
-    supply.close()
+    batch_iterator = PrefetchIterator(tidy(), never_idle, depth=2, name="train")
+    batch_iterator.next(5)
+    batch_iterator.close()
     assert ended == ["jax_trainer feed 'train'"]
     assert not feed_threads()
 
 
 def test_a_late_batch_gives_the_caller_a_turn():
-    supply = Background(batches(1, seconds=0.3), never_idle, depth=1, name="train")
-    assert supply.next(0.05) is LATE
-    assert supply.next(5).batch == 0
-    supply.close()
+    batch_iterator = PrefetchIterator(batches(1, seconds=0.3), never_idle, depth=1, name="train")
+    assert batch_iterator.next(0.05) is NOT_READY
+    assert batch_iterator.next(5).batch == 0
+    batch_iterator.close()
 
 
 def test_a_loader_that_hangs_is_an_error_after_the_timeout():
@@ -110,30 +110,32 @@ def test_a_loader_that_hangs_is_an_error_after_the_timeout():
         release.wait()
         yield from batches(1)
 
-    supply = Background(hanging(), never_idle, depth=1, name="train", timeout=0.2)
+    batch_iterator = PrefetchIterator(hanging(), never_idle, depth=1, name="train", timeout=0.2)
     with pytest.raises(DataError, match="'train' data gave no batch for .* `timeout` is 0.2 s"):
-        [supply.next(0.05) for _ in range(100)]
+        [batch_iterator.next(0.05) for _ in range(100)]
     release.set()
-    supply.close()
+    batch_iterator.close()
 
 
 def test_only_the_time_in_which_the_device_has_nothing_to_do_counts_as_waiting():
     busy_until = time.perf_counter() + 0.2
-    supply = Background(batches(1, seconds=0.5), lambda: time.perf_counter() > busy_until, depth=1, name="train")
+    batch_iterator = PrefetchIterator(
+        batches(1, seconds=0.5), lambda: time.perf_counter() > busy_until, depth=1, name="train"
+    )
     began = time.perf_counter()
-    supply.next(5)
-    assert 0.05 < supply.waited < time.perf_counter() - began - 0.15
-    supply.close()
-    busy = Background(batches(1, seconds=0.2), never_idle, depth=1, name="train")
+    batch_iterator.next(5)
+    assert 0.05 < batch_iterator.waited < time.perf_counter() - began - 0.15
+    batch_iterator.close()
+    busy = PrefetchIterator(batches(1, seconds=0.2), never_idle, depth=1, name="train")
     busy.next(5)
     assert busy.waited == 0
     busy.close()
 
 
 def test_without_a_thread_the_caller_makes_the_batches():
-    supply = Direct(batches(3), never_idle)
-    assert drained(supply) == [0, 1, 2]
-    supply.close()
+    batch_iterator = SyncIterator(batches(3), never_idle)
+    assert drained(batch_iterator) == [0, 1, 2]
+    batch_iterator.close()
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +204,7 @@ def test_an_error_of_the_loader_names_the_batch(program):
 
 
 def test_a_slow_loader_is_named_as_the_bottleneck_in_one_line_per_epoch(program, caplog):
-    seen = Recorder()
+    seen = EventRecorder()
     run(program, state_of(program), Data(lambda: slowly(60, 0.01)), Plan(max_epochs=2), [seen])
     lines = [record.message for record in caplog.records if "bottleneck" in record.message]
     assert [line[:40] for line in lines] == [f"Data is the bottleneck: in epoch {e} the de"[:40] for e in (1, 2)]

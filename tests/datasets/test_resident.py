@@ -12,7 +12,14 @@ from jax_trainer.core import Layout, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Position, SupervisedBatch, resident_loader
 from jax_trainer.datasets import resident as resident_module
 from jax_trainer.engine import Every, Plan, run
-from jax_trainer.testing import Recorder, assert_close, assert_same_bits, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import (
+    EventRecorder,
+    assert_close,
+    assert_same_bits,
+    numbered_data,
+    numbered_loader,
+    tiny_program,
+)
 
 pytestmark = pytest.mark.slow  # `make slow` runs them
 
@@ -24,7 +31,7 @@ def compiled(flavour, layout):
 
 def trained(flavour, *, resident, steps_per_call=1, layout=None, plan=None, at=Position(), state=None, **loader):
     program = compiled(flavour, layout)
-    data, seen = numbered_loader(**{"examples": 203, **loader}), Recorder()
+    data, seen = numbered_loader(**{"examples": 203, **loader}), EventRecorder()
     state = program.init(jax.random.key(0), next(iter(data))) if state is None else state
     plan = plan or Plan(max_epochs=2, steps_per_call=steps_per_call)
     return run(program, state, Data(data, resident=resident), plan, [seen], at), seen

@@ -28,7 +28,7 @@ from jax_trainer.datasets.transforms import (
 )
 from jax_trainer.engine import Every, Plan, evaluate, run
 from jax_trainer.testing import (
-    Recorder,
+    EventRecorder,
     assert_close,
     assert_finite,
     assert_no_implicit_transfers,
@@ -387,7 +387,7 @@ def adding_data() -> Data:
 
 
 def added(transforms: DeviceTransforms, plan: Plan) -> tuple[Any, dict[int, Any]]:
-    compiled, seen = compile_program(adding_program(transforms)), Recorder()
+    compiled, seen = compile_program(adding_program(transforms)), EventRecorder()
     state = compiled.init(KEY, next(iter(adding_data().train)))
     state = run(compiled, state, adding_data(), plan, [seen])
     return state, {step: np.asarray(metrics["code"]) for step, metrics in seen.steps.items()}
@@ -442,7 +442,7 @@ def test_averages_guards_and_accumulation_work_with_transforms(flavour, outermos
         program = with_transforms(with_finite_guard(with_ema(program, 0.9)), small())
     else:
         program = with_finite_guard(with_ema(with_transforms(program, small()), 0.9))
-    compiled, seen = compile_program(program, on_recompile="ignore"), Recorder()
+    compiled, seen = compile_program(program, on_recompile="ignore"), EventRecorder()
     plan = Plan(max_epochs=3, steps_per_call=4, eval_every=Every(epochs=1))
     state = run(compiled, compiled.init(KEY, SMALL), small_data(), plan, [seen])
     assert_finite(state)
@@ -496,15 +496,15 @@ def test_transforms_of_a_prediction_draw_what_those_of_an_evaluation_draw():
     compiled = compile_program(with_transforms(asked, noisy))
     batch = {"input": np.zeros((2, 4, 4), np.float32)}
     state = compiled.init(KEY, batch)
-    judged = evaluate(compiled, state, {"val": [batch] * 3})["val"]["sum"]
+    evaluated = evaluate(compiled, state, {"val": [batch] * 3})["val"]["sum"]
     predicted = [float(compiled.predict(state, batch, number)) for number in range(3)]
     assert len(set(predicted)) == 3
-    assert judged == pytest.approx(np.mean(predicted), rel=1e-6)
+    assert evaluated == pytest.approx(np.mean(predicted), rel=1e-6)
 
 
 def test_transforms_leave_a_program_its_way_to_begin_and_none_where_there_is_none():
     program = with_transforms(tiny_program("linen"), small())
-    assert program.begin is not None
+    assert program.init_from_params is not None
     assert program.predict_step is not None
     plain = function_program(lambda key, batch: jnp.zeros(()), lambda *args, **kwargs: 0.0, optax.sgd(0.1))
     assert with_transforms(plain, small()).predict_step is None
@@ -546,12 +546,12 @@ def test_no_transforms_leave_the_program_itself(flavour):
 
 
 def test_evaluation_knows_nothing_of_the_transforms_of_training():
-    judged = []
+    evaluated = []
     for transforms in (DeviceTransforms(train=RANDOM), DeviceTransforms()):
         program = compile_program(adding_program(transforms), on_recompile="ignore")
         state = program.init(KEY, next(iter(adding_data().train)))
-        judged.append(evaluate(program, state, adding_data().evals)["val"])
-    assert_same_bits(judged[0], judged[1])
+        evaluated.append(evaluate(program, state, adding_data().evals)["val"])
+    assert_same_bits(evaluated[0], evaluated[1])
 
 
 def test_random_transforms_in_evaluation_differ_by_batch_and_repeat_in_every_evaluation():
@@ -568,13 +568,13 @@ def test_a_step_with_transforms_moves_nothing_between_host_and_device(flavour):
     program = compile_program(with_transforms(tiny_program(flavour), small()))
     batch = jax.device_put(SMALL)
     state = program.init(KEY, batch)
-    _, tape = program.train_tape(state, batch, 4)
-    _, eval_tape = program.eval_tape(state, batch, 4)
-    state, tape, _ = program.train_step(state, tape, batch)
-    program.eval_step(state, eval_tape, batch)
+    _, buffer = program.train_buffer(state, batch, 4)
+    _, eval_buffer = program.eval_buffer(state, batch, 4)
+    state, buffer, _ = program.train_step(state, buffer, batch)
+    program.eval_step(state, eval_buffer, batch)
     with assert_no_implicit_transfers():
-        state, tape, _ = program.train_step(state, tape, batch)
-        program.eval_step(state, eval_tape, batch)
+        state, buffer, _ = program.train_step(state, buffer, batch)
+        program.eval_step(state, eval_buffer, batch)
     assert batch["x"].dtype == jnp.uint8
 
 

@@ -14,7 +14,7 @@ from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Event, FitEnd, FitStart, Plan, StepEnd, StopTraining, run
-from jax_trainer.testing import Recorder, numbered_data, numbered_loader
+from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 PROGRAM = compile_program(
@@ -68,7 +68,7 @@ def test_a_completed_run_says_so_and_returns_the_last_state():
 
 
 def test_an_observer_can_stop_the_run_after_the_current_step():
-    ends, seen = Ends(), Recorder()
+    ends, seen = Ends(), EventRecorder()
     state = fit(seen, At(7, raising(StopTraining())), ends)
     assert (int(state.step), seen.names.count("StepEnd"), ends.status) == (7, 7, ["stopped"])
 
@@ -88,7 +88,7 @@ class Stops:
     ("kind", "names", "step"), [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]
 )
 def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, names, step):
-    later, ends = Recorder(), Ends()
+    later, ends = EventRecorder(), Ends()
     state = fit(Stops(kind, StopTraining("enough")), later, ends)
     assert later.names[-1 - len(names) :] == [*names, "FitEnd"]
     assert (int(state.step), ends.status) == (step, ["stopped"])
@@ -173,7 +173,7 @@ def test_the_failure_of_the_run_is_not_hidden_by_one_at_the_end():
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_the_run_after_the_current_step(number, error):
     before = signal.getsignal(number)
-    ends, seen = Ends(), Recorder()
+    ends, seen = Ends(), EventRecorder()
     with pytest.raises(error) as caught:
         fit(At(5, lambda: os.kill(os.getpid(), number)), seen, ends)
     assert (seen.names.count("StepEnd"), ends.status) == (5, ["interrupted"])

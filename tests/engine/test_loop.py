@@ -12,8 +12,8 @@ from jax_trainer.core import BatchChangedError, Layout, NonFiniteError, compile_
 from jax_trainer.datasets import Data, DataError, Position
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, Every, Plan, evaluate, run, train_events
 from jax_trainer.testing import (
+    EventRecorder,
     FaultInjected,
-    Recorder,
     assert_close,
     assert_no_implicit_transfers,
     assert_same_bits,
@@ -45,7 +45,7 @@ def averaging_program(**options):
 
 
 def trained(program, state, data, plan, *observers, at=None):
-    recorder = Recorder()
+    recorder = EventRecorder()
     state = run(program, state, data, plan, [recorder, *observers], at or Position())
     return state, recorder
 
@@ -221,7 +221,7 @@ def test_cutting_a_chunk_for_validation_changes_no_bit(prepared):
 def test_an_observer_that_needs_every_step_gets_every_step(prepared):
     program, fresh = prepared
 
-    class Nosy(Recorder):
+    class Nosy(EventRecorder):
         sees_state_every = Every(steps=1)
 
     nosy = Nosy()
@@ -411,7 +411,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_step(key):
     program = compile_program(with_finite_guard(averaging_program(), max_consecutive=3))
     bad = {**EXAMPLE, "x": np.full_like(EXAMPLE["x"], np.nan)}
     state = program.init(key, EXAMPLE)
-    seen = Recorder()
+    seen = EventRecorder()
     with pytest.raises(NonFiniteError, match="Step 9: .*not finite 4 times in a row"):
         run(program, state, Data([EXAMPLE] * 5 + [bad] * 10), Plan(max_epochs=1, metrics_every=5), [seen])
     assert seen.names[-1] == "FitEnd"
@@ -419,7 +419,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_step(key):
 
 def test_a_fault_in_the_middle_reaches_the_caller(prepared):
     program, fresh = prepared
-    seen = Recorder()
+    seen = EventRecorder()
     with fault("step:raise:3"), pytest.raises(FaultInjected):
         run(program, fresh(), Data(numbered_loader()), Plan(max_epochs=1), [seen])
     assert seen.names.count("StepEnd") == 2

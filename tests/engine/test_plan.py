@@ -69,18 +69,18 @@ def test_a_fast_dev_run_is_a_few_steps_then_an_evaluation():
 def test_there_is_never_room_past_a_step_where_somebody_looks(step, left, every):
     first, *rest = [Every(steps=n) for n in every] or [Every()]
     plan = Plan(max_steps=10_000, eval_every=first, cuts=tuple(rest))
-    room = plan.room(step, left)
+    room = plan.steps_until_cut(step, left)
     assert 1 <= room <= (left or room)
     inside = range(step + 1, step + min(room, 1000))
-    assert not any(wish.at_step(s) for s in inside for wish in (first, *rest))
+    assert not any(fit_option.at_step(s) for s in inside for fit_option in (first, *rest))
 
 
 def test_observers_that_need_every_step_set_the_chunk_to_one():
     class Nosy:
         sees_state_every = Every(steps=1)
 
-    assert Plan(max_steps=10).seen_by([Nosy(), object()]).room(0, 25) == 1
-    assert Plan(max_steps=10).seen_by([object()]).room(0, 25) == 25
+    assert Plan(max_steps=10).seen_by([Nosy(), object()]).steps_until_cut(0, 25) == 1
+    assert Plan(max_steps=10).seen_by([object()]).steps_until_cut(0, 25) == 25
 
 
 @pytest.mark.parametrize(

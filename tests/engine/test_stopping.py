@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,11 @@ def test_ctrl_c_is_shown_in_one_line_and_any_other_error_as_before(monkeypatch, 
         sys.excepthook(type(other), other, None)
     assert capsys.readouterr().err == "Interrupted after step 3.\nInterrupted after step 4.\n"
     assert others == [impatient, error]
+
+
+def test_ctrl_c_is_shown_in_one_line_in_a_notebook():
+    end: Any = by_ctrl_c("Interrupted after step 3.")
+    assert end._render_traceback_() == ["Interrupted after step 3."]  # IPython calls it instead of `sys.excepthook`
 
 
 @pytest.mark.slow

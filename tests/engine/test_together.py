@@ -22,7 +22,7 @@ def test_where_one_process_fails_the_others_name_it_and_nobody_saves_at_a_step_o
     first, second = pairs.ended(pairs.start(JOB, "fail"))
     assert (first.code, second.code) == (3, 3)
     assert pairs.lines(second)[-1] == "OSError: the disk is gone"
-    assert pairs.lines(first)[-1].startswith("PeerFailedError: Process 1 of 2 (")
+    assert pairs.lines(first)[-1].startswith("ProcessFailedError: Process 1 of 2 (")
     assert pairs.lines(first)[-1].endswith("failed: OSError: the disk is gone")
     assert not [line for line in (*pairs.lines(first), *pairs.lines(second)) if line.endswith("OSError")]
 

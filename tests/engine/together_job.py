@@ -11,7 +11,7 @@ from jax_trainer.core import Layout, compile_program
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import EvalRoundEnd, Every, Plan, SavePoint, StepEnd, run
 from jax_trainer.init_mesh import init_ddp_mesh
-from jax_trainer.processes import PeerFailedError, leave
+from jax_trainer.processes import ProcessFailedError, leave
 from jax_trainer.testing import numbered_data, tiny_program
 
 index, what = jax.process_index(), sys.argv[4]
@@ -22,7 +22,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class Watching:
+class CallbackList:
     """Disturbs, and says at which steps what happens."""
 
     saves_every = Every(minutes=0.01)
@@ -48,9 +48,9 @@ minutes = Every(minutes=0.02) if what == "time" else Every()
 plan = Plan(max_epochs=100, max_time=8.0 if what == "time" else 60.0, eval_every=minutes)
 began = time.monotonic()
 try:
-    last = run(program, state, Data(loader, {"val": loader}), plan, [Watching()])
+    last = run(program, state, Data(loader, {"val": loader}), plan, [CallbackList()])
     say(f"ended {int(last.step)}")
-except (OSError, PeerFailedError) as error:
+except (OSError, ProcessFailedError) as error:
     say(f"{type(error).__name__}: {error}")
     os._exit(3)  # JAX would wait for the others
 except SystemExit as end:

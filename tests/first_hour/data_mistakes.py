@@ -13,10 +13,12 @@ from mistakes import (
     JUDGING,
     LATE,
     STEP,
+    Net,
     Table,
     Trainer,
     X,
     Y,
+    cross_entropy,
     fitted,
     functional,
     loader,
@@ -31,9 +33,10 @@ from mistakes import (
 
 from jax_trainer import ArrayLoader, ImgClassifierTrainer
 from jax_trainer.datasets import DataError
-from jax_trainer.styles import train_fn
+from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask, train_fn
 
 DATA = Table()
+OF_BATCHES = ("TrainerModule", "train_fn", "TrainLoop")  # which take no whole arrays
 NNX_STYLES = ("fit, nnx", "TrainerModule, nnx", "train_fn")
 NAMES = np.array(["cat", "dog", "cow", "emu"] * 4)
 WIDE = np.ones((16, 5), np.float32)
@@ -319,7 +322,7 @@ def _(folder: Path) -> None:
     trained(folder, "data/train.csv")
 
 
-@DATA.row("fit: a list of arrays instead of a tuple", "tuple", "split_batch|pair", error=DataError)
+@DATA.row("fit: a list of arrays instead of a tuple", r"\(16, 4\), \(16,\)", "tuple", error=DataError)
 def _(folder: Path) -> None:
     fitted(folder, train_ds=[X, Y])
 
@@ -478,3 +481,57 @@ def _(folder: Path) -> None:
 @DATA.row("fit: labels are true and false", r"bool\[8\]", "astype", IN_YOUR_CODE, error=TypeError)
 def _(folder: Path) -> None:
     fitted(folder, train_ds=(X, Y > 1))
+
+
+# whole arrays and single examples where batches belong
+
+
+@DATA.each(
+    "inputs and targets instead of a loader",
+    "'train'",
+    r"\(16, 4\), \(16,\)",
+    "ArrayLoader",
+    error=DataError,
+    styles=OF_BATCHES,
+)
+def _(style: str, folder: Path) -> None:
+    {"TrainerModule": lambda: trained(folder, (X, Y)), "train_fn": lambda: functional((X, Y))}.get(
+        style, lambda: looped(data=(X, Y))
+    )()
+
+
+@DATA.each("a list of single examples", "'train'", "single examples", "ArrayLoader", error=DataError, styles=OF_BATCHES)
+def _(style: str, folder: Path) -> None:
+    examples = [*zip(X, Y, strict=True)]
+    {"TrainerModule": lambda: trained(folder, examples), "train_fn": lambda: functional(examples)}.get(
+        style, lambda: looped(data=examples)
+    )()
+
+
+@DATA.row("fit: inputs and targets as two arguments, as in Keras", r"fit\(model, \(x, y\)", error=DataError)
+def _(folder: Path) -> None:
+    fitted(folder, train_ds=X, test_ds=Y)
+
+
+# labels of evaluation data
+
+
+@DATA.each("labels of the validation data that are out of range", "holds 3", "0 to 2", "'val'", styles=JUDGING)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, val=loader(X, Y + 1))
+
+
+@DATA.each("a later label of the validation data that is out of range", "holds 7", "0 to 2", styles=JUDGING[:4])
+def _(style: str, folder: Path) -> None:
+    labels = Y.copy()
+    labels[-1] = 7
+    train(style, folder, val=loader(X, labels))
+
+
+@DATA.row("EvalLoop: labels out of range", "holds 3", "0 to 2", "'eval'", at=LATE)
+def _(folder: Path) -> None:
+    task = TrainTask(apply=Net().apply, optimizer=optax.adam(1e-2), loss=cross_entropy, data=loader())
+    loop = TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False)
+    evaluating = EvalLoop(EvalTask(apply=Net().apply, metrics={"loss": cross_entropy}, data=loader(X, Y + 1)))
+    for checkpoint in loop:
+        evaluating(checkpoint)

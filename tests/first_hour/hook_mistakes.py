@@ -7,7 +7,9 @@ from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, fitted, fun
 
 from jax_trainer.callbacks import (
     Callback,
+    EarlyStopping,
     EarlyStoppingConfig,
+    LambdaCallback,
     ModelCheckpointConfig,
 )
 
@@ -19,7 +21,7 @@ def own_trainer(**methods: Any) -> Any:
 
 
 def own_callback(**methods: Any) -> Any:
-    return type("Watching", (Callback,), methods)()
+    return type("CallbackList", (Callback,), methods)()
 
 
 @HOOKS.row("TrainerModule: a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
@@ -99,12 +101,12 @@ def _(folder: Path) -> None:
     functional(hooks=[hook])
 
 
-@HOOKS.row("a callback's class instead of one", "Watching", "class|object|instance", error=TypeError)
+@HOOKS.row("a callback's class instead of one", "CallbackList", "class|object|instance", error=TypeError)
 def _(folder: Path) -> None:
-    class Watching(Callback):
+    class CallbackList(Callback):
         pass
 
-    fitted(folder, callbacks=[Watching])
+    fitted(folder, callbacks=[CallbackList])
 
 
 @HOOKS.row("EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
@@ -156,3 +158,48 @@ def _(folder: Path) -> None:
         self.state = {"params": 1}
 
     trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end), train_epochs=2)
+
+
+# callbacks that are none, or not finished
+
+
+@HOOKS.row("a callback of no class of ours", "CallbackList", r"jax_trainer\.Callback", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, callbacks=[cast(Any, type("CallbackList", (), {})())])
+
+
+@HOOKS.row(
+    "the name of a callback in a list", "'EarlyStopping'", r"callbacks=\{'EarlyStopping': \{\}\}", error=TypeError
+)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=cast(Any, ["EarlyStopping"]))
+
+
+@HOOKS.row("a function as a callback", "function", "LambdaCallback", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=cast(Any, [lambda epoch: None]))
+
+
+@HOOKS.row("LambdaCallback: a hook of Keras", "on_epoch_end", "on_training_epoch_end", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, callbacks=[LambdaCallback(on_epoch_end=lambda epoch: None)])
+
+
+@HOOKS.row("a callback whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, callbacks=[own_callback(__init__=lambda self: None)])
+
+
+@HOOKS.row("a trainer whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
+def _(folder: Path) -> None:
+    trained(folder, kind=own_trainer(__init__=lambda self, **parts: None))
+
+
+@HOOKS.row("TrainerModule: an object that monitors what is not there", "val_loss", "val/loss")
+def _(folder: Path) -> None:
+    trained(folder, val=loader(), callbacks=[EarlyStopping(monitor="val_loss")])
+
+
+@HOOKS.row("fit: an object that monitors what is not there", "val_loss", "val/loss")
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStopping(monitor="val_loss")])

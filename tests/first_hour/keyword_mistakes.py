@@ -25,6 +25,7 @@ from mistakes import (
 )
 
 from jax_trainer import fit
+from jax_trainer.callbacks import ModelCheckpoint
 from jax_trainer.datasets import DataError
 from jax_trainer.styles import train_fn
 
@@ -262,3 +263,32 @@ def _(folder: Path) -> None:
 @KEYWORDS.row("TrainerModule: val_loader by Lightning's name", "val_dataloaders", "val_loader", error=TypeError)
 def _(folder: Path) -> None:
     made(folder).train_model(loader(), val_dataloaders=loader())
+
+
+# what Lightning and Keras have, and where it is here
+
+
+@KEYWORDS.row("TrainerModule: log_every_n_steps", "log_steps_every", never="val_every_n_steps", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, log_every_n_steps=1)
+
+
+@KEYWORDS.row("TrainerModule: default_root_dir", "log_dir", "logger", error=TypeError)
+def _(folder: Path) -> None:
+    made(folder, default_root_dir="x")
+
+
+@KEYWORDS.row("ModelCheckpoint: dirpath", "dirpath", "checkpoints/", error=TypeError)
+def _(folder: Path) -> None:
+    ModelCheckpoint(dirpath="x")
+
+
+@KEYWORDS.row("fit: validation_split", "validation_split", "test_ds", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, validation_split=0.2)
+
+
+for lightning, ours in {"fit": "train_model", "test": "test_model", "validate": "eval_model"}.items():
+    KEYWORDS.row(f"TrainerModule: the method {lightning}", lightning, ours, error=AttributeError)(
+        lambda folder, name=lightning: getattr(made(folder), name)
+    )

@@ -1,8 +1,9 @@
 """Mistakes in what a loss or a step returns, and in how it is written."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -519,3 +520,96 @@ def _(folder: Path) -> None:
 @LOSSES.row("EvalLoop: called with parameters", "checkpoint", "dict", error=TypeError)
 def _(folder: Path) -> None:
     evaluated({"loss": cross_entropy}, {"params": 1})
+
+
+# what only Flax or optax would say
+
+
+@LOSSES.each("softmax_cross_entropy with integer labels", r"\[8\]", "with_integer_labels", "one_hot")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, loss=lambda logits, labels: optax.softmax_cross_entropy(logits, labels).mean())
+
+
+@LOSSES.row("fit: parameters without their collection", r'\{"params": params\}', IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return cross_entropy(Net().apply(params, batch[0]), batch[1])
+
+    fitted(folder, loss_fn=loss)
+
+
+@LOSSES.row("TrainerModule: the output and the collections are not taken apart", "logits, mutable", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            logits = self.model_linen_apply(params, state, batch[0], rng, train=train)
+            return cross_entropy(logits, batch[1]), (None, {})
+
+    trained(folder, kind=Own)
+
+
+@LOSSES.row("TrainerModule: self.log", "no attribute 'log'", "Return what is to be logged", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+            loss = cross_entropy(model(batch[0]), batch[1])
+            cast(Any, self).log("train_loss", loss)
+            return loss, {}
+
+    trained(folder, kind=Own, model=nnx_net())
+
+
+@LOSSES.row("TrainerModule: a step of one's own forgets what apply_gradients returns", "apply_gradients", "trained")
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def create_training_function(self) -> Any:
+            def step(state: Any, batch: Any) -> Any:
+                of_params = lambda params: cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1])
+                loss, grads = jax.value_and_grad(of_params)(state.params)
+                state.apply_gradients(grads=grads)
+                return state, {"loss": loss}
+
+            return step
+
+    trained(folder, kind=Own)
+
+
+@LOSSES.row(
+    "train_fn: the step's arguments in another order", r"\(model, rng_key, batch\)", "another order", error=TypeError
+)
+def _(folder: Path) -> None:
+    def step(model: Any, batch: Any, rng_key: Any) -> Any:
+        return nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
+
+    functional(fns=(step, val_step))
+
+
+@LOSSES.row("train_fn: the optimizer is updated inside the step", "optimizer.update", "gradients", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    model = nnx_net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model: Any, rng_key: Any, batch: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    functional(fns=(step, val_step), model=model)
+
+
+@LOSSES.row("train_fn: a tuple is used as a dict", "tuple", "x, y = batch", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    def step(model: Any, rng_key: Any, batch: Any) -> Any:
+        return nnx.value_and_grad(lambda model: cross_entropy(model(batch["image"]), batch["label"]))(model)
+
+    functional(fns=(step, val_step))
+
+
+@LOSSES.row("fit: eval_step with its arguments in another order", r"\(state, batch\)", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    fitted(folder, test_ds=(X, Y), eval_step=lambda batch, state: state.apply_fn({"params": state.params}, batch[0]))
+
+
+@LOSSES.row("fit: eval_step without data to evaluate", "eval_step", "test_ds", error=ValueError)
+def _(folder: Path) -> None:
+    fitted(folder, eval_step=lambda state, batch: 1.0)

@@ -11,13 +11,16 @@ from flax import linen as nn
 from flax import nnx
 from mistakes import (
     IN_YOUR_CODE,
+    LATE,
     STYLES,
     Net,
     Nnx,
     Table,
     Trainer,
     X,
+    cross_entropy,
     fitted,
+    functional,
     loader,
     looped,
     made,
@@ -28,7 +31,7 @@ from mistakes import (
     val_step,
 )
 
-from jax_trainer import TrainState
+from jax_trainer import TrainState, get_ema_hook
 from jax_trainer.styles import train_fn
 
 MODELS = Table()
@@ -422,3 +425,125 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
     TrainState.create(apply_fn=Net().apply, params=params, tx=cast("Any", optax.adam))
+
+
+class Normed(nn.Module):
+    """Three classes, with statistics."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+@MODELS.row(
+    "TrainerModule: the statistics of BatchNorm are left out", "batch_stats", "never change", "mutable_variables"
+)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            logits, _ = self.model_linen_apply(params, state, batch[0], rng, train=train)
+            return cross_entropy(logits, batch[1]), ({}, {})
+
+    trained(folder, kind=Own, model=Normed())
+
+
+@MODELS.row("TrainerModule: apply without the statistics of BatchNorm", r'"batch_stats": …', "mutable=", IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            return cross_entropy(Normed().apply({"params": params}, batch[0], train=train), batch[1]), ({}, {})
+
+    trained(folder, kind=Own, model=Normed())
+
+
+@MODELS.row("TrainerModule: apply without the keys of Dropout", r'rngs=\{"dropout": rng\}', IN_YOUR_CODE)
+def _(folder: Path) -> None:
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+            return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+    class Own(Trainer):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
+            return cross_entropy(Dropped().apply({"params": params}, batch[0], train=train), batch[1]), ({}, {})
+
+    trained(folder, kind=Own, model=Dropped())
+
+
+@MODELS.each("a convolution is not flattened", "axes than", "reshape", styles=("fit, linen", "TrainLoop"))
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(np.ones((16, 4, 4, 1), np.float32)), linen=nn.Conv(3, (2, 2)))
+
+
+@MODELS.row("fit: a module that is bound to variables", "Net is bound", "TrainState.create", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Net().bind(Net().init(jax.random.key(0), X[:1])))
+
+
+@MODELS.row("fit: variables instead of a module", "a dict", "TrainState.create", error=TypeError)
+def _(folder: Path) -> None:
+    fitted(folder, Net().init(jax.random.key(0), X[:1]))
+
+
+@MODELS.row("fit: a state whose params are all collections", r'variables\["params"\]')
+def _(folder: Path) -> None:
+    state = TrainState.create(apply_fn=Net().apply, params=Net().init(jax.random.key(0), X[:1]), tx=optax.sgd(0.1))
+    fitted(folder, state, optimizer=None)
+
+
+@MODELS.row("fit: a model with another parameter", "`train`", "default")
+def _(folder: Path) -> None:
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, width: int) -> jax.Array:
+            return nn.Dense(width)(x)
+
+    fitted(folder, Wide())
+
+
+@MODELS.row("fit: predictions for pairs of inputs and targets", "leave out the targets", at=LATE)
+def _(folder: Path) -> None:
+    fitted(folder).predict((X, X))
+
+
+@MODELS.each("a learning rate of text", "optimizer's update", r"optax\.adam\(1e-3\)", "text")
+def _(style: str, folder: Path) -> None:
+    train(style, folder, tx=optax.adam(cast(Any, "1e-3")))
+
+
+@MODELS.row("train_fn: an optimizer of a model with other shapes", "optimizer's update", "parameters of this model")
+def _(folder: Path) -> None:
+    other = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(other, optax.adam(1e-2), wrt=nnx.Param)
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1, progress=False)
+    go(jax.random.key(0), nnx.Linear(4, 3, rngs=nnx.Rngs(0)), optimizer, loader(), None)
+
+
+@MODELS.row("train_fn: model and optimizer swapped", r"train\(key, model, optimizer", error=TypeError)
+def _(folder: Path) -> None:
+    model = nnx_net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1, progress=False)
+    go(jax.random.key(0), optimizer, model, loader(), None)
+
+
+@MODELS.row("train_fn: the average of another model", "b.*9", error=ValueError)
+def _(folder: Path) -> None:
+    other = Nnx(nnx.Rngs(0))
+    other.out = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
+    functional(hooks=[get_ema_hook(other)[0]])
+
+
+@MODELS.row("get_ema_hook: an optimizer instead of the model", "nnx.Module", "Optimizer", error=TypeError)
+def _(folder: Path) -> None:
+    get_ema_hook(cast(Any, nnx.Optimizer(nnx_net(), optax.adam(1e-2), wrt=nnx.Param)))
+
+
+@MODELS.row("TrainLoop: an nnx module", "nnx", "train_fn", error=TypeError)
+def _(folder: Path) -> None:
+    looped(apply=nnx_net(), init=Nnx)
+
+
+@MODELS.row("TrainLoop: variables instead of init", r"model\.init", "a dict", never="Array", error=TypeError)
+def _(folder: Path) -> None:
+    looped(init=Net().init(jax.random.key(0), X[:1]))

@@ -1,20 +1,23 @@
 """The mistakes of the first hour: each is found in time, and its message names what is wrong and the cure."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from data_mistakes import DATA
 from hook_mistakes import HOOKS
 from keyword_mistakes import KEYWORDS
 from loss_mistakes import LOSSES
-from mistakes import FOLDER, LATE, Mistake, Said, is_ours, text_of
+from mistakes import FOLDER, LATE, STYLES, Mistake, Said, X, Y, cross_entropy, is_ours, loader, text_of, train
 from model_mistakes import MODELS
 from resume_mistakes import RESUMING
 from yaml_mistakes import COMMANDS
 
-from jax_trainer.engine.recorder import Recorder
+from jax_trainer.engine.dispatcher import StepDispatcher
 
 MISTAKES = [*DATA, *LOSSES, *KEYWORDS, *MODELS, *HOOKS, *RESUMING, *COMMANDS]
 
@@ -28,14 +31,14 @@ def test_there_are_enough_of_them():
 def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    steps, dispatch = [], Recorder.dispatch
+    steps, dispatch = [], StepDispatcher.dispatch
 
-    def counting(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: StepDispatcher, *args: Any, **kwargs: Any) -> Any:
         done = dispatch(self, *args, **kwargs)
         steps.append(done)
         return done
 
-    monkeypatch.setattr(Recorder, "dispatch", counting)
+    monkeypatch.setattr(StepDispatcher, "dispatch", counting)
     if isinstance(mistake.error, int):
         said = mistake.make(tmp_path)
         assert isinstance(said, Said)
@@ -53,3 +56,17 @@ def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
         assert not steps, f"found after {len(steps)} steps: {text}"
     if mistake.at == FOLDER:
         assert not list(tmp_path.glob("runs/*")), f"found after a folder was made: {text}"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_loss_without_gradients_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        train(style, tmp_path, loss=lambda logits, labels: jax.lax.stop_gradient(cross_entropy(logits, labels)))
+    assert "The gradients of all parameters were zero in step 1" in caplog.text
+
+
+@pytest.mark.parametrize("style", STYLES[:5])
+def test_a_validation_loss_that_is_nan_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        train(style, tmp_path, val=loader(np.full_like(X, np.nan), Y))
+    assert "The loss on the 'val' data is nan" in caplog.text

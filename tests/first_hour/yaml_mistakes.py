@@ -148,3 +148,11 @@ def _(folder: Path) -> Said:
     assert command(folder, "train", "tiny.yaml", "trainer.logger.log_dir=runs").code == 0
     run = next((folder / "runs").glob("*"))
     return command(folder, "test", str(run), "--which", "77")
+
+
+_yaml("no space after the colon", "train_epochs: 1", "train_epochs:1", "tiny.yaml:4", "key: value", "space")
+
+
+@COMMANDS.row("the file after --config", "--config", r"jax-trainer train experiment\.yaml", error=BAD)
+def _(folder: Path) -> Said:
+    return command(folder, "train", "--config", "tiny.yaml")

@@ -75,12 +75,12 @@ def test_the_exact_function_is_almost_at_rest(bell, inside):
 def test_student_and_target_drop_out_the_same_units_and_the_batch_is_counted_once(tiny):
     masks = []
 
-    class Watching(tiny):
+    class CallbackList(tiny):
         def __call__(self, x, t, condition=None):
             masks.append(self.dropout(jnp.ones((len(x), 8))))
             return super().__call__(x, t, condition)
 
-    network, x = Watching(0), jnp.ones((4, 2))
+    network, x = CallbackList(0), jnp.ones((4, 2))
 
     @jax.jit
     def watched(network):

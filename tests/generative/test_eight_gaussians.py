@@ -73,7 +73,7 @@ def trained(objective: Objective, model: Any, steps: int, rate: float) -> Any:
     return model
 
 
-def judged(objective: Objective, model: Any, steps: int | None = None) -> float:
+def evaluated(objective: Objective, model: Any, steps: int | None = None) -> float:
     samples = objective.sample(jax.random.key(5), model, (SAMPLES, 2), steps=steps)
     return discrepancy(np.asarray(samples), circle(1, SAMPLES))
 
@@ -90,7 +90,7 @@ def told() -> str:
 def test_flow_matching_learns_them(told: str):
     objective = FlowMatching()
     model = trained(objective, network(64), 1500, 4e-3)
-    assert judged(objective, model) < 0.003, told
+    assert evaluated(objective, model) < 0.003, told
 
 
 # the network is told of the level so that it changes slowly with it, which consistency models need
@@ -104,20 +104,20 @@ def teacher() -> ConditionalMLP:
 
 @pytest.mark.slow
 def test_edm_learns_them(told: str, teacher: ConditionalMLP):
-    assert judged(EDM(EDMConfig(**LEVELS)), teacher) < 0.003, told
+    assert evaluated(EDM(EDMConfig(**LEVELS)), teacher) < 0.003, told
 
 
 @pytest.mark.slow
 def test_consistency_distillation_learns_them_from_edm(told: str, teacher: ConditionalMLP):
     objective = ConsistencyDistillation(ConsistencyDistillationConfig(**LEVELS, levels=80))
     model = trained(objective, distilled(teacher, teacher), 2000, 2e-3)
-    assert judged(objective, model) < 0.005, told
-    assert judged(objective, model, steps=2) < 0.005, told
+    assert evaluated(objective, model) < 0.005, told
+    assert evaluated(objective, model, steps=2) < 0.005, told
 
 
 @pytest.mark.slow
 def test_consistency_training_learns_them_alone(told: str):
     objective = ConsistencyTraining(ConsistencyTrainingConfig(**LEVELS))
     model = trained(objective, network(128), 3000, 3e-3)
-    assert judged(objective, model) < 0.012, told
-    assert judged(objective, model, steps=2) < 0.01, told
+    assert evaluated(objective, model) < 0.012, told
+    assert evaluated(objective, model, steps=2) < 0.01, told

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from faulty_tools import FaultyTool, threads_of_tools, wait_until
 
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("NETRC", str(home / "netrc"))
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         yield
-        load_late("wandb").teardown()
+        lazy_import("wandb").teardown()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_trainer.callbacks import logger_observers
-from jax_trainer.core import CompiledProgram, TrainState, compile_program, load_late
+from jax_trainer.core import CompiledProgram, TrainState, compile_program, lazy_import
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
@@ -34,14 +34,14 @@ def trained(logger: Logger) -> TrainState:
 
 def a_figure() -> Any:
     """A figure of 60 x 40 points."""
-    figure = load_late("matplotlib.figure").Figure(figsize=(0.6, 0.4), dpi=100)
+    figure = lazy_import("matplotlib.figure").Figure(figsize=(0.6, 0.4), dpi=100)
     figure.add_subplot().plot([1, 2, 3])
     return figure
 
 
 def image_in(file: Path) -> np.ndarray:
     """The pixels of an image file."""
-    with load_late("PIL.Image").open(file) as image:
+    with lazy_import("PIL.Image").open(file) as image:
         return np.asarray(image)
 
 

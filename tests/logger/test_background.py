@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
 
-from jax_trainer.logger.background import FAILURES_IN_A_ROW, MOST_BYTES, Background, Losses
+from jax_trainer.logger.background import FAILURES_IN_A_ROW, MOST_BYTES, BackgroundWriter, DroppedRecords
 
 
 def begun(
@@ -16,24 +16,24 @@ def begun(
     check: Callable[[], None] = lambda: None,
     most: int = 5,
     patience: float = 0.0,
-) -> Background:
-    losses = Losses("FaultyTool", "so be it")
+) -> BackgroundWriter:
+    losses = DroppedRecords("FaultyTool", "so be it")
     make = lambda: FaultyTool(config or FaultyConfig(), Path())
-    return Background(losses, make, check=check, most_entries=most, patience=patience)
+    return BackgroundWriter(losses, make, check=check, most_entries=most, patience=patience)
 
 
-def give(tool: Background, *steps: int, size: int = 0) -> None:
+def give(tool: BackgroundWriter, *steps: int, size: int = 0) -> None:
     for step in steps:
         tool.give(lambda tool, step=step: tool.write(step, {"x": step}), size)
 
 
-def ended(tool: Background, seconds: float = 5.0) -> FaultyTool:
+def ended(tool: BackgroundWriter, seconds: float = 5.0) -> FaultyTool:
     tool.finish("completed")
     tool.join(time.monotonic() + seconds)
     return FaultyTool.latest
 
 
-def flushed(tool: Background, seconds: float = 5.0) -> bool:
+def flushed(tool: BackgroundWriter, seconds: float = 5.0) -> bool:
     return tool.flush(time.monotonic() + seconds)
 
 
@@ -209,7 +209,7 @@ def test_what_is_missing_is_told_at_once_and_no_thread_begins(caplog):
     assert tool.losses.count == 3
 
 
-def asked(tool: Background) -> Callable[[float], int | None]:
+def asked(tool: BackgroundWriter) -> Callable[[float], int | None]:
     return tool.ask(lambda tool: len(tool.given))
 
 

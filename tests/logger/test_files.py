@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from jax_trainer.logger.files import file_name_of, write_whole
+from jax_trainer.logger.files import file_name_of, write_atomically
 
 ODD = ["../../x", "/abs", "a/b", "a\0b", "..", ".", "", "x" * 5000, "🙂" * 200, "a\nb", "C:\\x", "\ud800", ".hidden"]
 
@@ -10,7 +10,7 @@ ODD = ["../../x", "/abs", "a/b", "a\0b", "..", ".", "", "x" * 5000, "🙂" * 200
 @pytest.mark.parametrize("name", ODD)
 def test_any_name_gives_a_file_in_its_folder(tmp_path, name):
     file = tmp_path / f"{file_name_of(name)}_123456.png"
-    write_whole(file, b"x")
+    write_atomically(file, b"x")
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert file.resolve().parent == tmp_path and not file.name.startswith(".")
 
@@ -24,16 +24,16 @@ def test_ordinary_names_keep_their_letters():
 
 
 def test_a_folder_is_made_but_not_the_one_around_it(tmp_path):
-    write_whole(tmp_path / "media" / "a", b"x")
+    write_atomically(tmp_path / "media" / "a", b"x")
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "gone" / "media" / "a", b"x")
+        write_atomically(tmp_path / "gone" / "media" / "a", b"x")
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "other").write_text("mine")
     for name in ("a", ".a.partial"):
         os.symlink(tmp_path / "other", tmp_path / name)
-    write_whole(tmp_path / "a", b"x")
+    write_atomically(tmp_path / "a", b"x")
     assert (tmp_path / "other").read_text() == "mine"
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "a").is_symlink()
 
@@ -41,5 +41,5 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 def test_what_cannot_be_finished_leaves_nothing(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
-        write_whole(tmp_path / "a", b"x")
+        write_atomically(tmp_path / "a", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -171,7 +171,7 @@ def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(log, tmp_path, ca
 
 def test_only_the_lead_process_writes(tmp_path, caplog):
     before = threading.active_count()
-    logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_lead=False)
+    logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_primary=False)
     log_everything(logger)
     logger.log_figure("x", Unreadable(), 1)
     LOG.error("this is kept by the lead")
@@ -184,7 +184,7 @@ def test_only_the_lead_process_writes(tmp_path, caplog):
 
 def test_a_process_alone_is_the_lead(tmp_path):
     logger = Logger(LoggerConfig(), tmp_path)
-    assert logger.is_lead and logger.log_dir == tmp_path
+    assert logger.is_primary and logger.log_dir == tmp_path
     logger.close("completed")
 
 
@@ -287,7 +287,11 @@ def test_what_a_mark_counts_is_on_the_disk(tmp_path, monkeypatch):
 
 
 def test_there_is_no_mark_where_nothing_is_written(tmp_path):
-    other, closed, deleted = logger_with(tmp_path, is_lead=False), logger_with(tmp_path), logger_with(tmp_path / "new")
+    other, closed, deleted = (
+        logger_with(tmp_path, is_primary=False),
+        logger_with(tmp_path),
+        logger_with(tmp_path / "new"),
+    )
     closed.close("completed")
     deleted.write(1, {"loss": 0.5})
     assert deleted.flush()

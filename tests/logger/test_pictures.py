@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from logger_runs import a_figure
 
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 from jax_trainer.logger.pictures import drawn, pixels_of, png_of, png_size
 
 RNG = np.random.default_rng(0)
 
 
 def decoded(png: bytes) -> np.ndarray:
-    return np.asarray(load_late("PIL.Image").open(io.BytesIO(png)))
+    return np.asarray(lazy_import("PIL.Image").open(io.BytesIO(png)))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

@@ -14,7 +14,7 @@ from compoconf import Registry, parse_config
 from logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
 from wandb_files import WandbFile
 
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 from jax_trainer.logger import LoggerConfig, ToolLoggerInterface, WandBConfig, WandbConfig, WandBToolLogger
 from jax_trainer.logger.backend import WandbToolLogger
 from jax_trainer.logger.values import bins_of
@@ -35,7 +35,7 @@ def shown(offline_wandb: None, tmp_path_factory: pytest.TempPathFactory) -> tupl
         assert logger.flush(30)
         logger.close("completed")
     assert logger.failures == {}
-    load_late("wandb").teardown()  # its service writes a little longer
+    lazy_import("wandb").teardown()  # its service writes a little longer
     return folder, WandbFile(folder)
 
 
@@ -101,7 +101,7 @@ def test_files_stay_in_the_folder_and_tell_nothing_of_the_process(shown):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What wandb would be asked to begin."""
-    wandb, asked = load_late("wandb"), {}
+    wandb, asked = lazy_import("wandb"), {}
     for name in ("setup", "termsetup"):
         monkeypatch.setattr(wandb, name, lambda *_: None)
     monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or SimpleNamespace(url=""))
@@ -134,7 +134,7 @@ def test_without_an_account_wandb_neither_asks_nor_waits(offline_wandb, tmp_path
     monkeypatch.setattr(sys, "stdin", io.StringIO("3\n"))
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    load_late("wandb").termsetup(load_late("wandb").Settings(), None)  # as if somebody had used it before
+    lazy_import("wandb").termsetup(lazy_import("wandb").Settings(), None)  # as if somebody had used it before
     began = time.perf_counter()
     logger = logger_with(tmp_path, WandBConfig(mode="online"))
     logger.write(1, {"loss": 0.5})
@@ -146,7 +146,7 @@ def test_without_an_account_wandb_neither_asks_nor_waits(offline_wandb, tmp_path
 
 
 def test_a_dead_network_costs_a_warning(offline_wandb, tmp_path, caplog, monkeypatch):
-    wandb = load_late("wandb")
+    wandb = lazy_import("wandb")
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # takes connections and never answers
         wandb.teardown()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")

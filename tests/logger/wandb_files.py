@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 
 _BLOCK, _HEADER = 32768, 7
 _WHOLE, _LAST = 1, 4  # kinds of pieces with which a record ends
@@ -63,7 +63,7 @@ def _nested(items: Any) -> dict[str, Any]:
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    load_late("wandb")  # its messages are made when it is loaded
+    lazy_import("wandb")  # its messages are made when it is loaded
     kind_of_record = __import__("wandb.proto.wandb_internal_pb2", fromlist=("",)).Record
     assert data[:4] == b":W&B"
     place, pieces = _HEADER, b""

@@ -18,7 +18,7 @@ from jax_trainer.core.precision import cast_floats
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, model_mode
-from jax_trainer.testing import Recorder, linen_loss, nnx_loss
+from jax_trainer.testing import EventRecorder, linen_loss, nnx_loss
 
 RNG = np.random.default_rng(0)
 IMAGES = {"x": RNG.normal(size=(16, 8, 8, 1)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
@@ -80,7 +80,7 @@ def test_each_is_registered_under_its_own_name_and_tried_here():
 
 @pytest.mark.parametrize(("config", "batch"), LEARNING, ids=name_of)
 def test_its_loss_falls_on_a_batch_that_it_sees_again_and_again(config: BaseModelConfig, batch: dict[str, Any]):
-    compiled, seen = compile_program(program_of(config, batch)), Recorder()
+    compiled, seen = compile_program(program_of(config, batch)), EventRecorder()
     key = jax.random.key(0, impl="unsafe_rbg")  # compiles in a fraction of the time
     state = compiled.init(key, batch)  # compiled: to the model the example is a tracer
     run(compiled, state, Data([batch]), Plan(max_steps=30), [seen])

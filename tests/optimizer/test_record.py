@@ -66,9 +66,9 @@ def program_states(tx, data, guard=False, **options):
     program = function_program(make, distance, tx, **options)
     compiled = compile_program(with_finite_guard(program) if guard else program, donate=False)
     states = [compiled.init(jax.random.key(0), data[0])]
-    _, tape = compiled.train_tape(states[0], data[0], len(data))
+    _, buffer = compiled.train_buffer(states[0], data[0], len(data))
     for batch in data:
-        state, tape, _ = compiled.train_step(states[-1], tape, batch)
+        state, buffer, _ = compiled.train_step(states[-1], buffer, batch)
         states.append(state)
     return states
 

@@ -96,7 +96,7 @@ def trained(compiled: CompiledProgram, data: Any, epochs: int = 2, **plan: Any) 
     return {"losses": losses, "ids": ids, "weights": weights}
 
 
-def judged(compiled: CompiledProgram, data: Any) -> dict[str, Any]:
+def evaluated(compiled: CompiledProgram, data: Any) -> dict[str, Any]:
     """What an evaluation finds."""
     found = evaluate(compiled, started(compiled, examples(SIZE, seed=3)), {"val": data})["val"]
     return {name: np.asarray(value).tolist() for name, value in found.items()}
@@ -138,16 +138,16 @@ def shared_evaluations(grid: Mesh) -> Iterator[tuple[str, Any]]:
     """The same for evaluations; batches of 6 cannot be split over 4 devices."""
     compiled, val = program(grid), examples(JUDGED, seed=1)
     for size in (8, 6):
-        yield f"judged by {size}", judged(compiled, ArrayLoader(val, size))
+        yield f"judged by {size}", evaluated(compiled, ArrayLoader(val, size))
     yield "asked", asked(compiled, ArrayLoader(val, 8))
-    yield "whole", judged(compiled, ArrayLoader(val, 8, process=(0, 1)))
+    yield "whole", evaluated(compiled, ArrayLoader(val, 8, process=(0, 1)))
 
 
 def tensor_runs(grid: Mesh) -> dict[str, Any]:
     """What comes of weights that are split where no batch is."""
     compiled, val = program(grid, split=True), examples(JUDGED, seed=1)
     run = trained(compiled, loaders()["arrays"])
-    return {"losses": run["losses"], "ids": run["ids"], "judged": judged(compiled, ArrayLoader(val, SIZE))}
+    return {"losses": run["losses"], "ids": run["ids"], "judged": evaluated(compiled, ArrayLoader(val, SIZE))}
 
 
 def own_runs(grid: Mesh, index: int, count: int) -> Iterator[tuple[str, Any]]:
@@ -199,12 +199,12 @@ def own_evaluations(grid: Mesh, index: int) -> Iterator[tuple[str, Any]]:
     """Evaluations of lists, of which each of two processes has its own."""
     compiled, val = program(grid), examples(JUDGED, seed=1)
     for name, sets in OWN_VAL.items():
-        yield name, judged(compiled, [rows(val, chosen) for chosen in sets[index]])
+        yield name, evaluated(compiled, [rows(val, chosen) for chosen in sets[index]])
     classes = [val[np.array(chosen)] for chosen in OWN_VAL["uneven"][index]]
-    yield "classes", judged(compiled, classes)
+    yield "classes", evaluated(compiled, classes)
     yield "asked", asked(compiled, lambda: iter(classes))
-    yield "unknown class", told(lambda: judged(compiled, classes[:index]))
-    yield "kinds", told(lambda: judged(compiled, [{"x": val.input.astype(("f4", "f8")[index]), "id": val.target}]))
+    yield "unknown class", told(lambda: evaluated(compiled, classes[:index]))
+    yield "kinds", told(lambda: evaluated(compiled, [{"x": val.input.astype(("f4", "f8")[index]), "id": val.target}]))
 
 
 def bad_batch(grid: Mesh) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import pairs
 import pytest
 
-from jax_trainer.processes import Job, JoiningError, join, started_together
+from jax_trainer.processes import Job, JoinError, detect_launcher, join
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from jax_trainer.processes import Job, JoiningError, join, started_together
     ],
 )
 def test_half_a_description_of_a_job_says_what_is_missing(described, told):
-    with pytest.raises(JoiningError, match=told):
+    with pytest.raises(JoinError, match=told):
         Job(**described)
 
 
@@ -33,13 +33,11 @@ def test_half_a_description_of_a_job_says_what_is_missing(described, told):
     ],
 )
 def test_who_started_several_processes_is_seen_in_the_environment(environment, who):
-    assert started_together(environment) == who
+    assert detect_launcher(environment) == who
 
 
 def test_where_nobody_else_is_found_the_error_says_how_to_name_them():
-    with pytest.raises(
-        JoiningError, match=r"(?s)could not be joined.*--coordinator host:port --processes N --process I"
-    ):
+    with pytest.raises(JoinError, match=r"(?s)could not be joined.*--coordinator host:port --processes N --process I"):
         join()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -20,14 +21,14 @@ from jax_trainer.callbacks import (
     ThroughputMonitorConfig,
 )
 from jax_trainer.callbacks.callback import Callback
-from jax_trainer.callbacks.run import Run
-from jax_trainer.checkpoint.catalogue import read_saved
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.runs import Watching, resumable, standing_of
+from jax_trainer.runs import CallbackList, check_data_state, loop_state_of, resumable
 from jax_trainer.styles.fitting.result import History
 from jax_trainer.testing import FaultInjected, TinyLinen, fault, numbered_data
 
@@ -41,7 +42,7 @@ NAN = {"$": "float", "bits": "7ff8000000000000"}
 WRONG: list[Any] = ["text", -7, None, [], {}, NAN, True, [["a"]]]
 MISSING = object()
 # what may be anything: numbers of a run's past, which are only shown, versions, and a position that a loader knows
-FREE = ("metrics", "versions", "feed_state", "callbacks.run/history.epochs")
+FREE = ("metrics", "versions", "data_state", "callbacks.run/history.epochs")
 
 
 class Outline(Callback):
@@ -85,15 +86,15 @@ def damaged(run, tmp_path):
     latest = max(folder.iterdir())
     file = latest / "checkpoint.json"
 
-    def watching() -> Watching:
+    def watching() -> CallbackList:
         callbacks: dict[str, Any] = {}
         records: dict[str, Any] = {"run/log/0": LogMetrics(logger, 50), "run/history": History()}
-        everybody = Watching(callbacks, records)
-        described = Run(tmp_path, logger, checkpoints=store, callback_states=everybody.states)
+        everybody = CallbackList(callbacks, records)
+        described = RunContext(tmp_path, logger, checkpoints=store, callback_states=everybody.states)
         callbacks |= {name: config.instantiate(Callback, described) for name, config in CONFIGS.items()}
         return everybody
 
-    def change(content: Any) -> tuple[CheckpointStore, Path, Watching]:
+    def change(content: Any) -> tuple[CheckpointStore, Path, CallbackList]:
         file.write_text(json.dumps(content))
         write_manifest(latest)
         return store, latest, watching()
@@ -147,7 +148,7 @@ def may_be(path: tuple[Any, ...], there: Any, value: Any) -> bool:
     if value is None and name in (
         "callbacks.EarlyStopping.best",
         "run.record",
-        "run.loop.judged_step",
+        "run.loop.evaluated_step",
         "run.loop.batch_size",
     ):
         return True
@@ -156,12 +157,12 @@ def may_be(path: tuple[Any, ...], there: Any, value: Any) -> bool:
     return type(value) is type(there) or (is_number and value in (-7, NAN, True))
 
 
-def problem_in(folder: Path, content: Any, watching: Watching) -> str:
+def problem_in(folder: Path, content: Any, watching: CallbackList) -> str:
     (folder / "checkpoint.json").write_text(json.dumps(content))
     try:
         saved, _ = read_saved(folder)
-        standing_of(saved)
-        watching.remember(saved)
+        loop_state_of(saved)
+        watching.load_states(saved)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -190,7 +191,7 @@ def test_a_record_that_says_what_cannot_be_is_damage_wherever_that_is(damaged):
 DAMAGES: dict[str, tuple[tuple[str, ...], Any]] = {
     "a loop state of another type": (("run", "loop"), [1]),
     "seconds that are no number": (("run", "loop", "seconds"), NAN),
-    "a step below zero": (("run", "loop", "judged_step"), -1),
+    "a step below zero": (("run", "loop", "evaluated_step"), -1),
     "a size as text": (("run", "record"), "776"),
     "a callback's state of another type": (("callbacks", "EarlyStopping"), [0.5]),
     "a callback's number as text": (("callbacks", "EarlyStopping", "waited"), "2"),
@@ -203,8 +204,16 @@ def test_the_checkpoint_before_a_damaged_record_is_taken_and_that_is_said(damage
     content, change = damaged
     place, value = DAMAGES[what]
     store, path, watching = change(changed(content, place, value))
-    _, saved = resumable(store, "latest", run[1], watching.remember)
+    _, saved = resumable(store, "latest", run[1], watching.load_states)
     assert saved.path == min(path.parent.iterdir())
     assert f"passed over for {saved.path}: {path}" in caplog.text
     with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
-        resumable(store, path, run[1], watching.remember)
+        resumable(store, path, run[1], watching.load_states)
+
+
+def test_a_state_that_the_data_cannot_have_given_is_damage(damaged, run, caplog):
+    content, change = damaged
+    store, path, _ = change(changed(content, ("data_state",), "text"))
+    _, saved = resumable(store, "latest", run[1], lambda saved: check_data_state(saved, [np.zeros(2)]))
+    assert saved.path == min(path.parent.iterdir())
+    assert f"{path}" in caplog.text

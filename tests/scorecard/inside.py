@@ -23,9 +23,9 @@ def trained(options: Options, train: Any = None, evals: Any = None, **more: Any)
     """A trainer that has run this job, on other data where some is given."""
     trainer = trainer_for(options, **more)
     given, sets, tests = data_of(options)
-    judged = evals if evals is not None else sets if options.val_every or options.val_epochs else None
+    evaluated = evals if evals is not None else sets if options.val_every or options.val_epochs else None
     resume: Any = {"auto": "auto", "no": False, "yes": True}.get(options.resume, options.resume)
-    trainer.train_model(given if train is None else train, judged, tests if options.test else None, resume=resume)
+    trainer.train_model(given if train is None else train, evaluated, tests if options.test else None, resume=resume)
     return trainer
 
 

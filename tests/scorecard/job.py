@@ -64,7 +64,7 @@ from jax_trainer.optimizer import (
     learning_rate,
 )
 from jax_trainer.processes import Job as Described
-from jax_trainer.processes import join, peers
+from jax_trainer.processes import join, process_group
 from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 
@@ -157,14 +157,14 @@ class Job(TrainerModule):
         return batch["x"]
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
-        return self._judge(self.model_apply(model, batch["x"]), batch)
+        return self._evaluate(self.model_apply(model, batch["x"]), batch)
 
     def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
         logits, mutable = self.model_linen_apply(params, state, batch["x"], rng, train=train)
-        loss, metrics = self._judge(logits, batch)
+        loss, metrics = self._evaluate(logits, batch)
         return loss, (mutable, metrics)
 
-    def _judge(self, logits: jax.Array, batch: Any) -> Any:
+    def _evaluate(self, logits: jax.Array, batch: Any) -> Any:
         if trouble_of("loss") and len(batch["y"]) == EXAMPLES % BATCH:
             raise Broken("the loss breaks")  # while it is traced for the ragged last batch, at step 32
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
@@ -276,7 +276,7 @@ def trainer_for(options: Options, *, callbacks: Any = (), kind: type[Job] = Job,
 
 def own_folder(options: Options) -> Path:
     """Where this process writes."""
-    return Path(options.out) / (f"process-{peers().index}" if peers().index else "")
+    return Path(options.out) / (f"process-{process_group().index}" if process_group().index else "")
 
 
 def join_others() -> None:
@@ -352,16 +352,16 @@ def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
         from jax_trainer.datasets.records import GrainLoader  # Grain takes a second to import
 
         train = GrainLoader(Records(data), BATCH, shuffle=True, seed=options.seed, workers=options.workers)
-    judged = {name: array[EXAMPLES:] for name, array in numbered_data(EXAMPLES + JUDGED).items()}
+    evaluated = {name: array[EXAMPLES:] for name, array in numbered_data(EXAMPLES + JUDGED).items()}
     sets: dict[str, Any] = {
-        "val": ArrayLoader({name: array[:101] for name, array in judged.items()}, BATCH),
-        "other": ArrayLoader({name: array[101:150] for name, array in judged.items()}, BATCH),
+        "val": ArrayLoader({name: array[:101] for name, array in evaluated.items()}, BATCH),
+        "other": ArrayLoader({name: array[101:150] for name, array in evaluated.items()}, BATCH),
     }
     if troubles().keys() & {"loader", "block", "nan", "spike"}:
         train = Troubled(train, Path(options.out))
     if trouble_of("val"):
         sets["val"] = Troubled(sets["val"], Path(options.out), kind="val")
-    return train, sets, ArrayLoader({name: array[150:] for name, array in judged.items()}, BATCH)
+    return train, sets, ArrayLoader({name: array[150:] for name, array in evaluated.items()}, BATCH)
 
 
 class Records:

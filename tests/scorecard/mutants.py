@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_trainer.checkpoint import store as store_room
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import meter, wrappers
+from jax_trainer.core import metric_accumulator, wrappers
 from jax_trainer.core.metrics import LogMetricMode
 from jax_trainer.core.rng import key_data
 
@@ -64,12 +64,12 @@ def _delete_before_commit() -> None:
 
 
 def _mean_of_means() -> None:
-    fold = meter.FOLDS[LogMetricMode.MEAN]
+    fold = metric_accumulator.FOLDS[LogMetricMode.MEAN]
 
     def equal(sums: Any, values: Any, weights: Any) -> Any:
-        return fold.add(sums, values, meter._Weights(np.ones(len(values))))
+        return fold.add(sums, values, metric_accumulator._Weights(np.ones(len(values))))
 
-    meter.FOLDS[LogMetricMode.MEAN] = fold._replace(add=equal)
+    metric_accumulator.FOLDS[LogMetricMode.MEAN] = fold._replace(add=equal)
 
 
 def _zero_times_nan() -> None:

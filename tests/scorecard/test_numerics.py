@@ -115,16 +115,16 @@ def _as(kind: type[Job], data: dict[str, np.ndarray]) -> Any:
 
 def ragged(score: Score, folder: Any, kind: type[Job], **changes: Any) -> None:
     """Trains and validates one epoch of 1,003 examples, and holds every metric against numpy."""
-    data, judged = numbered_data(EXAMPLES), numbered_data(EXAMPLES, seed=1)
+    data, evaluated = numbered_data(EXAMPLES), numbered_data(EXAMPLES, seed=1)
     options = options_for(folder, steps=EPOCH, val_epochs=1, ledger=0, **changes)
     trainer = trainer_for(options, kind=kind)
     trainer.exmp_input = _as(kind, {name: array[:BATCH] for name, array in data.items()})
     loader = ArrayLoader(_as(kind, data), BATCH, shuffle=True, seed=options.seed)
-    results = trainer.train_model(loader, ArrayLoader(_as(kind, judged), BATCH))
+    results = trainer.train_model(loader, ArrayLoader(_as(kind, evaluated), BATCH))
     trainings = [row for row in lines(options.folder / "metrics.jsonl") if "train/x_mean_epoch" in row]
     order = loader.order(1)
     score.add(metric_problems(trainings[-1], oracle_of({k: v[order] for k, v in data.items()}), "train"), kind.__name__)
-    score.add(metric_problems(results[1], oracle_of(judged), "val"), kind.__name__)
+    score.add(metric_problems(results[1], oracle_of(evaluated), "val"), kind.__name__)
 
 
 def test_c4_metrics_of_ragged_batches_equal_numpy(tmp_path):

@@ -246,7 +246,7 @@ RECORDS: dict[str, Any] = {
     "loop": [1],
     "record": "776",
     "loop.seconds": {"$": "float", "bits": "7ff8000000000000"},
-    "loop.judged_step": -1,
+    "loop.evaluated_step": -1,
 }
 
 

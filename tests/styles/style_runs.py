@@ -266,11 +266,11 @@ class Loop(Style):
             n_steps_per_checkpoint=1,
             stdout=False,
         )
-        judge = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
+        evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
         write, history, last = CheckpointFileWriter(output_dir=str(self.folder)), {}, None
         for last in loop:
             if last.step % STEPS == 0:
-                history[last.step] = judge(last).metrics["eval"]["loss"]
+                history[last.step] = evaluate(last).metrics["eval"]["loss"]
             if last.step % SAVE == 0 or last.step == TOTAL:
                 write(last)
         if last is None:  # of a finished run there is no step to take

@@ -255,3 +255,11 @@ def test_transforms_of_loaders_are_compiled_once():
     for _ in range(3):
         evaluate(compiled, state, {"val": data.val_loader})
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("name", ["fit, linen", "train_fn", "TrainLoop"])
+def test_an_iterator_over_a_loader_carries_its_transforms(name, tmp_path):
+    data = dataset()
+    data.train_loader, data.val_loader = iter(data.train_loader), iter(data.val_loader)
+    found = STYLES[name](data, tmp_path)
+    assert found == pytest.approx(dict.fromkeys(found, SEEN), rel=1e-5)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer import TrainerModule
-from jax_trainer.datasets import DataError
+from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import fit, train_fn
 
@@ -102,6 +102,10 @@ STYLES = {"TrainerModule": of_trainer, "its tests": of_trainers_test, "fit": of_
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "another width": (lambda: [batch(5)], r"val.*float32\[8, 5\].*training data has .*float32\[8, 4\]"),
     "a list and not a dict": (lambda: [[*batch().values()]], r"val.*batch\[0\] float32\[8, 4\].*batch\['x'\]"),
+    "labels that are no classes": (
+        lambda: [batch() | {"y": np.full(8, 7, np.int32)}],
+        r"batch\['y'\] holds 7.*must be 0 to 2.*val' data",
+    ),
     "an empty list": (list, "val.*empty"),
     "a function that gives nothing": (lambda: lambda: iter([]), "val.*(empty|no batch)"),
     "an iterator that gives nothing": (lambda: iter([]), "val.*(empty|no batch)"),
@@ -113,7 +117,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_mistakes_in_evaluation_data_show_before_the_first_step(style, mistake, tmp_path):
     STEPS.clear()
     make, says = MISTAKES[mistake]
-    with pytest.raises((DataError, TypeError), match=f"(?s){says}"):
+    with pytest.raises((DataError, TypeError, ValueError), match=f"(?s){says}"):
         STYLES[style](make(), tmp_path)
     assert not STEPS
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -139,3 +143,19 @@ def test_of_several_validation_sets_the_first_decides_which_weights_are_tested(t
     assert {"val_a/loss", "val_b/loss"} <= set(results[1])
     assert trainer.compared_by(results[1]) == ("val_b/loss", "min")
     assert "test/loss" in results["test"]
+
+
+def test_labels_of_all_examples_in_memory_are_checked_before_the_first_step(tmp_path):
+    labels = np.zeros(24, np.int32)
+    labels[-1] = 9  # not in the first batch
+    data = ArrayLoader({"x": np.ones((24, 4), np.float32), "y": labels}, 8)
+    for style in STYLES.values():
+        STEPS.clear()
+        with pytest.raises(ValueError, match=r"(?s)batch\['y'\] holds 9.*val' data"):
+            style(data, tmp_path)
+        assert not STEPS
+
+
+def test_labels_that_are_no_classes_are_refused_by_an_evaluation_by_itself(tmp_path):
+    with pytest.raises(ValueError, match=r"batch\['y'\] holds 7.*must be 0 to 2"):
+        trainer_of(tmp_path).eval_model([batch() | {"y": np.full(8, 7, np.int32)}])

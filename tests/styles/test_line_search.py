@@ -99,3 +99,16 @@ def test_a_line_search_trains_in_every_style_as_by_hand(style, tmp_path):
     train, model = STYLES[style]
     found = jax.tree.leaves(train(model(), tmp_path))
     assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(found, jax.tree.leaves(by_hand()), strict=True))
+
+
+def test_gradients_are_accumulated_by_multi_steps_of_optax(tmp_path):
+    tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2)
+    options: dict[str, Any] = {"num_epochs": 1, "tensorboard": False, "progress": False, "loss_fn": loss}
+    fitted = fit(nnx_line(), DATA[:2], optimizer=tx, log_dir=str(tmp_path), **options)
+    settings: dict[str, Any] = {"enable_progress_bar": False, "logger": LoggerConfig(log_dir=str(tmp_path))}
+    trainer = Regression(model=nnx_line(), optimizer=tx, exmp_input=DATA[0], train_epochs=1, **settings)
+    trainer.train_model(DATA[:2])
+    x, y = (jnp.concatenate(parts) for parts in zip(*DATA[:2], strict=True))
+    grads = jax.grad(lambda kernel: loss(x @ kernel, y))(jnp.zeros((3, 1)))
+    for state in (fitted.state, trainer.state):
+        np.testing.assert_allclose(state.params["kernel"], -0.1 * grads, atol=1e-6)

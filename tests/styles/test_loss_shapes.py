@@ -131,3 +131,13 @@ def test_a_mean_over_all_pairs_of_predictions_and_targets_is_refused(style, loss
 )
 def test_a_loss_that_compares_each_prediction_with_its_own_target_is_trained(loss, tmp_path):
     assert with_loop(Line(), loss, tmp_path).step == 1
+
+
+def test_targets_that_are_too_wide_are_to_be_squeezed_themselves(tmp_path):
+    class Flat(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(1)(x)[:, 0]
+
+    with pytest.raises(ValueError, match=r"Targets \[8, 1\] against predictions \[8\].*`targets.squeeze\(-1\)`"):
+        fit(Flat(), [(X, Y[:, None])], loss_fn=mean_of_pairs, optimizer=optax.sgd(0.1), log_dir=str(tmp_path))

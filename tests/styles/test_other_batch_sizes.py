@@ -84,3 +84,13 @@ def test_batches_that_were_made_by_somebody_else_are_refused_in_another_size(nam
         STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE).epoch(1)))
     with pytest.raises(DataError, match="3 batches of 16.*have 8.*batches of 16, or from a checkpoint at the end of"):
         STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE // 2).epoch(1)), resume=True)
+
+
+@EVERY
+def test_batches_of_a_function_are_refused_in_another_size(name, tmp_path):
+    folder, batches = tmp_path / "run", lambda size: lambda: ArrayLoader(arrays(SIZE * STEPS), size).epoch(1)
+    with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
+        STYLES[name](folder).train(batches(SIZE))
+    with pytest.raises(DataError, match="3 batches of 16.*have 8.*batches of 16, or from a checkpoint at the end of"):
+        STYLES[name](folder).train(batches(SIZE // 2), resume=True)
+    STYLES[name](folder).train(batches(SIZE), resume=True)

@@ -5,13 +5,13 @@ import pytest
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
-from jax_trainer.testing import Recorder, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader, tiny_program
 
 
 def test_the_tiny_model_learns_the_numbered_data(flavour):
     program = compile_program(tiny_program(flavour), on_recompile="ignore")
     loader = numbered_loader()
-    seen = Recorder()
+    seen = EventRecorder()
     state = program.init(jax.random.key(0), next(iter(loader)))
     run(program, state, Data(loader), Plan(max_epochs=5), [seen])
     assert seen.epochs[5]["acc"] > 0.8 > seen.epochs[1]["acc"]

@@ -180,7 +180,7 @@ class OwnEvaluation(Plain):
                 logits = state.model(batch["x"])
             else:
                 logits, _ = state.apply(state.params, batch["x"], train=False)
-            loss, metrics = self._judge(logits, batch)
+            loss, metrics = self._evaluate(logits, batch)
             return {"loss": loss, **metrics}
 
         return eval_step
@@ -193,8 +193,72 @@ def test_an_evaluation_of_ones_own_has_the_model_in_evaluation_mode(flavour, tmp
 
 def test_a_loss_of_another_shape_in_a_step_of_ones_own_is_named_with_those_of_the_batch(flavour, tmp_path):
     class Shaped(OwnStep):
-        def _judge(self, logits: Any, batch: Any) -> Any:
+        def _evaluate(self, logits: Any, batch: Any) -> Any:
             return logits, {}
 
     with pytest.raises(ValueError, match=r"\(32, 4\) from .*batch"):
         train(trainer_of(Shaped, flavour, tmp_path))
+
+
+class InPlace(OwnStep):
+    """An nnx step that updates the module itself, as a loop by hand does."""
+
+    def _nnx_step(self, state: Any, batch: Any) -> Any:
+        (loss, metrics), grads = nnx.value_and_grad(lambda model: self.loss_function(model, batch), has_aux=True)(
+            state.model
+        )
+        nnx.Optimizer(state.model, optax.sgd(0.1), wrt=nnx.Param).update(state.model, grads)
+        return state, {"loss": loss, **metrics}
+
+
+class Clipped(OwnStep):
+    """Changes the module after the update."""
+
+    def _nnx_step(self, state: Any, batch: Any) -> Any:
+        state, metrics = super()._nnx_step(state, batch)
+        state.model.out.bias[...] = jnp.full_like(state.model.out.bias[...], 7.0)
+        state.model.norm.mean[...] = jnp.full_like(state.model.norm.mean[...], 3.0)
+        return state, metrics
+
+
+def test_parameters_that_a_step_updates_in_the_nnx_module_itself_are_trained(tmp_path):
+    trainer = trainer_of(InPlace, "nnx", tmp_path)
+    before = np.asarray(trainer.state.params["out"]["kernel"])
+    train(trainer)
+    assert (np.asarray(trainer.state.params["out"]["kernel"]) != before).any()
+    assert int(trainer.state.step) == STEPS
+
+
+def test_what_a_step_changes_in_the_nnx_module_after_the_update_is_in_the_state(tmp_path):
+    trainer = trainer_of(Clipped, "nnx", tmp_path)
+    train(trainer)
+    assert (np.asarray(trainer.state.params["out"]["bias"]) == 7).all()
+    assert (np.asarray(trainer.state.model_state["norm"]["mean"]) == 3).all()
+
+
+class Replacing(OwnStep):
+    """As Flax's guide to BatchNorm writes it: `state.replace(batch_stats=…)`."""
+
+    collection = "batch_stats"
+
+    def _linen_step(self, state: Any, batch: Any) -> Any:
+        loss_fn = lambda params: self.loss_function_linen(params, state, batch, state.rng, train=True)
+        (loss, (mutable, metrics)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads)
+        return state.replace(**{self.collection: mutable["batch_stats"]}), {"loss": loss, **metrics}
+
+
+class Misspelt(Replacing):
+    collection = "batch_stat"
+
+
+def test_statistics_may_be_replaced_as_flax_users_write_it(tmp_path):
+    replacing, ours = (trainer_of(kind, "linen", tmp_path) for kind in (Replacing, Plain))
+    train(replacing)
+    train(ours)
+    assert_close(replacing.state, ours.state, rtol=1e-5)
+
+
+def test_a_field_that_the_state_has_not_is_named_where_it_is_replaced(tmp_path):
+    with pytest.raises(TypeError, match=r"`replace` got `batch_stat`.*collections are: batch_stats"):
+        train(trainer_of(Misspelt, "linen", tmp_path))

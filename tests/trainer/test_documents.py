@@ -191,8 +191,11 @@ def test_every_option_of_a_metric_does_what_the_document_says(tmp_path):
     ):
         assert [name for name in there if f'"{where.format(name)}"' not in text] == []
         assert [name for name in missing if f'"{where.format(name)}"' in text] == []
-    judged = results[1]
-    assert np.shape(judged["val/concat"]) == (len(digits().val_loader),)  # only in the full dictionary
-    assert judged["val/sum"] == pytest.approx(judged["val/concat"].sum())
-    assert (judged["val/min"], judged["val/max"]) == (judged["val/concat"].min(), judged["val/concat"].max())
-    assert judged["val/single"] == judged["val/concat"][-1]
+    evaluated = results[1]
+    assert np.shape(evaluated["val/concat"]) == (len(digits().val_loader),)  # only in the full dictionary
+    assert evaluated["val/sum"] == pytest.approx(evaluated["val/concat"].sum())
+    assert (evaluated["val/min"], evaluated["val/max"]) == (
+        evaluated["val/concat"].min(),
+        evaluated["val/concat"].max(),
+    )
+    assert evaluated["val/single"] == evaluated["val/concat"][-1]

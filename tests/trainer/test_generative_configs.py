@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights_pictures_and_samples(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_classifier_recognises_90_percent_of_the_samples_of_every_configuration(tmp_path):
-    script = runpy.run_path(str(ROOT / "scripts" / "judge_samples.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))
     here = ["trainer.enable_progress_bar=false", f"trainer.logger.log_dir={tmp_path}"]
     classifier = script["judge_in"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
     run, shares = None, {}

@@ -149,3 +149,30 @@ def test_detecting_changes_no_trained_bit(flavour, tmp_path):
 def test_an_unknown_key_of_nan_keys_is_told_with_those_that_there_are(tmp_path):
     with pytest.raises((SettingsError, ValueError), match="ratoi.*loss"):
         train_plain(plain_for("nnx", tmp_path, detect_nans=True, nan_keys=("train/ratoi",)))
+
+
+def test_a_step_of_ones_own_that_reports_no_loss_ends_the_run_by_its_other_numbers(flavour, tmp_path):
+    class Renamed(Plain):
+        def create_training_function(self) -> Any:
+            step = super().create_training_function()
+
+            def renamed(state: Any, batch: Any) -> Any:
+                state, report = step(state, batch)
+                return state, {"total": report.metrics.by_name["loss"].value}
+
+            return renamed
+
+    trainer = plain_for(flavour, tmp_path, kind=Renamed, check_val_every_n_epoch=0)
+    with pytest.raises(NonFiniteError, match=rf"Step {BAD}: 'total' was nan"):
+        trainer.train_model(broken())
+
+
+def test_no_weights_are_the_best_where_every_validation_is_nan(flavour, tmp_path):
+    class OnlyLoss(Plain):
+        def _evaluate(self, logits: Any, batch: Any) -> Any:
+            return super()._evaluate(logits, batch)[0], {}
+
+    trainer = plain_for(flavour, tmp_path, kind=OnlyLoss, callbacks={}, train_epochs=2)
+    results = trainer.train_model(first_examples(64), broken(1))
+    assert np.isnan([results[epoch]["val/loss"] for epoch in (1, 2)]).all()
+    assert results.best is None

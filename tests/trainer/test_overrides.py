@@ -275,14 +275,14 @@ def test_what_a_hook_adds_to_the_metrics_is_logged_returned_and_monitored(tmp_pa
 
 
 def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tmp_path):
-    judged: list[Any] = []
+    evaluated: list[Any] = []
 
     class Counting(Plain):
         """Adds how many batches there were."""
 
         def eval_model(self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, **which: Any) -> dict[str, Any]:
             metrics = super().eval_model(data_loader, mode, epoch_idx)
-            judged.append((mode, epoch_idx, metrics[f"{mode}/loss"]))
+            evaluated.append((mode, epoch_idx, metrics[f"{mode}/loss"]))
             return {**metrics, f"{mode}/batches": len(data_loader)}
 
     trainer = plain_for(
@@ -291,7 +291,7 @@ def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tm
     results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(32))
     assert (results[1]["val/batches"], results["test"]["test/batches"]) == (2, 1)
     assert list(values(trainer, "val/batches")) == [2]
-    assert judged == [("val", 1, results[1]["val/loss"]), ("test", 1, results["test"]["test/loss"])]
+    assert evaluated == [("val", 1, results[1]["val/loss"]), ("test", 1, results["test"]["test/loss"])]
 
 
 def test_metrics_without_a_prefix_are_not_added(tmp_path):
@@ -410,6 +410,9 @@ def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
     trainer.load_model(which=7777, raise_if_not_found=False)
     assert digest(trainer.state) == present
     empty = plain_for("nnx", tmp_path, **ONE_EPOCH)
+    assert empty.load_model(77, raise_if_not_found=False) is None  # there is no run yet
+    with pytest.raises(ValueError, match="no run folder yet to load from"):
+        empty.load_model(77)
     train_plain(empty)
     before = digest(empty.state)
     empty.load_model(raise_if_not_found=False)

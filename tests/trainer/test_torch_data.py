@@ -50,6 +50,17 @@ class TorchDataset(DatasetModule):
         self.val_loader = self.test_loader = torch_loader(numpy_batch)
 
 
+class TorchProperties(DatasetModule):
+    """Makes a loader whenever it is asked for one."""
+
+    transforms = NORMALIZE
+    train_loader = property(lambda self: torch_loader(numpy_batch, shuffle=True))
+    val_loader = test_loader = property(lambda self: torch_loader(numpy_batch))
+
+    def __init__(self, config: TorchConfig) -> None:
+        self.config = config
+
+
 def given(config: DatasetConfig) -> DatasetModule:
     loaders = {"train": torch_loader(numpy_batch), "val": torch_loader(numpy_batch), "test": torch_loader(numpy_batch)}
     return DatasetModule(config, **loaders, transforms=NORMALIZE)
@@ -88,7 +99,7 @@ def trainer(folder: Path, example: Any = None, dataset: Any = None) -> Trainer:
     return Trainer(**parts, **settings(folder, train_epochs=1))
 
 
-@pytest.mark.parametrize("made", [TorchDataset, given, given_beside_the_sets])
+@pytest.mark.parametrize("made", [TorchDataset, TorchProperties, given, given_beside_the_sets])
 def test_a_dataset_of_torch_loaders_trains_with_its_transforms(made, tmp_path):
     data = made(TorchConfig(global_batch_size=4))
     own = trainer(tmp_path, dataset=data)

@@ -56,7 +56,7 @@ def test_the_metrics_of_every_epoch_and_of_the_test_come_back(done):
 
 
 def test_the_test_judges_the_best_weights_and_not_the_last(done):
-    best, last = done.watcher.judged[STEPS], done.watcher.judged[EPOCHS * STEPS]
+    best, last = done.watcher.evaluated[STEPS], done.watcher.evaluated[EPOCHS * STEPS]
     sets = {"test": digits().test_loader}
     of_best, of_last = (evaluate(done.trainer.program, state, sets)["test"] for state in (best, last))
     assert done.results["test"] == {f"test/{name}": value for name, value in of_best.items()}
@@ -68,7 +68,7 @@ def test_the_test_judges_the_best_weights_and_not_the_last(done):
 
 
 def test_afterwards_the_trainer_has_the_last_weights(done):
-    assert_same_bits(done.trainer.state, done.watcher.judged[EPOCHS * STEPS])
+    assert_same_bits(done.trainer.state, done.watcher.evaluated[EPOCHS * STEPS])
     again = done.trainer.eval_model(digits().val_loader, which="last")
     assert again == done.results[EPOCHS]
 
@@ -221,7 +221,7 @@ def test_a_run_that_a_callback_stops_is_tested_and_recorded(done, tmp_path):
     assert results["test"] == done.results["test"]  # the best was in the first epoch
     assert rows(trainer)[-1] == {**results["test"], "step": 2 * STEPS, "epoch": 2}
     assert "Run stopped" in (trainer.folder.path / "run.log").read_text()
-    assert_same_bits(trainer.state, done.watcher.judged[2 * STEPS])
+    assert_same_bits(trainer.state, done.watcher.evaluated[2 * STEPS])
 
 
 def test_what_was_measured_is_recorded_before_a_callback_acts_on_it(tmp_path):

@@ -40,7 +40,7 @@ def trained(folder, **changes: Any) -> Plain:
 
 
 def judged_steps() -> list[int]:
-    return list(Watcher.last.judged)
+    return list(Watcher.last.evaluated)
 
 
 class Seeing(Plain):
@@ -48,15 +48,15 @@ class Seeing(Plain):
 
     logits: list[Any]
 
-    def _judge(self, logits: Any, batch: Any) -> Any:
+    def _evaluate(self, logits: Any, batch: Any) -> Any:
         self.logits = [*getattr(self, "logits", []), logits]
-        return super()._judge(logits, batch)
+        return super()._evaluate(logits, batch)
 
 
 def test_accumulate_computes_gradients_in_parts(tmp_path):
     trainer = plain_for("nnx", tmp_path, kind=Seeing, accumulate=2)
     trainer.dry_run(numbered_loader(32 * STEPS))
-    assert {logits.shape for logits in trainer.logits} == {(16, 4), (32, 4)}  # the whole batch is for judging
+    assert {logits.shape for logits in trainer.logits} == {(16, 4), (32, 4)}  # the whole batch is for evaluating
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps", "judged"),
+    ("changes", "steps", "evaluated"),
     [
         ({"train_epochs": 3, "max_steps": 6}, 6, [4, 6]),
         ({"train_epochs": None, "max_steps": 10}, 10, [4, 8, 10]),
@@ -122,10 +122,10 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
     ],
     ids=lambda given: ",".join(given) if isinstance(given, dict) else "",
 )
-def test_the_plan_is_as_long_as_it_says_and_validates_when_it_says(tmp_path, changes, steps, judged):
+def test_the_plan_is_as_long_as_it_says_and_validates_when_it_says(tmp_path, changes, steps, evaluated):
     trainer = trained(tmp_path, **changes)
     assert int(trainer.state.step) == steps
-    assert judged_steps() == judged
+    assert judged_steps() == evaluated
 
 
 def test_overfitting_sees_the_same_batches_again_and_again(tmp_path):

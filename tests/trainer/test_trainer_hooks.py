@@ -71,3 +71,15 @@ def test_the_hooks_of_the_guide_get_what_they_ask_for(tmp_path):
     results = trainer.train_model(numbered_loader(32 * STEPS), loader, {"a": test, "b": test})
     assert got == [("train", 1), ("val", 1, True), ("test", 1, ["a", "b"])]
     assert results[1]["val/own"] == 2.0
+
+
+def test_a_method_that_is_spelt_almost_like_one_to_override_is_named(tmp_path, caplog):
+    class Misspelt(Plain):
+        def init_optimiser(self, num_epochs: int, num_train_steps_per_epoch: int) -> Any:
+            raise AssertionError
+
+    plain_for("linen", tmp_path, kind=Misspelt)
+    assert "`Misspelt.init_optimiser` is called by nothing here. Did you mean `init_optimizer`?" in caplog.text
+    caplog.clear()
+    plain_for("linen", tmp_path)
+    assert "Did you mean" not in caplog.text

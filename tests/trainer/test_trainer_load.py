@@ -8,6 +8,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.config import ConfigError
 from jax_trainer.datasets import DatasetConfig, DatasetModule
+from jax_trainer.logger import LoggerConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
@@ -26,7 +27,7 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     assert type(loaded).__name__ == "ImgClassifierTrainer"
     assert loaded.folder.path == moved
     assert loaded.test_model(loaded.dataset.test_loader) == done.results["test"]
-    assert_same_bits(loaded.state.params, done.watcher.judged[STEPS].params)
+    assert_same_bits(loaded.state.params, done.watcher.evaluated[STEPS].params)
     loaded.load_model(which="latest")
     assert_same_bits(loaded.state.params, done.trainer.state.params)
     assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]
@@ -112,3 +113,21 @@ def test_what_was_loaded_is_trained_on(plain, tmp_path):
     )
     assert train_plain(loaded)[1]["val/loss"] < results[1]["val/loss"]
     assert loaded.folder.path.is_relative_to(tmp_path)
+
+
+def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer_has_no_transforms(
+    done, tmp_path, caplog
+):
+    data = digits()
+    parts = {"model": done.trainer.model_config, "optimizer": done.trainer.optimizer_config}
+    example, options = data.example(), {"train_epochs": 1, "logger": LoggerConfig(log_dir=str(tmp_path))}
+    callbacks = {"saver": ModelCheckpointConfig()}
+    trainer = ImgClassifierTrainer(**parts, exmp_input=example, callbacks=callbacks, **options)  # type: ignore[arg-type]
+    trainer.train_model(data.train_loader, data.val_loader)
+    assert "device transforms" not in caplog.text
+    ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, exmp_input=example)
+    assert "device transforms train=(normalize(" in caplog.text
+    assert "see raw inputs. Pass `dataset=…`" in caplog.text
+    caplog.clear()
+    ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, dataset=data)
+    assert "device transforms" not in caplog.text

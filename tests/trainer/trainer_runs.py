@@ -56,7 +56,7 @@ class Watcher(Callback):
     def __init__(self, config: WatcherConfig, run: Any) -> None:
         super().__init__(config, run)
         Watcher.last = self
-        self.judged: dict[int, TrainState] = {}
+        self.evaluated: dict[int, TrainState] = {}
         self.chunks: list[int] = []
         self.tested: list[dict[str, Any]] = []
 
@@ -70,7 +70,7 @@ class Watcher(Callback):
             raise StopTraining
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        self.judged[self.event.step] = copy_state(self.state)
+        self.evaluated[self.event.step] = copy_state(self.state)
         if epoch == self.config.stop_after:
             raise StopTraining
 
@@ -115,14 +115,14 @@ class Plain(TrainerModule):
         return batch["x"]
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
-        return self._judge(self.model_apply(model, batch["x"], train=train), batch)
+        return self._evaluate(self.model_apply(model, batch["x"], train=train), batch)
 
     def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
         logits, mutable = self.model_linen_apply(params, state, batch["x"], rng, train=train)
-        loss, metrics = self._judge(logits, batch)
+        loss, metrics = self._evaluate(logits, batch)
         return loss, (mutable, metrics)
 
-    def _judge(self, logits: jax.Array, batch: Any) -> Any:
+    def _evaluate(self, logits: jax.Array, batch: Any) -> Any:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return losses.mean(), {"acc": (logits.argmax(-1) == batch["y"]).mean()}
 

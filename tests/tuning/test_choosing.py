@@ -5,8 +5,8 @@ import optuna
 import pytest
 from tuning_runs import LINE, parabola
 
-from jax_trainer.tuning import StudyError, Tuned, tune
-from jax_trainer.tuning.choosing import PRUNERS, Choosing
+from jax_trainer.tuning import StudyError, TuneResult, tune
+from jax_trainer.tuning.choosing import PRUNERS, SearchOptions
 from jax_trainer.tuning.storage import quiet_optuna
 
 SPACE = {"x": {"low": 0.0, "high": 1.0}, "n": {"low": 1, "high": 8, "log": True}, "c": ["a", "b", [1, 2]]}
@@ -16,7 +16,7 @@ def bumpy(values: dict[str, Any], trial: Any) -> float:
     return (values["x"] - 0.3) ** 2 + values["n"] / 10 + (values["c"] == "a")
 
 
-def tried(found: Tuned) -> list[dict[str, Any]]:
+def tried(found: TuneResult) -> list[dict[str, Any]]:
     """The values of all trials, in the order in which they were made."""
     return [trial["params"] for trial in sorted(found.trials, key=lambda trial: trial["trial"])]
 
@@ -102,7 +102,7 @@ def test_processes_at_the_same_time_choose_differently():
             return Asked()
 
     alone, together = OptunaStudy(), OptunaStudy()
-    choosing = Choosing(seed=0)
+    choosing = SearchOptions(seed=0)
     with quiet_optuna():
         choosing.ask(alone, lambda *_: 7, others=0)
         choosing.ask(together, lambda *_: 7, others=1)

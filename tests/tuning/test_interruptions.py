@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tuning_runs import LINE
 
-from jax_trainer.tuning import Tuned, tune
+from jax_trainer.tuning import TuneResult, tune
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.liveness import own_note
 from jax_trainer.tuning.study import Study
@@ -21,7 +21,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing is told to anybody."""
 
 
-def complete(found: Tuned) -> list[dict[str, Any]]:
+def complete(found: TuneResult) -> list[dict[str, Any]]:
     trials = sorted(found.trials, key=lambda trial: trial["trial"])
     return [trial["params"] for trial in trials if trial["state"] == "complete"]
 
@@ -31,7 +31,7 @@ def uninterrupted(folder: Path, sampler: Any) -> list[dict[str, Any]]:
     return complete(study(folder / sampler, lambda values, trial: values["x"] + values["y"], sampler))
 
 
-def study(folder: Path, objective: Any, sampler: Any) -> Tuned:
+def study(folder: Path, objective: Any, sampler: Any) -> TuneResult:
     options: dict[str, Any] = {"sampler": sampler, "seed": 3, "startup": 2, "pruner": "none", "quiet": True}
     return tune(objective, SPACE, trials=TRIALS, name="line", folder=folder, **options)
 
@@ -50,7 +50,7 @@ def killing(monkeypatch):
     return say
 
 
-def until_done(folder: Path, sampler: Any, endings: list[Any]) -> Tuned:
+def until_done(folder: Path, sampler: Any, endings: list[Any]) -> TuneResult:
     """Gives the command again and again; `endings` are what each but the last ends with, and in which call."""
     calls = 0
 

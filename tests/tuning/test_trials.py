@@ -9,11 +9,11 @@ import pytest
 from tuning_runs import LINE, parabola
 
 from jax_trainer.core import NonFiniteError
-from jax_trainer.tuning import StudyError, Tuned, tune
+from jax_trainer.tuning import StudyError, TuneResult, tune
 from jax_trainer.tuning.storage import open_storage
 
 
-def by_number(found: Tuned) -> list[tuple[str, Any]]:
+def by_number(found: TuneResult) -> list[tuple[str, Any]]:
     return [(trial["state"], trial["params"]) for trial in sorted(found.trials, key=lambda trial: trial["trial"])]
 
 
@@ -92,7 +92,7 @@ def test_no_trial_begins_after_the_time_is_up(tmp_path: Path):
 def test_what_others_are_making_counts(tmp_path: Path):
     """Another process is simulated by a trial within a trial."""
 
-    within: list[Tuned] = []
+    within: list[TuneResult] = []
 
     def nested(values: dict[str, Any], trial: Any) -> float:
         if trial.number == 0:

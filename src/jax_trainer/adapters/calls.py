@@ -19,7 +19,7 @@ def arguments(inputs: Any) -> tuple[Any, ...]:
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
-def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def requested(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """What of `offered` the function has parameters for.
 
     >>> asked_for(lambda model, batch, train, rng: 0, {"rng": 1, "step": 2})

@@ -1,6 +1,5 @@
 """A linen module and a loss, as a `Program`."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Unpack
@@ -12,6 +11,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, sown_metrics, whole_batch
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -41,6 +41,11 @@ class LinenView(NamedTuple):
     collected: tuple[str, ...] = ()  # collections that are no state, but are wanted after training calls
     step: jax.Array | int = 0  # how many optimizer steps the parameters have behind them
 
+    @property
+    def batch_stats(self) -> PyTree:
+        """The BatchNorm statistics; empty for a model that has none."""
+        return self.mutable_variables.get("batch_stats", {})
+
     def apply(
         self,
         params: PyTree,
@@ -52,20 +57,15 @@ class LinenView(NamedTuple):
         """Runs the model: its output, and its mutable collections after it (unchanged when not training).
 
         What the model has sown comes with them where somebody wants it; it is reported if the loss returns them.
-        `rngs` names the random streams it may ask for, or has their keys. A model whose call takes `train` is told.
+        `rngs` names the random streams it may ask for, or has their keys. A model whose call takes `train` (or
+        `training`, `is_training`, `deterministic`, `use_running_average`) is told, unless `kwargs` says otherwise.
         """
-        told = {"train": train} if _takes_train(self.apply_fn) else {}
+        told = {**mode_flags(self.apply_fn, train=train), **kwargs}
         variables = {"params": params, **self.mutable_variables}
         keys = rngs if isinstance(rngs, Mapping) else streams(self.rng, *rngs)
-        call = partial(self.apply_fn, variables, *inputs, rngs=keys, **told, **kwargs)
+        call = partial(self.apply_fn, variables, *inputs, rngs=keys, **told)
         mutable = [*self.mutable_variables, *self.collected]
         return call(mutable=mutable) if train else (call(), self.mutable_variables)
-
-
-def _takes_train(apply_fn: Callable[..., Any]) -> bool:
-    module = getattr(apply_fn, "__self__", None)
-    function = type(module).__call__ if isinstance(module, nn.Module) else apply_fn
-    return "train" in inspect.signature(function).parameters
 
 
 class LinenLoss(Protocol):
@@ -103,7 +103,8 @@ def linen_program(
         raise ValueError("`init_kwargs` are for the model's `init`, which `init_variables` replaces. Pass one of them.")
 
     def first_call(key: jax.Array, batch: Batch) -> Mapping[str, PyTree]:
-        return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **(init_kwargs or {}))
+        told = {**mode_flags(model.init, train=False, only_required=True), **(init_kwargs or {})}
+        return model.init(streams(key, *init_rngs), *arguments(to_input(batch)), **told)
 
     said: dict[str, PartitionSpec] = {}
 
@@ -118,7 +119,7 @@ def linen_program(
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
     program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
-    return program._replace(said=lambda: said)
+    return program._replace(partition_specs=lambda: said)
 
 
 def flax_state_program(
@@ -151,7 +152,9 @@ def flax_state_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
 
-    return program._replace(init=init, init_is_traced=False, begin=None, given=None, said=lambda: said)
+    return program._replace(
+        init=init, init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: said
+    )
 
 
 def _said_of(params: PyTree) -> dict[str, PartitionSpec]:
@@ -221,6 +224,12 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
                     f"`{name}` of a linen model returns `loss, (mutable, metrics)`, the changed collections (or None) "
                     f"and a dict; this one returned {_in_words(other)}."
                 )
+        if train and "batch_stats" in model_state and "batch_stats" not in (mutable or {}):
+            raise TypeError(
+                f"`{name}` returned {_words_for(mutable)} as the changed collections, and the model has batch_stats, "
+                "which would never change. Return what `apply` gives besides the output: "
+                "`loss, (mutable, metrics)`; `state.mutable_variables` leaves them as they are."
+            )
         # collections the model did not start with (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}
         told = sown_metrics((mutable or {}).get(SOWN, {}), modes) if train else {}

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.bridged import lacks_variables, with_variables
-from jax_trainer.adapters.calls import ToInput, arguments, asked_for, sown_metrics, whole_batch
+from jax_trainer.adapters.calls import ToInput, arguments, requested, sown_metrics, whole_batch
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
@@ -46,6 +46,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.tracing import like_params
+from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 _METADATA = {"out_sharding", "sharding_names", "sharding"}  # what Flax calls, or called, how a variable is split
 
@@ -84,7 +85,7 @@ class Split:
         self.train_graph, params, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
         if not jax.tree.leaves(params):
             raise ValueError(f"{type(model).__name__} has no parameters to train: no variable is {trainable}.")
-        self.said = _said_of(params)
+        self.partition_specs = _said_of(params)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
         model.train()
@@ -148,7 +149,9 @@ def nnx_program(
             return split.arrays(model)
 
         options["init_is_traced"] = False
-        return _program(given, lambda: split, loss, tx, to_input, options)._replace(said=lambda: split.said)
+        return _program(given, lambda: split, loss, tx, to_input, options)._replace(
+            partition_specs=lambda: split.partition_specs
+        )
 
     made: list[Split] = []
 
@@ -166,7 +169,9 @@ def nnx_program(
             )
         return made[0]
 
-    return _program(built, split_made, loss, tx, to_input, options)._replace(said=lambda: split_made().said)
+    return _program(built, split_made, loss, tx, to_input, options)._replace(
+        partition_specs=lambda: split_made().partition_specs
+    )
 
 
 def _program(
@@ -208,7 +213,7 @@ def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: S
         split = split_of()
         model = split.join(params, model_state, rng, train=train)
         with _sowing_is_fine():
-            returned = loss(model, batch, train, **asked_for(loss, {"rng": stream(rng, "user"), "step": step}))
+            returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
         value, reported = loss_and_metrics(returned, name)
         _, changed = split.arrays(model)
         if not train:
@@ -267,8 +272,9 @@ def nnx_step_program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
         _user_eval(split, val_step),
+        checks=(warn_of_zero_gradients,),
         init_is_traced=False,
-        said=lambda: split.said,
+        partition_specs=lambda: split.partition_specs,
     )
 
 
@@ -294,7 +300,7 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
             raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
         _, changed = split.arrays(model)
         metrics = as_metrics(reported, batch_weight(batch))
-        grads = like_params(fitting_grads(returned[1], state.params, split.trainable))
+        grads = like_params(matching_grads(returned[1], state.params, split.trainable))
         return Gradients(grads, kept_state(state.model_state, changed), metrics)
 
     return grad_fn
@@ -322,7 +328,7 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     return {"loss": loss, **metrics}
 
 
-def fitting_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
+def matching_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
     """`grads` as a nested dict like `params`, which must be what they belong to."""
     if not isinstance(grads, nnx.State | nnx.Module):
         raise TypeError(

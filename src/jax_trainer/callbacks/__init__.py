@@ -17,7 +17,7 @@ from jax_trainer.callbacks.monitor import (
 from jax_trainer.callbacks.profiler import JAXProfiler, JAXProfilerConfig
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
 from jax_trainer.callbacks.pruning import OptunaPruning
-from jax_trainer.callbacks.run import Checkpoints, Run
+from jax_trainer.callbacks.run import Checkpoints, RunContext
 from jax_trainer.callbacks.sample_images import SampleImages, SampleImagesConfig
 from jax_trainer.callbacks.sample_text import SampleText, SampleTextConfig
 from jax_trainer.callbacks.sampling import Sampling, SamplingConfig
@@ -52,7 +52,7 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "ProgressConfig",
-    "Run",
+    "RunContext",
     "SampleImages",
     "SampleImagesConfig",
     "SampleText",

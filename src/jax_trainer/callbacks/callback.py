@@ -10,8 +10,8 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks.hook_calls import call_hook, calling, check_hooks
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
-from jax_trainer.callbacks.run import Checkpoints, Run
-from jax_trainer.core import StepRows, TrainState
+from jax_trainer.callbacks.run import Checkpoints, RunContext
+from jax_trainer.core import MetricWindow, TrainState
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.engine import (
     EpochEnd,
@@ -25,11 +25,11 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 from jax_trainer.settings import AtLeast, Settings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 
-__all__ = ["Callback", "CallbackConfig", "Checkpoints", "Run"]
+__all__ = ["Callback", "CallbackConfig", "Checkpoints", "RunContext"]
 
 
 @dataclass
@@ -87,21 +87,21 @@ class Callback(RegistrableConfigInterface):
 
     config: Any
 
-    def __init__(self, config: Any = None, run: Run | None = None, **settings: Any) -> None:
+    def __init__(self, config: Any = None, run: RunContext | None = None, **settings: Any) -> None:
         check_hooks(self, Callback)
         if config is not None and settings:
             raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
         self.config = _config(type(self), settings) if config is None else config
-        self._run: Run | None = None
+        self._run: RunContext | None = None
         self._event: Event | None = None
         self._is_running = False  # between the first event and the last
         self._is_training = False  # the same without the test at the end
-        self._is_judging = False  # between the start of the first evaluation set and the end of the last
+        self._is_evaluating = False  # between the start of the first evaluation set and the end of the last
         self.reset()
         if run is not None:
             self.attach(run)
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunContext) -> None:
         """Watches `run` from now on. One that has watched another run, which is over, begins anew."""
         if self._is_running:
             raise RuntimeError(
@@ -110,12 +110,12 @@ class Callback(RegistrableConfigInterface):
             )
         if self._run is not None:
             self.reset()
-        self._run, self._is_judging = run, False
+        self._run, self._is_evaluating = run, False
         if run.dataset is not None:
             self.set_dataset(run.dataset)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunContext:
         """What it may use besides events."""
         if self._run is None:
             text = "A trainer attaches it when training begins; otherwise call `attach(run)`."
@@ -133,9 +133,9 @@ class Callback(RegistrableConfigInterface):
         return self.run.dataset
 
     @property
-    def is_lead(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether this process is the one that writes, of several that train together."""
-        return peers().is_lead
+        return process_group().is_primary
 
     def reset(self) -> None:
         """Forgets all that an earlier run has taught; a callback that remembers sets its attributes here."""
@@ -214,11 +214,11 @@ class Callback(RegistrableConfigInterface):
                 call_hook(self.on_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
                 if due:
                     call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
-            case EvalStart() if not self._is_judging:
-                self._is_judging = True
+            case EvalStart() if not self._is_evaluating:
+                self._is_evaluating = True
                 self._tell_eval_start(event, due)
             case EvalRoundEnd():
-                self._is_judging = False
+                self._is_evaluating = False
                 self._tell_eval_end(event, due)
             case FitEnd():
                 self._tell_end(event)
@@ -241,7 +241,7 @@ class Callback(RegistrableConfigInterface):
         if due:
             call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
 
-    def _tell_steps(self, rows: StepRows, epoch: int) -> None:
+    def _tell_steps(self, rows: MetricWindow, epoch: int) -> None:
         call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
         for index, step in enumerate(range(rows.first, rows.last + 1)):
             values = {name: column.values[index] for name, column in rows.columns.items()}

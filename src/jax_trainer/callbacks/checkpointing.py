@@ -10,11 +10,11 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
-from jax_trainer.callbacks.run import Run
+from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.disk import SaveError
-from jax_trainer.engine import Every, SavePoint, Standing, StepMetrics, StopTraining
+from jax_trainer.engine import Every, LoopState, SavePoint, StepMetrics, StopTraining
 from jax_trainer.logger import RecordMark
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")
@@ -65,23 +65,25 @@ class ModelCheckpointConfig(MonitoringConfig):
         if not validates:
             return {**always, "keep_best": 0}
         by_metric = {"monitor": self.monitor, "mode": self.best_mode} if monitors else {}
-        return {**always, "keep_best": self.save_top_k, "slim_best": not self.save_optimizer_state, **by_metric}
+        return {**always, "keep_best": self.save_top_k, "weights_only_best": not self.save_optimizer_state, **by_metric}
 
 
 class _Mark(NamedTuple):
     """What a run that goes on from a place must know besides the state."""
 
-    standing: Standing
+    loop_state: LoopState
     states: Mapping[str, Any]  # of callbacks and others that watch
     record: Callable[[], RecordMark | None]  # of the run's rows, as soon as they are written
     devices: int  # that share the state
+    transforms: str  # of batches on the device, in words; "" where a trainer has none
 
     def data(self) -> dict[str, Any]:
         record = self.record()
         rows: dict[str, Any] = {"record": None if record is None else record.size}
         if record is not None and record.unwritten:
             rows["unwritten"] = list(record.unwritten)
-        return {"loop": self.standing.to_data(), **rows, "devices": self.devices}
+        seen = {"transforms": self.transforms} if self.transforms else {}
+        return {"loop": self.loop_state.to_data(), **rows, **seen, "devices": self.devices}
 
 
 @register
@@ -93,7 +95,7 @@ class ModelCheckpoint(Callback):
 
     config: ModelCheckpointConfig
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunContext) -> None:
         """Watches `run`, which must have a place to save to."""
         if run.checkpoints is None:
             raise ValueError("`ModelCheckpoint` needs a place to save to: give the run `checkpoints`.")
@@ -104,7 +106,7 @@ class ModelCheckpoint(Callback):
         """Has saved nothing."""
         self._first = 0  # step of this training
         self._mark: _Mark | None = None  # the last place that a run can go on from
-        self._judged: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
         self._wants = False  # to save at the next point
         self._saved: tuple[Any, ...] = ()  # what was saved last
         self._last = -1  # its step
@@ -129,13 +131,13 @@ class ModelCheckpoint(Callback):
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Saves soon, where no validation will come."""
         if not self.run.validates:
-            self._judged, self._wants = (self.event.step, train_metrics), True
+            self._evaluated, self._wants = (self.event.step, train_metrics), True
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Saves soon what was judged; not before the first step, when there is nothing to save."""
         if self.run.monitors:
             monitored(eval_metrics, self.config.monitor)  # a mistake in the name ends the run before training does
-        self._judged, self._wants = (self.event.step, eval_metrics), self.event.step > 0
+        self._evaluated, self._wants = (self.event.step, eval_metrics), self.event.step > 0
 
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Learns in time that a state could not be saved."""
@@ -143,10 +145,11 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, event: SavePoint) -> None:
         """Takes note of a place to go on from, and saves if that is due."""
-        standing = event.standing
-        if not standing.is_at(None if self._mark is None else self._mark.standing):
+        loop_state = event.loop_state
+        if not loop_state.is_at(None if self._mark is None else self._mark.loop_state):
             devices = len(event.state.step.sharding.device_set)
-            self._mark = _Mark(standing, self.run.callback_states(), self.run.logger.mark(), devices)
+            states, rows, transforms = self.run.callback_states(), self.run.logger.mark(), self.run.transforms
+            self._mark = _Mark(loop_state, states, rows, devices, transforms)
         wanted, self._wants = self._wants or (event.due and event.step > self._first), False
         if wanted and self.config.saves_at_all and self._saves_for(event.reason):
             self._tolerating(self._checkpoints.check)
@@ -161,7 +164,7 @@ class ModelCheckpoint(Callback):
 
         Of several processes one that failed does not wait: the others may never come to finish a save.
         """
-        if status == "failed" and peers().are_several:
+        if status == "failed" and process_group().is_multi_process:
             return
         try:
             (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()
@@ -182,13 +185,13 @@ class ModelCheckpoint(Callback):
 
     def _save(self, *, due: bool) -> None:
         """Saves; what is due by steps or time, or because the run ends, is written before the next one is taken."""
-        mark, (step, found) = self._mark, self._judged
+        mark, (step, found) = self._mark, self._evaluated
         assert mark is not None
         metrics = {name: float(value) for name, value in found.items() if np.ndim(value) == 0}
         metrics = metrics if step == self.event.step else {}
-        what = (mark.standing.place, self.event.step, bool(metrics))
+        what = (mark.loop_state.place, self.event.step, bool(metrics))
         if what != self._saved:
-            position = mark.standing.position
+            position = mark.loop_state.position
             more: dict[str, Any] = {"callbacks": mark.states, "run": mark.data, "wait": False, "coalesce": not due}
             self._checkpoints.save(self.state, position, metrics, **more)
             self._saved, self._lost, self._last = what, None, self.event.step

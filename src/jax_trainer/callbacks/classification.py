@@ -10,8 +10,8 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.run import Run
-from jax_trainer.core import load_late
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.core import lazy_import
 from jax_trainer.settings import Above, AtLeast, Problem
 
 LOG = logging.getLogger("jax_trainer")
@@ -79,13 +79,13 @@ class ConfusionMatrixCallback(Callback):
         """Knows no classes."""
         self._class_names: Sequence[str] = ()
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunContext) -> None:
         """Watches `run`, if there is something to draw with."""
         super().attach(run)
         self._class_names = _class_names(run.dataset)
         self._plots: ModuleType | None = None
         try:
-            self._plots = load_late("matplotlib.figure", extra="plots")
+            self._plots = lazy_import("matplotlib.figure", extra="plots")
         except ImportError as missing:
             LOG.warning(f"ConfusionMatrixCallback draws nothing, and training goes on: {missing}")
         else:
@@ -111,7 +111,7 @@ class ConfusionMatrixCallback(Callback):
             shape = np.shape(value)
             if len(shape) != 2 or shape[0] != shape[1]:
                 raise ValueError(f"The metric {name!r} must have the shape [classes, classes], got {list(shape)}.")
-            if self._plots is not None and self.is_lead:
+            if self._plots is not None and self.is_primary:
                 figure = self._draw(np.asarray(value))
                 self.run.logger.log_figure(f"{name.rpartition('/')[0]}/{FIGURE}", figure, self.event.step)
 

@@ -10,7 +10,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
-from jax_trainer.callbacks.run import Run
+from jax_trainer.callbacks.run import RunContext
 from jax_trainer.engine import StopTraining
 from jax_trainer.settings import AtLeast, Problem, checked
 
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
 
     config: EarlyStoppingConfig
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunContext) -> None:
         """Watches `run`, which must report something to judge."""
         config = self.config
         if not (run.validates or config.check_on_train_epoch_end or config.every_n_epochs == 0):
@@ -77,17 +77,22 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0  # validations since
         self.stopped = ""  # why
-        self._judged_step = -1
+        self._evaluated_step = -1
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, how long ago it was, whether training has ended, and what was looked at last."""
-        return {"best": self.best, "waited": self.waited, "stopped": self.stopped, "judged_step": self._judged_step}
+        return {
+            "best": self.best,
+            "waited": self.waited,
+            "stopped": self.stopped,
+            "evaluated_step": self._evaluated_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on waiting where it was."""
-        checked(state, {"best": float | None, "waited": int, "stopped": str, "judged_step": int})
+        checked(state, {"best": float | None, "waited": int, "stopped": str, "evaluated_step": int})
         self.best, self.waited, self.stopped = state["best"], state["waited"], state["stopped"]
-        self._judged_step = state["judged_step"]
+        self._evaluated_step = state["evaluated_step"]
 
     def on_training_start(self) -> None:
         """Ends a run at once that had been ended before, unless it was given more patience since."""
@@ -100,18 +105,18 @@ class EarlyStopping(Callback):
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Looks, where training metrics are monitored."""
         if self.config.check_on_train_epoch_end:
-            self._judge(train_metrics)
+            self._evaluate(train_metrics)
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Looks, where validation metrics are monitored."""
         if not self.config.check_on_train_epoch_end:
-            self._judge(eval_metrics)
+            self._evaluate(eval_metrics)
 
-    def _judge(self, metrics: Mapping[str, Any]) -> None:
+    def _evaluate(self, metrics: Mapping[str, Any]) -> None:
         value = monitored(metrics, self.config.monitor)
-        if self.event.step == self._judged_step:  # a run that goes on may validate what it begins with once more
+        if self.event.step == self._evaluated_step:  # a run that goes on may validate what it begins with once more
             return
-        self._judged_step = self.event.step
+        self._evaluated_step = self.event.step
         if reason := self._reason(value):
             self.stopped = f"EarlyStopping after step {self.event.step}: `{self.config.monitor}` {reason}."
             LOG.info(self.stopped)

@@ -15,7 +15,7 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core.output import flush_output
 from jax_trainer.engine import Event, FitEnd, FitStart
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 from jax_trainer.settings import Above
 
 LOG = logging.getLogger("jax_trainer")
@@ -69,7 +69,7 @@ class HangMonitor(Callback):
                 self._tell_where(what)
 
     def _tell_where(self, what: str) -> None:
-        where = self._dump(self.run.folder / f"hang-{peers().index}.txt")
+        where = self._dump(self.run.folder / f"hang-{process_group().index}.txt")
         ends = f" The process ends with exit code {HANGS}." if self.config.exits else ""
         LOG.error(
             f"Nothing has happened for {self.config.seconds:g} seconds, since {what}: the run hangs. Where every "

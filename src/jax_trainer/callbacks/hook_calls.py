@@ -2,11 +2,13 @@
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+LOG = logging.getLogger("jax_trainer")
 _SYNONYMS = {
     "epoch": ("epoch_idx",),
     "epoch_idx": ("epoch",),
@@ -16,7 +18,7 @@ _SYNONYMS = {
     "step_metrics": ("metrics",),
     "step_idx": ("step",),
 }
-_FOREIGN = {  # what Lightning and Keras call our hooks
+FOREIGN = {  # what Lightning and Keras call our hooks
     **dict.fromkeys(("on_fit_start", "on_train_start", "on_train_begin"), "on_training_start"),
     **dict.fromkeys(("on_fit_end", "on_train_end"), "on_training_end"),
     **dict.fromkeys(("on_train_epoch_start", "on_epoch_start", "on_epoch_begin"), "on_training_epoch_start"),
@@ -107,13 +109,24 @@ def check_hooks(
         foreign: other methods that nobody calls, and what does their work.
     """
     hooks, kind = hooks_of(base), type(owner)
-    meant = {**_FOREIGN, **(foreign or {})}
+    meant = {**FOREIGN, **(foreign or {})}
     for name in dir(kind):
         is_meant_to_be_called = name.startswith("on_") or name in meant
         if is_meant_to_be_called and not hasattr(base, name) and callable(inspect.getattr_static(kind, name)):
             raise TypeError(_nobody_calls(kind, name, base, meant.get(name, "")))
+    _warn_of_near_misses(kind)
     for name, known in hooks.items():
         calling(getattr(owner, name), known, dict.fromkeys((extra or {}).get(name, ())))
+
+
+def _warn_of_near_misses(kind: type) -> None:
+    """Says where a method is spelt almost like one that could be overridden; it may be a helper of the user's."""
+    ours = next(one for one in kind.__mro__ if one.__module__.startswith("jax_trainer."))
+    can_be_overridden = [name for name in dir(ours) if not name.startswith("_") and callable(getattr(ours, name))]
+    for name in sorted(set(dir(kind)) - set(dir(ours))):
+        near = difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9)
+        if near and callable(inspect.getattr_static(kind, name)):
+            LOG.warning(f"`{kind.__name__}.{name}` is called by nothing here. Did you mean `{near[0]}`?")
 
 
 @cache
@@ -127,6 +140,6 @@ def _nobody_calls(kind: type, name: str, base: type, meant: str) -> str:
     hooks = hooks_of(base)
     near = meant or next(iter(difflib.get_close_matches(name, hooks, n=1, cutoff=0.75)), "")
     cure = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(hooks))}."
-    if near in _FOREIGN.values() and not hasattr(kind, near):
+    if near in FOREIGN.values() and not hasattr(kind, near):
         cure = f"A `Callback` can have `{near}`."
     return f"`{kind.__name__}.{name}` is no hook, and would never be called. {cure}"

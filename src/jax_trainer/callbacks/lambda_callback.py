@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.hook_calls import hooks_of
+from jax_trainer.callbacks.hook_calls import FOREIGN, hooks_of
 
 
 class LambdaCallback(Callback):
@@ -19,8 +19,8 @@ class LambdaCallback(Callback):
         names = [*hooks_of(Callback), "finalize", "set_dataset"]
         for name, function in hooks.items():
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(sorted(names))}."
+                near = FOREIGN.get(name) or next(iter(difflib.get_close_matches(name, names, n=1)), "")
+                hint = f"Did you mean `{near}`?" if near else f"There are {', '.join(sorted(names))}."
                 raise TypeError(f"There is no hook {name!r}. {hint}")
             if not callable(function):
                 raise TypeError(f"`{name}` must be a function, got {function!r}.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.core import LogFreq, LogMode, RowMeter, StepRows
+from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
 from jax_trainer.logger import Logger, MetricWriter
 from jax_trainer.settings import checked
@@ -16,9 +16,9 @@ class Windows:
     """Folds step metrics into windows that end at multiples of `every` steps, however they arrive."""
 
     def __init__(self, every: int) -> None:
-        self._every, self._meter = every, RowMeter(LogMode.TRAIN, (LogFreq.ANY, LogFreq.STEP))
+        self._every, self._meter = every, WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.STEP))
 
-    def add(self, rows: StepRows) -> Iterator[tuple[int, dict[str, Any]]]:
+    def add(self, rows: MetricWindow) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the last step and the metrics of every window that `rows` complete."""
         while rows.first <= rows.last:
             end = -(-rows.first // self._every) * self._every

@@ -132,7 +132,7 @@ class GradientSpikeMonitor(Callback):
 
     def on_training_start(self) -> None:
         """Takes in the file of a run that goes on."""
-        if self.config.log_to_disk and self.is_lead:
+        if self.config.log_to_disk and self.is_primary:
             self._step = self.event.step
             self._open_file()
 
@@ -179,8 +179,8 @@ class GradientSpikeMonitor(Callback):
                     self._file.add(quantity, step, value, average)
 
     def _open_file(self) -> None:
-        self._file = SpikeFile(self.run.folder, writes=self.is_lead)
-        self._file.go_on(self._step, self._unwritten)
+        self._file = SpikeFile(self.run.folder, writes=self.is_primary)
+        self._file.resume(self._step, self._unwritten)
 
     def _write(self) -> None:
         if self._file is not None:

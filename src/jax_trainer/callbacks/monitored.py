@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.callbacks.callback import CallbackConfig
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, direction_words
 from jax_trainer.settings import Problem, SettingsError
+from jax_trainer.suggestions import suggestion
 
-__all__ = ["Direction", "Mode", "MonitoringConfig", "best_mode", "direction_words", "monitored"]
+__all__ = ["Direction", "Mode", "MonitoringConfig", "best_mode", "direction_words", "may_add_metrics", "monitored"]
 
 
 @dataclass
@@ -41,10 +42,22 @@ class MonitoringConfig(CallbackConfig):
         return best_mode(self.mode, self.monitor)
 
 
+def may_add_metrics(one: Any) -> bool:
+    """Whether a callback's own hook may add to what validations report; ours add nothing.
+
+    >>> may_add_metrics(Callback())
+    False
+    """
+    kind, hook = type(one), "on_validation_epoch_end"
+    is_own = not kind.__module__.startswith("jax_trainer.") and isinstance(one, Callback)
+    return hook in vars(one) or (is_own and getattr(kind, hook) is not getattr(Callback, hook))
+
+
 def monitored(metrics: Mapping[str, Any], monitor: str) -> float:
     """The value of the metric called `monitor`, which must be one of `metrics` and a number."""
     if monitor not in metrics:
-        raise ValueError(f"No metric {monitor!r} to monitor. There are: {', '.join(sorted(metrics)) or 'none'}.")
+        there = ", ".join(sorted(metrics)) or "none"
+        raise ValueError(f"No metric {monitor!r} to monitor. There are: {there}.{suggestion(monitor, metrics)}")
     if shape := np.shape(metrics[monitor]):
         raise ValueError(f"`monitor: {monitor}` must name a number, and this is an array of shape {shape}.")
     return float(metrics[monitor])

@@ -47,7 +47,7 @@ class JAXProfiler(Callback):
     def on_step_end(self, event: StepEnd) -> None:
         """Begins a trace when it is time, and ends it when it has seen enough."""
         self._steps += event.steps
-        if not self.is_lead:
+        if not self.is_primary:
             return
         if self._ends_at is None and not self._is_broken and self._is_time():
             self._begin()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.screen import Screen, people_console
-from jax_trainer.core import LogMetricMode, LogMode, RowMeter
+from jax_trainer.core import LogMetricMode, LogMode, WindowAccumulator
 from jax_trainer.engine import (
     EpochEnd,
     EpochStart,
@@ -83,7 +83,7 @@ class ProgressBar:
         refresh_seconds: seconds between two drawings.
         console: where to; left out, the standard error output, in a notebook the standard output.
         is_notebook: whether that is in a notebook; None: as the console says.
-        is_lead: whether this process shows anything; None: the first of several that train together does.
+        is_primary: whether this process shows anything; None: the first of several that train together does.
     """
 
     shows_notices = True
@@ -98,24 +98,24 @@ class ProgressBar:
         refresh_seconds: float = 0.25,
         console: Console | None = None,
         is_notebook: bool | None = None,
-        is_lead: bool | None = None,
+        is_primary: bool | None = None,
     ) -> None:
         self._screen = Screen(console or people_console(), is_notebook)
         self._epochs, self._steps, self._in_steps = epochs, steps, in_steps
-        self._refresh_seconds, self._is_lead = refresh_seconds, is_lead
+        self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
         self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
         self._seen: set[str] = set()  # stages that are compiled
         self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
-        self._evaluated = RowMeter(LogMode.VAL)
+        self._evaluated = WindowAccumulator(LogMode.VAL)
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
         self._spoken, self._patience = time.perf_counter(), FIRST_LINE
         self._lines: list[str] = [title] if title else []
 
     def handle(self, event: Event) -> None:
         """Follows the run."""
-        if self._is_lead is None:
-            self._is_lead = jax.process_index() == 0  # not before: asking starts the devices
-        if not self._is_lead:
+        if self._is_primary is None:
+            self._is_primary = jax.process_index() == 0  # not before: asking starts the devices
+        if not self._is_primary:
             return
         if isinstance(event, StepEnd):  # first: it comes most often by far
             self._step, now = event.step, time.perf_counter()
@@ -136,7 +136,7 @@ class ProgressBar:
             case EvalStart():
                 if self._stage is self._training:
                     self._paused = time.perf_counter()
-                self._evaluated = RowMeter(LogMode.VAL)
+                self._evaluated = WindowAccumulator(LogMode.VAL)
                 self._start(event.name, f"{self._epoch(event)} {event.name}", "batches", event.batches)
             case EvalStep():
                 self._evaluate(event)
@@ -194,7 +194,7 @@ class ProgressBar:
         if event.rows:
             for rows in event.rows:
                 self._evaluated.add(rows)
-            so_far = RowMeter(LogMode.VAL)
+            so_far = WindowAccumulator(LogMode.VAL)
             so_far.load(self._evaluated.state())
             self._stage.latest = _line(so_far.compute())
         self._draw_if_time(now)

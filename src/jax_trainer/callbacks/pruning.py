@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.monitored import monitored
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 from jax_trainer.engine import StopTraining
 from jax_trainer.settings import checked
 
@@ -29,7 +29,7 @@ class OptunaPruning(Callback):
         if report not in get_args(Axis):
             raise ValueError(f"`report` must be 'epoch' or 'step', got {report!r}.")
         self.trial, self.monitor, self.report = trial, monitor, report
-        self._pruned = load_late("optuna", extra="tune").TrialPruned
+        self._pruned = lazy_import("optuna", extra="tune").TrialPruned
         super().__init__()
 
     def reset(self) -> None:

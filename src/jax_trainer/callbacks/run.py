@@ -45,7 +45,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """What a callback may use besides events.
 
     Args:
@@ -59,6 +59,7 @@ class Run:
         monitors: whether the best checkpoints are told by a metric; otherwise the store was told how else.
         epochs: how many epochs are planned, where that is known.
         steps: the step with which training ends, where that is known.
+        transforms: of batches on the device, in words; "" where a trainer has none.
     """
 
     folder: Path
@@ -71,3 +72,4 @@ class Run:
     monitors: bool = True
     epochs: int | None = None
     steps: int | None = None
+    transforms: str = ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.run import Run
+from jax_trainer.callbacks.run import RunContext
 from jax_trainer.engine import Every, StepEnd
 from jax_trainer.settings import AtLeast, checked
 
@@ -39,7 +39,7 @@ class Sampling(Callback):
     asks_for = ""  # the method of a trainer that draws
     speed = "samples/per_second"  # what the log calls it
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunContext) -> None:
         """Watches `run`, whose trainer must be able to draw."""
         if not hasattr(run.trainer, self.asks_for):
             kind = "no trainer" if run.trainer is None else f"a {type(run.trainer).__name__}"

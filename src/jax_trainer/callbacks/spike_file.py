@@ -56,7 +56,7 @@ class SpikeFile:
             os.fsync(file.fileno())  # what it has is not in the next checkpoint any more
         os.replace(partial, self._path)
 
-    def go_on(self, step: int, unwritten: Mapping[str, Any] | None = None) -> None:
+    def resume(self, step: int, unwritten: Mapping[str, Any] | None = None) -> None:
         """Cuts the file to what it had at `step`, and adds what was `unwritten` then; what is later will come again."""
         known = {quantity: [tuple(row) for row in (unwritten or {}).get(quantity, ())] for quantity in self._rows}
         for quantity, rows in self._read(step).items():

@@ -43,7 +43,7 @@ class ModelSummary(Callback):
         params = self.state.params
         table = parameter_table(params)
         layers = self._layers() or table  # by all processes: the weights may be those of all
-        if not self.is_lead:
+        if not self.is_primary:
             return
         write_atomically(self.run.folder / MODEL_FILE, f"{layers.rstrip()}\n")
         write_atomically(self.run.folder / PARAMS_FILE, f"{table}\n")

@@ -19,7 +19,7 @@ from jax_trainer.checkpoint.durable import sync_tree
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
-from jax_trainer.core import failpoint, load_late
+from jax_trainer.core import failpoint, lazy_import
 
 _INDEX = "_METADATA"  # where orbax lists the names
 _OF_EACH = "array_metadatas"  # where every process says what it wrote; the others wait for the first to make it
@@ -30,7 +30,7 @@ _KINDS = ("jax.Array", "np.ndarray")
 
 @cache
 def _orbax() -> Any:
-    return load_late("orbax.checkpoint")
+    return lazy_import("orbax.checkpoint")
 
 
 @cache
@@ -104,7 +104,7 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epath(folder: Path) -> Any:
-    return load_late("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
+    return lazy_import("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
 
 
 def _wait_for_all(writing: Iterable[Any]) -> None:

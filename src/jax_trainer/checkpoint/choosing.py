@@ -4,21 +4,24 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from jax_trainer.checkpoint.catalogue import Listing, name_of, read_saved
-from jax_trainer.checkpoint.manifest import check_wholly
-from jax_trainer.checkpoint.record import CheckpointError, Saved
-from jax_trainer.checkpoint.slim import refusal
+from jax_trainer.checkpoint.content import stored_in
+from jax_trainer.checkpoint.index import IndexEntries, name_of, read_saved
+from jax_trainer.checkpoint.manifest import verify_digests
+from jax_trainer.checkpoint.record import CheckpointError, SavedCheckpoint
+from jax_trainer.checkpoint.weights_only import not_resumable
 
-Damaged = Callable[[Saved | None], Mapping[Path, str]]
-Check = Callable[[Saved], object]
+Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
+Check = Callable[[SavedCheckpoint], object]
 _log = logging.getLogger("jax_trainer")
 
 
-def no_check(saved: Saved) -> None:
+def no_check(saved: SavedCheckpoint) -> None:
     """The record is used for nothing but its arrays."""
 
 
-def first_whole(candidates: Iterable[Saved], damaged: Damaged, nothing: str, check: Check = no_check) -> Saved:
+def first_complete(
+    candidates: Iterable[SavedCheckpoint], damaged: Damaged, nothing: str, check: Check = no_check
+) -> SavedCheckpoint:
     """The first of `candidates` whose files are all as they were written; the others before it are told of.
 
     Args:
@@ -49,21 +52,22 @@ def first_whole(candidates: Iterable[Saved], damaged: Damaged, nothing: str, che
 def problem_of(path: Path, check: Check = no_check) -> str:
     """What is wrong with the checkpoint in `path`, after reading all of it; "" if nothing is."""
     try:
-        whole(path, check)
+        read_verified(path, check)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def whole(path: Path, check: Check = no_check) -> Saved:
+def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
     """The checkpoint in `path`; an error that says what is wrong where it is damaged."""
-    saved, _ = read_saved(path)
-    check_wholly(path)
+    saved, record = read_saved(path)
+    verify_digests(path)
+    stored_in(path, record)  # digests fit whatever another program wrote: the indices of the arrays must agree, too
     check(saved)
     return saved
 
 
-def newest_with(fields: Collection[str], listing: Listing) -> list[Saved]:
+def newest_with(fields: Collection[str], listing: IndexEntries) -> list[SavedCheckpoint]:
     """The checkpoints that have all of these fields of the state, from the newest on.
 
     An error where there are checkpoints, and all of them were stored without.
@@ -71,16 +75,16 @@ def newest_with(fields: Collection[str], listing: Listing) -> list[Saved]:
     newest_first = list(reversed(listing.found.values()))
     having = [saved for saved in newest_first if not lacks(saved, fields)]
     if newest_first and not having:
-        raise refusal(newest_first[0], newest_first)
+        raise not_resumable(newest_first[0], newest_first)
     return having
 
 
-def lacks(saved: Saved, fields: Collection[str]) -> bool:
+def lacks(saved: SavedCheckpoint, fields: Collection[str]) -> bool:
     """Whether one of these fields of the state was left out of `saved`."""
     return any(name in fields for name in saved.without)
 
 
-def of_step(step: int, listing: Listing, folder: Path) -> Path | None:
+def of_step(step: int, listing: IndexEntries, folder: Path) -> Path | None:
     """Where the checkpoint of `step` is, whole or not."""
     if step in listing.found:
         return listing.found[step].path

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from jax_trainer.checkpoint.catalogue import OLD, read_whole
 from jax_trainer.checkpoint.durable import sync_folder
+from jax_trainer.checkpoint.index import OLD, read_complete
 from jax_trainer.checkpoint.partial import discard
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.core import failpoint
@@ -27,7 +27,7 @@ def commit(complete: Path, path: Path) -> None:
 
 def _is_whole(place: Path) -> bool:
     try:
-        read_whole(place)
+        read_complete(place)
     except CheckpointError:
         return False
     return True

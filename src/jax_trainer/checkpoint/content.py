@@ -17,9 +17,9 @@ from jax_trainer.checkpoint.arrays import (
     write_arrays,
     write_parts,
 )
-from jax_trainer.checkpoint.catalogue import name_of
 from jax_trainer.checkpoint.commit import commit
 from jax_trainer.checkpoint.durable import sync_tree, write_atomically
+from jax_trainer.checkpoint.index import name_of
 from jax_trainer.checkpoint.leaves import Spec, impl_of, words_of
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.packing import PACK, Places, packed, read_packed, read_places, specs_of, write_places
@@ -52,7 +52,7 @@ def write_checkpoint(
 
 
 @contextmanager
-def begun_together(folder: Path) -> Iterator[Path]:
+def begin_shared(folder: Path) -> Iterator[Path]:
     """A new folder in `folder`, under a temporary name, for a checkpoint that several processes write."""
     with partial_folder(folder) as partial:
         failpoint("after_tmp_dir")
@@ -60,14 +60,14 @@ def begun_together(folder: Path) -> Iterator[Path]:
         yield partial
 
 
-def write_share(partial: Path, arrays: Mapping[str, Any], *, is_lead: bool) -> Places:
+def write_shard(partial: Path, arrays: Mapping[str, Any], *, is_primary: bool) -> Places:
     """Writes what this process has to write of a checkpoint, and waits until it is on the disk."""
     shared = {name: array for name, array in arrays.items() if _is_of_several(array)}
     own = jax.device_get({name: array for name, array in arrays.items() if name not in shared})
     together, places = packed({**shared, **own})
     if together:  # there may be nothing that is split over the processes
         write_parts(partial / _ARRAYS, together)
-    if not is_lead:  # nobody else can say of its files that they are on the disk
+    if not is_primary:  # nobody else can say of its files that they are on the disk
         sync_parts(partial / _ARRAYS)
     return places
 
@@ -110,7 +110,7 @@ def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
     return {**stored, **keys}
 
 
-def read_held(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_named(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of the checkpoint in `path` that `like` names, placed as it says; its specs must agree already."""
     keys = {name: leaf for name, leaf in like.items() if impl_of(leaf)}
     stored = stored_specs(path / _ARRAYS)

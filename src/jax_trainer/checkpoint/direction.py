@@ -15,7 +15,7 @@ _LARGE_IS_GOOD = """
     r2 rsquared correlation corr pearson spearman kendall concordance cindex kappa mcc matthews iou miou giou diou
     jaccard dice similarity psnr snr sdr sisnr sisdr ssim msssim pesq stoi bleu sacrebleu rouge rougel rougelsum meteor
     chrf cider bertscore elbo likelihood loglikelihood logprob logp ll reward rewards return returns silhouette
-    throughput improvement explained reciprocal inception purity nmi ari pck
+    throughput improvement reduction explained reciprocal inception purity nmi ari pck
 """
 _SMALL_IS_GOOD = """
     loss losses error errors err cost costs penalty regret residual residuals mistakes misclassified mse rmse nmse nrmse
@@ -29,6 +29,7 @@ _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(_SMALL_IS_GOOD.split(), "min"),
 }
 _NEGATED = frozenset(("neg", "negative"))
+_UNCLEAR = frozenset(("minus", "inv", "inverse", "not", "non"))  # "minus_acc" and "acc_minus_chance" differ
 _QUALIFYING = frozenset(("at", "per"))  # what follows says where the metric is taken
 _CHUNK = re.compile(r"[A-Za-z0-9]+|@")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
@@ -65,9 +66,10 @@ def _direction(name: str) -> Direction | None:
     whole = _DIRECTIONS.get("".join(_CHUNK.findall(name)).lower())
     words = list(_words(name))
     said: list[Direction] = [whole] if whole else [one for one in map(_of_word, words) if one]
-    if not said or ("max" in said and "min" in said and said[-1] == "max"):
+    disagree = "max" in said and "min" in said and said[-1] == "max"
+    if not said or disagree or not _UNCLEAR.isdisjoint(words):
         return None
-    if "false" not in words and not _NEGATED.isdisjoint(words):
+    if name.startswith("1-") or ("false" not in words and not _NEGATED.isdisjoint(words)):
         return "min" if said[-1] == "max" else "max"
     return said[-1]
 
@@ -89,5 +91,5 @@ def _of_word(word: str) -> Direction | None:
         if known.endswith(("loss", "error")):
             return "min"
         if known.endswith("accuracy"):
-            return "max"
+            return "min" if known.endswith(("inaccuracy", "unaccuracy")) else "max"
     return None

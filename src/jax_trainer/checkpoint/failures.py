@@ -19,7 +19,7 @@ _IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how tensorstor
 _log = logging.getLogger("jax_trainer")
 
 
-class FailedTogether(OSError):
+class MultiHostError(OSError):
     """What went wrong in some of several processes, as it is told to all; its cause is what did in this one."""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> S
     Its cause then is the error of the system alone, and not the many lines of another library about it.
     """
     code, cause = errno_of(error), error
-    if code in REASONS and not isinstance(error, FailedTogether):
+    if code in REASONS and not isinstance(error, MultiHostError):
         cause = OSError(code, os.strerror(code))
     text = f"{_reason(code, path.parent, needed)}{in_one_line(cause)}".rstrip(".")
     told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}.")
@@ -93,6 +93,6 @@ def errno_of(error: BaseException) -> int | None:
 def in_one_line(error: BaseException) -> str:
     """The type and the text of `error`, for a message."""
     text = " ".join(str(error).split())[:600]
-    if isinstance(error, FailedTogether):  # it has the types of what went wrong in it
+    if isinstance(error, MultiHostError):  # it has the types of what went wrong in it
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -26,12 +26,12 @@ def write_manifest(folder: Path) -> None:
     write_atomically(folder / MANIFEST, _text(files))
 
 
-def check_quickly(folder: Path) -> None:
+def verify_sizes(folder: Path) -> None:
     """Fails unless exactly the files of the manifest are there, in their sizes; what is in them is not read."""
     _compare_sizes(folder, _read(folder))
 
 
-def check_wholly(folder: Path) -> None:
+def verify_digests(folder: Path) -> None:
     """Fails unless exactly the files of the manifest are there, bit for bit."""
     files = _read(folder)
     _compare_sizes(folder, files)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_trainer.checkpoint.record import CheckpointError, Saved
+from jax_trainer.checkpoint.record import CheckpointError, SavedCheckpoint
 from jax_trainer.checkpoint.retention import Retention
 from jax_trainer.core import PyTree, TrainState, step_of
 from jax_trainer.core.compile import copied
@@ -25,7 +25,7 @@ class BestInMemory:
     def __init__(self, folder: Path, *, monitor: str | None, mode: Literal["min", "max"] = "min") -> None:
         self.folder = folder
         self._retention = Retention(keep_latest=1, keep_best=1, monitor=monitor, mode=mode)
-        self._best: Saved | None = None
+        self._best: SavedCheckpoint | None = None
         self._weights: dict[str, PyTree] = {}
 
     def prepare(self, state: TrainState) -> None:
@@ -43,7 +43,7 @@ class BestInMemory:
         coalesce: bool = False,
     ) -> Path:
         """Keeps the weights of `state` if it is better than all before."""
-        new = Saved(step_of(state), position, dict(metrics), self.folder)
+        new = SavedCheckpoint(step_of(state), position, dict(metrics), self.folder)
         found = [new] if self._best is None else [self._best, new]
         if next(iter(self._retention.best_first(found)), None) is new:
             self._best, self._weights = new, copied({name: getattr(state, name) for name in WEIGHTS})
@@ -58,13 +58,13 @@ class BestInMemory:
     def completed(self) -> None:
         """The best state stays."""
 
-    def best(self) -> Saved | None:
+    def best(self) -> SavedCheckpoint | None:
         """The best state; None where none could be compared."""
         return self._best
 
     def restore(
         self, which: Literal["best"], like: TrainState, *, only: Sequence[str] = WEIGHTS
-    ) -> tuple[TrainState, Saved]:
+    ) -> tuple[TrainState, SavedCheckpoint]:
         """`like` with the weights of the best state."""
         if which != "best" or self._best is None or not set(only) <= set(WEIGHTS):
             raise CheckpointError(f"The run in {self.folder} saved nothing: there is no {which!r} state with {only}.")

@@ -14,9 +14,9 @@ import numpy as np
 
 from jax_trainer.checkpoint.arrays import placed, read_arrays
 from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.names import shown
-from jax_trainer.checkpoint.plain import DTYPES
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.settings import AtLeast, fits

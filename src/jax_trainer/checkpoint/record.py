@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jax_trainer.checkpoint.disk import CheckpointError
+from jax_trainer.checkpoint.json_codec import PLAIN, decoded, encoded, not_named, not_plain
 from jax_trainer.checkpoint.names import shown
-from jax_trainer.checkpoint.plain import PLAIN, decoded, encoded, not_named, not_plain
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.datasets import Position
 from jax_trainer.settings import AtLeast, expected, fits, hints_of
@@ -29,6 +29,7 @@ _RUN = {  # what the styles have a run remember, where they do; the loop itself 
     "unwritten": list[str],  # rows behind that, for which there was no room
     "devices": Annotated[int, AtLeast(1)],
     "key": list[object],  # the words of the root key
+    "transforms": str,  # of batches on the device, in words
 }
 
 
@@ -47,7 +48,7 @@ class UnknownFormatError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that is there: which step it holds, where in the data that was, and what was measured then."""
 
     step: int
@@ -68,7 +69,7 @@ class Saved:
 class Record:
     """The content of `checkpoint.json`. Other keys, and other types, are not accepted.
 
-    `feed_state`, `callbacks` and `run` are held as they are written (see `plain.py`). A key with a default that is
+    `data_state`, `callbacks` and `run` are held as they are written (see `plain.py`). A key with a default that is
     empty is not written where there is nothing to say, and need not be there.
     """
 
@@ -76,7 +77,7 @@ class Record:
     step: Count
     epoch: Count
     epoch_step: Count
-    feed_state: object
+    data_state: object
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of the arrays without content, which orbax refuses
     versions: dict[str, str]
@@ -100,7 +101,7 @@ class Record:
             step=step,
             epoch=int(position.epoch),
             epoch_step=int(position.epoch_step),
-            feed_state=_feed_state(position.state),
+            data_state=_data_state(position.state),
             metrics={name: _number(name, value) for name, value in metrics.items()},
             empty={name: (dtype, list(shape)) for name, (dtype, shape) in empty.items()},
             versions=versions_in_use(),
@@ -129,7 +130,7 @@ class Record:
     def _largest(self) -> str:
         states = {f"The state of the callback {shown(name)}": state for name, state in self.callbacks.items()}
         sizes = {name: len(json.dumps(state)) for name, state in states.items()}
-        sizes["The state of the data"] = len(json.dumps(self.feed_state))
+        sizes["The state of the data"] = len(json.dumps(self.data_state))
         sizes["What the run has to remember"] = len(json.dumps(self.run))
         largest = max(sizes, key=sizes.__getitem__)
         return f"{largest} alone has {sizes[largest]}"
@@ -151,10 +152,10 @@ class Record:
             raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {problem}.")
         return cls(**content)
 
-    def saved(self, folder: Path) -> Saved:
+    def saved(self, folder: Path) -> SavedCheckpoint:
         """The checkpoint in `folder`, which this was read from."""
         try:
-            feed_state = decoded(self.feed_state)
+            data_state = decoded(self.data_state)
             callbacks, run = (
                 {name: decoded(state) for name, state in held.items()} for held in (self.callbacks, self.run)
             )
@@ -163,12 +164,12 @@ class Record:
         known = {name: value for name, value in run.items() if name in _RUN}
         if problem := "; ".join(_misfits(known, _RUN)):
             raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: in run, {problem}.")
-        position = Position(self.epoch, self.epoch_step, feed_state)
+        position = Position(self.epoch, self.epoch_step, data_state)
         metrics = {name: float(value) for name, value in self.metrics.items()}
-        return Saved(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
+        return SavedCheckpoint(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
 
 
-def _feed_state(state: Any) -> Any:
+def _data_state(state: Any) -> Any:
     if problem := not_plain(state, "the state of the data"):
         raise CheckpointError(
             f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must give "

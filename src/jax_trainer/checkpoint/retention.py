@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_trainer.checkpoint.record import Saved
+from jax_trainer.checkpoint.record import SavedCheckpoint
 
 Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
 
@@ -38,7 +38,7 @@ class Retention:
         if not (self.better is None or callable(self.better)):
             raise ValueError(f"`better` must be a function of the metrics of two checkpoints, got {self.better!r}.")
 
-    def best_first(self, found: Collection[Saved]) -> list[Saved]:
+    def best_first(self, found: Collection[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Those that can be compared, from the best on; of equals, the earlier is better.
 
         By a metric these are all that have it, and NaN is never good; by a function, all that have any metrics.
@@ -48,12 +48,12 @@ class Retention:
         comparable = [saved for saved in found if not math.isnan(self._cost(saved))]
         return sorted(comparable, key=lambda saved: (self._cost(saved), saved.step))
 
-    def kept(self, found: Collection[Saved], newest: int, base: int | None = None) -> set[int]:
+    def kept(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
         """The steps that stay, after the step `newest` was saved by a run that went on from `base`."""
         best = [saved.step for saved in self.best_first(found)[: self.keep_best]]
         return {*self.whole(found, newest, base), *best}
 
-    def whole(self, found: Collection[Saved], newest: int, base: int | None = None) -> set[int]:
+    def whole(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
         """The steps that stay whatever was measured, and with all that was saved.
 
         `newest` always does: a run may have gone back to an earlier step than others that are there.
@@ -62,20 +62,20 @@ class Retention:
         regular = [step for step in steps if self.keep_every and step and step % self.keep_every == 0]
         return {newest, *steps[-self.keep_latest :], *regular, *(() if base is None else (base,))}
 
-    def _cost(self, saved: Saved) -> float:
+    def _cost(self, saved: SavedCheckpoint) -> float:
         value = math.nan if self.monitor is None else saved.metrics.get(self.monitor, math.nan)
         return value if self.mode == "min" else -value
 
 
-def _ranked(found: Collection[Saved], better: Better) -> list[Saved]:
-    ranked: list[Saved] = []
+def _ranked(found: Collection[SavedCheckpoint], better: Better) -> list[SavedCheckpoint]:
+    ranked: list[SavedCheckpoint] = []
     for new in sorted((saved for saved in found if saved.metrics), key=lambda saved: saved.step):
         worse = (place for place, old in enumerate(ranked) if _is_better(new, old, better))
         ranked.insert(next(worse, len(ranked)), new)
     return ranked
 
 
-def _is_better(new: Saved, old: Saved, better: Better) -> bool:
+def _is_better(new: SavedCheckpoint, old: SavedCheckpoint, better: Better) -> bool:
     try:
         return bool(better(new.metrics, old.metrics))
     except Exception as error:  # it is the user's: it may raise anything

@@ -19,49 +19,49 @@ import jax
 
 from jax_trainer.checkpoint.arrays import get_ready
 from jax_trainer.checkpoint.background import saving_thread
-from jax_trainer.checkpoint.catalogue import name_of, read_saved
 from jax_trainer.checkpoint.choosing import (
     Check,
-    first_whole,
+    first_complete,
     lacks,
     newest_with,
     no_check,
     of_step,
     problem_of,
-    whole,
+    read_verified,
 )
 from jax_trainer.checkpoint.content import write_checkpoint
 from jax_trainer.checkpoint.direction import Mode, best_mode
 from jax_trainer.checkpoint.disk import SaveError
+from jax_trainer.checkpoint.disk_check import make_ready
 from jax_trainer.checkpoint.failures import as_save_error, with_retries
-from jax_trainer.checkpoint.fitting import Fitting
-from jax_trainer.checkpoint.housekeeping import Housekeeping
+from jax_trainer.checkpoint.garbage_collection import GarbageCollector
+from jax_trainer.checkpoint.index import name_of, read_saved
+from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
 from jax_trainer.checkpoint.leaves import Spec, impl_of, named_leaves, words_of
-from jax_trainer.checkpoint.listing import Listed, listed_in
+from jax_trainer.checkpoint.local_shards import local_shard
+from jax_trainer.checkpoint.multihost import (
+    HostBarrier,
+    garbage_collect_all,
+    probe_all,
+    read_all,
+    with_all_positions,
+    write_all,
+)
 from jax_trainer.checkpoint.partial import sweep
 from jax_trainer.checkpoint.reading import read_into
-from jax_trainer.checkpoint.record import CheckpointError, Record, Saved, versions_in_use
+from jax_trainer.checkpoint.record import CheckpointError, Record, SavedCheckpoint, versions_in_use
+from jax_trainer.checkpoint.restore_options import RestoreOptions
 from jax_trainer.checkpoint.retention import Better, Retention
-from jax_trainer.checkpoint.room import make_ready
-from jax_trainer.checkpoint.shares import taken_share
-from jax_trainer.checkpoint.slim import refusal
 from jax_trainer.checkpoint.snapshot import Snapshots
-from jax_trainer.checkpoint.together import (
-    Exchange,
-    keep_house_together,
-    probe_together,
-    read_together,
-    with_all_positions,
-    write_together,
-)
+from jax_trainer.checkpoint.weights_only import not_resumable
 from jax_trainer.core import TrainState, failpoint, step_of
 from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.datasets import Position
-from jax_trainer.processes.peers import PATIENCE
+from jax_trainer.processes.group import PATIENCE
 
-__all__ = ["CheckpointError", "CheckpointStore", "Listed", "SaveError", "Saved", "Which"]
+__all__ = ["CheckpointError", "CheckpointInfo", "CheckpointStore", "SaveError", "SavedCheckpoint", "Which"]
 
-Which = Saved | Path | int | Literal["latest", "best"] | None
+Which = SavedCheckpoint | Path | int | Literal["latest", "best"] | None
 Remembered = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _FIELDS = tuple(TrainState.__dataclass_fields__)
 _MOST_BYTES = 16  # of a number
@@ -85,8 +85,8 @@ class CheckpointStore:
             the newest.
         mode: whether its smallest values are the best, or its largest ("max"); "auto": as the metric's name says.
         better: `better(new, old)` decides instead, from the metrics that were saved with two checkpoints.
-        slim_best: a checkpoint that stays only as one of the best, and is no more among the latest, is rewritten
-            without the optimizer's state: it can be used, and not be gone on from.
+        weights_only_best: rewrite a checkpoint that is kept only as one of the best without its optimizer state: it can
+            be loaded and tested, but not resumed.
         patience: the seconds that one of several processes waits for the others, besides the time that large arrays
             take.
     """
@@ -101,7 +101,7 @@ class CheckpointStore:
         monitor: str | None = None,
         mode: Mode = "auto",
         better: Better | None = None,
-        slim_best: bool = False,
+        weights_only_best: bool = False,
         patience: float = PATIENCE,
     ) -> None:
         reserve_standard_streams()
@@ -114,9 +114,9 @@ class CheckpointStore:
             mode="min" if monitor is None else best_mode(mode, monitor),
             better=better,
         )
-        self._keeping = Housekeeping(self.folder, self._retention, slims_best=slim_best)
+        self._keeping = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
         self._snapshots, self._thread = Snapshots(), saving_thread(self.folder)
-        self._asking, self._saving = (Exchange(self.folder, what, patience) for what in ("asking", "saving"))
+        self._asking, self._saving = (HostBarrier(self.folder, what, patience) for what in ("asking", "saving"))
         self._waited, self._has_told_of_waiting = 0.0, False
 
     def prepare(self, state: TrainState) -> None:
@@ -127,8 +127,8 @@ class CheckpointStore:
             make_ready(self.folder, _bytes_of(words))
             self._keeping.listing()  # what another version of this library wrote must be known before more is added
 
-        if self._asking.are_several:
-            probe_together(self._asking, self.folder, make_sure)
+        if self._asking.is_multi_process:
+            probe_all(self._asking, self.folder, make_sure)
             self._taken(words)  # copies are compiled when they are first made
         else:
             make_sure()
@@ -169,7 +169,7 @@ class CheckpointStore:
             record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
             if not callable(run):
                 record = record.with_run(run)
-        size, coalesce = _bytes_of(words), coalesce and not self._saving.are_several  # who could not agree on one
+        size, coalesce = _bytes_of(words), coalesce and not self._saving.is_multi_process  # who could not agree on one
         self._wait_for_room(size, coalesce=coalesce)
         with self._telling_of_absence():
             specs = {name: Spec.of(leaf) for name, leaf in named.items()}
@@ -196,55 +196,58 @@ class CheckpointStore:
 
         Of several processes none does: they would learn it at different moments. The next `save` or `wait` tells.
         """
-        if not self._saving.are_several:
+        if not self._saving.is_multi_process:
             self._thread.check()
 
-    def goes_on_from(self, saved: Saved) -> None:
+    def mark_resumed_from(self, saved: SavedCheckpoint) -> None:
         """The run goes on from `saved`, which stays until `completed`.
 
         Checkpoints of later steps no longer count, and are deleted once a new one is there.
         """
         self._thread.settle()
-        self._asking.ask(lambda: self._keeping.goes_on_from(saved) or "")
+        self._asking.ask_primary(lambda: self._keeping.mark_resumed_from(saved) or "")
 
     def completed(self) -> None:
         """The run is done: waits, and no longer keeps what it went on from."""
         self.wait()
-        self._asking.ask(lambda: self._keeping.completed() or "")
+        self._asking.ask_primary(lambda: self._keeping.completed() or "")
 
-    def all(self) -> list[Saved]:
+    def all(self) -> list[SavedCheckpoint]:
         """The checkpoints that there are, by ascending step. Waits for one that is being saved."""
         self._thread.settle()  # of several processes: nothing is deleted before the others have looked
-        if not self._asking.are_several:
+        if not self._asking.is_multi_process:
             return self._counted()
-        paths = self._asking.ask(lambda: json.dumps([str(saved.path) for saved in self._counted()]))
+        paths = self._asking.ask_primary(lambda: json.dumps([str(saved.path) for saved in self._counted()]))
         return [read_saved(Path(path))[0] for path in json.loads(paths)]
 
     def steps(self) -> list[int]:
         """The steps that there is a checkpoint of, in ascending order."""
         return [saved.step for saved in self.all()]
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The checkpoint of the largest step; whether it is damaged, `restore` or `verify` find out."""
         return next(iter(reversed(self.all())), None)
 
-    def best(self) -> Saved | None:
+    def best(self) -> SavedCheckpoint | None:
         """The best checkpoint, by the metric that is monitored or by `better`; None where none can be compared."""
         return next(iter(self._retention.best_first(self.all())), None)
 
-    def listed(self) -> list[Listed]:
+    def infos(self) -> list[CheckpointInfo]:
         """All that has the name of a checkpoint, by ascending step, damaged or not."""
         self._thread.settle()
-        if not self._asking.are_several:
-            return listed_in(self.folder)
-        told = self._asking.ask(lambda: json.dumps([asdict(one) for one in listed_in(self.folder)], default=str))
+        if not self._asking.is_multi_process:
+            return checkpoint_infos(self.folder)
+        told = self._asking.ask_primary(
+            lambda: json.dumps([asdict(one) for one in checkpoint_infos(self.folder)], default=str)
+        )
         return [
-            Listed(**{**one, "path": Path(one["path"]), "without": tuple(one["without"])}) for one in json.loads(told)
+            CheckpointInfo(**{**one, "path": Path(one["path"]), "without": tuple(one["without"])})
+            for one in json.loads(told)
         ]
 
     def verify(self, path: Path) -> str:
         """What is wrong with the checkpoint in `path`, after reading all its files; "" if nothing is."""
-        return self._asking.ask(lambda: problem_of(Path(path).absolute()))
+        return self._asking.ask_primary(lambda: problem_of(Path(path).absolute()))
 
     def restore(
         self,
@@ -256,7 +259,7 @@ class CheckpointStore:
         partial: bool = False,
         rename: Mapping[str, str] | None = None,
         check: Check = no_check,
-    ) -> tuple[TrainState, Saved]:
+    ) -> tuple[TrainState, SavedCheckpoint]:
         """The state of a checkpoint, bit for bit as it was saved, and the checkpoint.
 
         Every file is compared with its digest before. Of "latest" and "best", damaged ones are passed over with a
@@ -273,19 +276,19 @@ class CheckpointStore:
             check: is given a checkpoint whose files are as they were written; a `CheckpointError` that it raises is
                 damage. Of several processes the primary one calls it.
         """
-        fitting = Fitting(cast=cast, partial=partial, rename=dict(rename or {}))
+        fitting = RestoreOptions(cast=cast, partial=partial, rename=dict(rename or {}))
         self._thread.settle()
         fields = () if partial else only
 
-        def read(path: Path) -> tuple[TrainState, Saved]:
+        def read(path: Path) -> tuple[TrainState, SavedCheckpoint]:
             saved, record = read_saved(path)
             state = read_into(like, saved.path, record, only, fitting)
             return state, replace(saved, position=self._asking.own_position(saved.position))
 
-        if not self._asking.are_several:
+        if not self._asking.is_multi_process:
             return read(self._path_of(which, fields, check))
         size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
-        return read_together(self._asking, lambda: self._path_of(which, fields, check), read, size)
+        return read_all(self._asking, lambda: self._path_of(which, fields, check), read, size)
 
     def _check_monitored(self, metrics: Mapping[str, float]) -> None:
         monitor = self._retention.monitor
@@ -301,14 +304,14 @@ class CheckpointStore:
         try:
             yield
         except Exception as error:
-            if self._saving.are_several:
+            if self._saving.is_multi_process:
                 self._thread.settle(insist=True)
                 self._saving.tell_absence(error)
             raise
 
     def _taken(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        if self._saving.are_several:
-            return taken_share(words, is_lead=self._saving.is_lead)
+        if self._saving.is_multi_process:
+            return local_shard(words, is_primary=self._saving.is_primary)
         return self._snapshots.take(words)
 
     def _wait_for_room(self, size: int, *, coalesce: bool) -> None:
@@ -363,13 +366,13 @@ class CheckpointStore:
             sweep(self.folder)
 
         def write() -> None:
-            if self._saving.are_several:
-                write_together(self._saving, path, arrays, told, make_folder, size)
+            if self._saving.is_multi_process:
+                write_all(self._saving, path, arrays, told, make_folder, size)
                 return
             make_folder()
             write_checkpoint(self.folder, arrays, told, record.step, last_point="before_rename")
 
-        def keep_house() -> str:
+        def garbage_collect() -> str:
             failpoint("after_rename")
             with_retries(lambda: self._keeping.committed(record.step, path, specs), what)
             return ""
@@ -377,50 +380,50 @@ class CheckpointStore:
         try:
             whole = with_all_positions(self._saving, record)
             with_retries(write, what)
-            if self._saving.are_several:
-                keep_house_together(self._saving, path, keep_house)
+            if self._saving.is_multi_process:
+                garbage_collect_all(self._saving, path, garbage_collect)
             else:
-                keep_house()
+                garbage_collect()
         except BaseException as error:
             failure = as_save_error(error, record.step, path, size)
             raise failure from failure.__cause__
 
-    def _counted(self) -> list[Saved]:
+    def _counted(self) -> list[SavedCheckpoint]:
         return list(self._keeping.listing().found.values())
 
     def _path_of(self, which: Which, fields: Sequence[str], check: Check) -> Path:
         saved = self._choose(which, fields, check)
         if lacks(saved, fields):
-            raise refusal(saved, self._counted())
+            raise not_resumable(saved, self._counted())
         return saved.path
 
-    def _choose(self, which: Which, fields: Sequence[str], check: Check) -> Saved:
+    def _choose(self, which: Which, fields: Sequence[str], check: Check) -> SavedCheckpoint:
         match which:
-            case Saved():
-                return whole(which.path, check)
+            case SavedCheckpoint():
+                return read_verified(which.path, check)
             case Path():
-                return whole(which.absolute(), check)
+                return read_verified(which.absolute(), check)
             case int():
-                return whole(self._of_step(which), check)
+                return read_verified(self._of_step(which), check)
             case None | "latest":
                 return self._newest_whole(fields, check)
             case "best":
                 return self._best_whole(check)
         raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
 
-    def _newest_whole(self, fields: Sequence[str], check: Check) -> Saved:
+    def _newest_whole(self, fields: Sequence[str], check: Check) -> SavedCheckpoint:
         listing = self._keeping.listing()
 
-        def damaged(taken: Saved | None) -> Mapping[Path, str]:
+        def damaged(taken: SavedCheckpoint | None) -> Mapping[Path, str]:
             return listing.damaged if taken is None else listing.damaged_after(taken.step)
 
-        return first_whole(newest_with(fields, listing), damaged, self._nothing("to restore"), check)
+        return first_complete(newest_with(fields, listing), damaged, self._nothing("to restore"), check)
 
-    def _best_whole(self, check: Check) -> Saved:
+    def _best_whole(self, check: Check) -> SavedCheckpoint:
         listing = self._keeping.listing()
         best_first = self._retention.best_first(listing.found.values())
         others = {} if listing.found and not best_first else listing.damaged  # not why there is none to compare
-        return first_whole(best_first, lambda _: others, self._nothing(self._criterion()), check)
+        return first_complete(best_first, lambda _: others, self._nothing(self._criterion()), check)
 
     def _of_step(self, step: int) -> Path:
         path = of_step(step, self._keeping.listing(), self.folder)
@@ -458,10 +461,10 @@ class _Save:
             self.store._snapshots.give_back(self.arrays)
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> SavedCheckpoint:
         """As it will be compared with others."""
         metrics = {name: float(value) for name, value in self.record.metrics.items()}
-        return Saved(self.record.step, Position(), metrics, self.store.folder / name_of(self.record.step))
+        return SavedCheckpoint(self.record.step, Position(), metrics, self.store.folder / name_of(self.record.step))
 
 
 def _bytes_of(arrays: Mapping[str, Any]) -> int:

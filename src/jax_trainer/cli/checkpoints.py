@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.progress import track
 
-from jax_trainer.checkpoint.catalogue import name_of
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.store import CheckpointStore, Listed
+from jax_trainer.checkpoint.index import name_of
+from jax_trainer.checkpoint.store import CheckpointInfo, CheckpointStore
 from jax_trainer.cli import tables
-from jax_trainer.cli.found import Found
+from jax_trainer.cli.checkpoint_report import CheckpointReport
 from jax_trainer.cli.outcomes import Outcome, WrongInput
 from jax_trainer.config import ConfigError, config_from, redact
 from jax_trainer.config.files import read_tree
@@ -33,7 +33,7 @@ def ckpt(asked: argparse.Namespace) -> Outcome:
     """
     place = _place(Path(asked.folder).absolute())
     store = CheckpointStore(place.checkpoints)
-    everything = store.listed()
+    everything = store.infos()
     listed = [one for one in everything if place.only in (None, one.path)]
     if place.only is not None and not listed:
         raise WrongInput(f"{place.only} is not a checkpoint. {_offered(everything)}")
@@ -41,7 +41,7 @@ def ckpt(asked: argparse.Namespace) -> Outcome:
     if asked.verify:
         problems = {one.path: one.problem or store.verify(one.path) for one in _shown_on_the_way(listed, asked)}
     compared = _comparison(RunFolder(place.checkpoints.parent))
-    found = Found(listed, problems, _strays(place, everything), verified=asked.verify, **compared)
+    found = CheckpointReport(listed, problems, _strays(place, everything), verified=asked.verify, **compared)
     run = redact(str(place.path), secrets=asked.secrets)
     return Outcome(
         {"status": "failed" if asked.verify and found.damaged else "completed", "run": run, **found.data()},
@@ -75,12 +75,12 @@ def _place(path: Path) -> _Place:
         raise WrongInput(str(error)) from None
 
 
-def _offered(listed: Sequence[Listed]) -> str:
+def _offered(listed: Sequence[CheckpointInfo]) -> str:
     names = ", ".join(one.path.name for one in listed)
     return f"There are {names}." if names else f"Their names are like {name_of(120)}, and here is none."
 
 
-def _strays(place: _Place, listed: Sequence[Listed]) -> list[str]:
+def _strays(place: _Place, listed: Sequence[CheckpointInfo]) -> list[str]:
     """What else is there: left alone, and nobody's checkpoint. What has a hidden name is on its way in or out."""
     if place.only is not None or not place.checkpoints.is_dir():
         return []
@@ -88,7 +88,7 @@ def _strays(place: _Place, listed: Sequence[Listed]) -> list[str]:
     return sorted(name for name in os.listdir(place.checkpoints) if name not in known and not name.startswith("."))
 
 
-def _shown_on_the_way(listed: Sequence[Listed], asked: argparse.Namespace) -> Iterable[Listed]:
+def _shown_on_the_way(listed: Sequence[CheckpointInfo], asked: argparse.Namespace) -> Iterable[CheckpointInfo]:
     if asked.quiet or asked.json or not sys.stderr.isatty():
         return listed
     return track(listed, "Verifying", console=safe_console(), transient=True)

@@ -15,7 +15,7 @@ from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import tables
 from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
-from jax_trainer.cli.runs import Meant, meant, without_resume
+from jax_trainer.cli.runs import RunSelector, select_run, without_resume
 from jax_trainer.config import (
     Described,
     Loaded,
@@ -43,9 +43,9 @@ def version() -> str:
 
 def test(asked: argparse.Namespace) -> Outcome:
     """Judges the weights of a run on its test data."""
-    changes, source = changes_of(asked), meant(asked, "best")
+    changes, source = changes_of(asked), select_run(asked, "best")
     loaded, folder = stored(source, changes), source.folder
-    if not CheckpointStore(folder.checkpoints).listed():
+    if not CheckpointStore(folder.checkpoints).infos():
         begin = shlex.join(["jax-trainer", "resume", str(folder.path)])
         raise WrongInput(f"{folder.path} has no checkpoint: it saved nothing. Begin it again by `{begin}`.")
     source.check_saved()
@@ -122,7 +122,7 @@ def _import(names: Sequence[str]) -> None:
         import_user_code(name)
 
 
-def stored(source: Meant, changes: Sequence[str]) -> Loaded[StoredRun]:
+def stored(source: RunSelector, changes: Sequence[str]) -> Loaded[StoredRun]:
     """The configuration of a run that can be used from here. It may come from somebody else."""
     loaded = stored_run(source.folder, changes)
     if loaded.value.dataset is None:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from jax_trainer.cli.multihost import seconds
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.cli.together import seconds
 from jax_trainer.processes import HEARTBEAT
 
 PATIENCE = 15.0  # seconds beyond the heartbeat in which the others must have ended

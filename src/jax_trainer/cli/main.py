@@ -19,7 +19,7 @@ from rich.console import Console
 import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
 import jax_trainer.cli.launch as launching
-import jax_trainer.cli.together as together
+import jax_trainer.cli.multihost as together
 import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.lock import RunInUseError
@@ -131,6 +131,8 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
     if unknown or (rest and not hasattr(asked, "changes")):
         hint = " Values of the file are changed by `trainer.train_epochs=3`." if hasattr(asked, "changes") else ""
+        if unknown[:1] == ["--config"]:
+            hint = " The file is given as it is: `jax-trainer train experiment.yaml`."
         asked.error(f"there is no option {unknown[0]}.{hint}" if unknown else "there are too many arguments.")
     if rest:  # argparse takes only those that stand together
         asked.changes += rest
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return code
     was_stopped = code in (CTRL_C, TERMINATED)
-    if was_stopped or (code and together.are_several()):
+    if was_stopped or (code and together.is_multi_process()):
         # all of several processes were stopped; or one failed, and the others, which learn of it, may never come
         leave(15.0 if was_stopped else 2.0)
         return _ended_at_once(code)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_trainer.checkpoint.catalogue import name_of
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.index import name_of
 from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli.outcomes import WrongInput
@@ -23,7 +23,7 @@ _POSSIBLE = (
 
 
 @dataclass(frozen=True)
-class Meant:
+class RunSelector:
     """A run that was begun before, and which of its checkpoints."""
 
     folder: RunFolder
@@ -59,15 +59,15 @@ class Meant:
         return best.path
 
 
-def meant(asked: argparse.Namespace, otherwise: Which) -> Meant:
+def select_run(asked: argparse.Namespace, otherwise: Which) -> RunSelector:
     """The run that RUN and `--which` mean; `otherwise`, where neither names a checkpoint. It may be somebody else's."""
     folder, step = _opened(asked.folder)
     if step is not None and asked.which is not None:
         raise WrongInput(f"{shown(asked.folder)} is the checkpoint of step {step} already. Leave out `--which`.")
-    return Meant(folder, step if step is not None else asked.which if asked.which is not None else otherwise)
+    return RunSelector(folder, step if step is not None else asked.which if asked.which is not None else otherwise)
 
 
-def without_resume(changes: Sequence[str]) -> tuple[list[str], Meant | Literal["auto"] | None]:
+def without_resume(changes: Sequence[str]) -> tuple[list[str], RunSelector | Literal["auto"] | None]:
     """The overrides without the word `resume=…`, and what it asks for; None: a new run. Of two, the last one counts."""
     words = [change for change in changes if change.partition("=")[0] == _WORD]
     others = [change for change in changes if change not in words]
@@ -81,7 +81,7 @@ def without_resume(changes: Sequence[str]) -> tuple[list[str], Meant | Literal["
         folder, step = _opened(value or "no folder")
     except WrongInput as error:
         raise WrongInput(f"expected {_POSSIBLE}, found {shown(value)}. {error}") from None
-    return others, Meant(folder, "latest" if step is None else step)
+    return others, RunSelector(folder, "latest" if step is None else step)
 
 
 def _opened(path: str) -> tuple[RunFolder, int | None]:

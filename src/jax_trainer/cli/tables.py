@@ -47,7 +47,7 @@ def dry_run(console: Console, report: DryRun) -> None:
         "state": ", ".join(f"{name} {_bytes(size)}" for name, size in report.state_bytes.items()),
         "batch": ", ".join(f"{name} {shape}" for name, shape in report.batch.items()),
         "training": f"reports {', '.join(report.reported)}",
-        "evaluation": f"reports {', '.join(report.judged)}",
+        "evaluation": f"reports {', '.join(report.evaluated)}",
         "steps": "as many as the data gives" if report.steps is None else f"{report.steps:,}",
         "devices": report.devices,
     }

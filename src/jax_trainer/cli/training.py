@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.listing import Listed, listed_in
+from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
 from jax_trainer.cli import commands, tables
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
-from jax_trainer.cli.runs import Meant, meant, without_resume
+from jax_trainer.cli.runs import RunSelector, select_run, without_resume
 from jax_trainer.config import Loaded, redact
 from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment
@@ -27,7 +27,7 @@ def train(asked: argparse.Namespace) -> Outcome:
 
 def resume(asked: argparse.Namespace) -> Outcome:
     """Goes on with a run from one of its checkpoints, to the end that its configuration says."""
-    changes, source = commands.changes_of(asked), meant(asked, "latest")
+    changes, source = commands.changes_of(asked), select_run(asked, "latest")
     loaded = commands.stored(source, changes)
     return _trained(asked, loaded, source, fork=asked.fork)  # with other values, if there are any, from now on
 
@@ -35,20 +35,20 @@ def resume(asked: argparse.Namespace) -> Outcome:
 def _trained(
     asked: argparse.Namespace,
     loaded: Loaded[Any],
-    source: Meant | Literal["auto"] | None,
+    source: RunSelector | Literal["auto"] | None,
     *,
     fork: bool = False,
 ) -> Outcome:
-    own = source.folder if isinstance(source, Meant) and not fork else None
+    own = source.folder if isinstance(source, RunSelector) and not fork else None
     if own is not None:
         own.check_free()  # before the data is loaded
-    if isinstance(source, Meant):
+    if isinstance(source, RunSelector):
         source.check_saved()
     with commands.told_with_places(asked, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
         trainer = commands.built(loaded, own)
         data, quiet = trainer.dataset, asked.quiet or asked.json
-        start = source.path(trainer) if isinstance(source, Meant) else source or False
+        start = source.path(trainer) if isinstance(source, RunSelector) else source or False
         with _told_with_a_way_on(asked, trainer):
             results = trainer.train_model(
                 data.train_loader, data.val_loader, data.test_loader, resume=start, fork=fork, quiet=quiet
@@ -105,10 +105,10 @@ def _way_on(asked: argparse.Namespace, folder: RunFolder | None) -> str:
     return f"Go on from step {step} by `{_command(asked, 'resume', folder)}`."
 
 
-def _saved(folder: RunFolder) -> list[Listed]:
+def _saved(folder: RunFolder) -> list[CheckpointInfo]:
     """The checkpoints of a run that look whole; what is damaged fails here no second time."""
     # without asking the other processes, which may be gone
-    return [one for one in listed_in(folder.checkpoints) if not one.problem]
+    return [one for one in checkpoint_infos(folder.checkpoints) if not one.problem]
 
 
 def _command(asked: argparse.Namespace, name: str, folder: RunFolder) -> str:

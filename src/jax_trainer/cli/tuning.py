@@ -15,7 +15,7 @@ from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.redaction import secret_values
-from jax_trainer.tuning import StorageError, StudyError, Tuned
+from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as tuned
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 from jax_trainer.tuning.reporting import RESULTS
@@ -69,7 +69,7 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit) as end:
         code = interrupting_code(end)
         folder = redact(str(folder_of(asked.name or name_of(asked.config), asked.folder)), secrets=asked.secrets)
-        text = f"Interrupted. What was found is in {folder}; the same command goes on from here."
+        text = f"Interrupted. What was found is in {folder}; the same command resumes it."
         raise Interrupted(code, text, folder) from None
     except StudyError as error:
         raise WrongInput(str(error)) from None
@@ -81,7 +81,7 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
         raise Failure(str(missing)) from None
 
 
-def _show(console: Console, done: Tuned, following: str) -> None:
+def _show(console: Console, done: TuneResult, following: str) -> None:
     console.print(done)
     if done.trial is None or done.value is None:
         lines = ["No trial has come to its end."]

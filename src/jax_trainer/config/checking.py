@@ -47,7 +47,7 @@ class Checker:
         if _has_hidden(value):
             return self._complain(node, path, "a secret was hidden here when this was stored. Give it again.")
         if not fits(hint, value):
-            near = "" if self._problems.is_full else meant(hint, value)
+            near = "" if self._problems.is_full else meant(hint, value, path.rpartition(".")[2])
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
         kinds = [_bare(option) for option in options(hint)]
         return float(value) if type(value) is int and float in kinds and int not in kinds else value
@@ -132,7 +132,9 @@ class Checker:
             self._complain(named, _under(path, CLASS), f"several classes have this name, those of {twins}. Rename one.")
         elif named.value is not BROKEN:
             names = [one.name for one in allowed]
-            near = self._problems.suggestion(named.value, names) if isinstance(named.value, str) else ""
+            # a path is that of a class which is not imported
+            word = named.value if isinstance(named.value, str) and "." not in named.value else ""
+            near = self._problems.suggestion(word, names) if word else ""
             found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")
         return None

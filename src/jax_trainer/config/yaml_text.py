@@ -90,6 +90,8 @@ def _in_words(error: yaml.MarkedYAMLError, text: str) -> str:
         return "A text that begins with `!` must stand in quotes."
     context = f" {error.context}" if error.context and " tag" not in error.context else ""
     near = " A reference inside of [] or {} must stand in quotes." if "${" in line else ""
+    if "could not find expected ':'" in problem:
+        near = " Write `key: value`, with a space after the colon."
     return f"This is no YAML:{context} {problem}.{near}"
 
 

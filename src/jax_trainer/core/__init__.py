@@ -7,13 +7,14 @@ from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.compile import CompiledProgram, compile_program, compiled_function, copied
 from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
-from jax_trainer.core.given_layout import GivenMesh, layout_of
-from jax_trainer.core.late import load_late
+from jax_trainer.core.integers import checked_int
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_statistics
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
-from jax_trainer.core.meter import Column, Columns, Meter, reported_in
+from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
+from jax_trainer.core.metric_buffer import MetricBufferFormat
+from jax_trainer.core.metric_window import MetricReader, MetricWindow, WindowAccumulator
 from jax_trainer.core.metrics import (
     Batch,
     LogFreq,
@@ -27,16 +28,16 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.own_line import explaining, noting, with_own_line
+from jax_trainer.core.optional_import import lazy_import
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
 from jax_trainer.core.returned import check_call, checked_loss, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
-from jax_trainer.core.rows import RowMeter, StepRows, TapeReader
-from jax_trainer.core.state import FlaxState, HeldState, TrainState, copy_state, new_state, step_of
+from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
 from jax_trainer.core.statistics import with_statistics
 from jax_trainer.core.steps import (
     GradFn,
@@ -49,8 +50,7 @@ from jax_trainer.core.steps import (
     make_predict_step,
     make_train_step,
 )
-from jax_trainer.core.tape import TapeFormat
-from jax_trainer.core.whole_number import whole_number
+from jax_trainer.core.user_frame import explaining, noting, with_user_frame
 from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_check, with_finite_guard
 
 __all__ = [
@@ -62,11 +62,10 @@ __all__ = [
     "CompiledProgram",
     "Examination",
     "FaultInjected",
+    "FlatState",
     "FlaxState",
-    "GivenMesh",
     "GradFn",
     "Gradients",
-    "HeldState",
     "InitVariables",
     "Layout",
     "LayoutError",
@@ -74,8 +73,12 @@ __all__ = [
     "LogMetricMode",
     "LogMode",
     "LossFn",
-    "Meter",
+    "MeshLike",
     "Metric",
+    "MetricAccumulator",
+    "MetricBufferFormat",
+    "MetricReader",
+    "MetricWindow",
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
@@ -87,18 +90,16 @@ __all__ = [
     "PyTree",
     "RecompileError",
     "RecompileWarning",
-    "RowMeter",
     "StepOptions",
     "StepReport",
-    "StepRows",
-    "TapeFormat",
-    "TapeReader",
     "TrainState",
+    "WindowAccumulator",
     "accumulate",
     "as_metrics",
     "batch_weight",
     "check_call",
     "check_modes",
+    "checked_int",
     "checked_loss",
     "class_of",
     "compile_program",
@@ -110,10 +111,9 @@ __all__ = [
     "failpoint",
     "grad_of",
     "kinds_of",
-    "layout_of",
+    "lazy_import",
     "leaf_path",
     "leaf_statistics",
-    "load_late",
     "loss_and_metrics",
     "make_eval_step",
     "make_mesh",
@@ -127,14 +127,14 @@ __all__ = [
     "replicate",
     "reported_in",
     "resized",
+    "resolve_layout",
     "step_of",
     "stream",
     "streams",
     "thawed",
-    "whole_number",
     "with_ema",
     "with_finite_check",
     "with_finite_guard",
-    "with_own_line",
     "with_statistics",
+    "with_user_frame",
 ]

@@ -8,25 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_trainer.core.executables import Reused
+from jax_trainer.core.device_put import device_put
+from jax_trainer.core.executables import SharedExecutable
 from jax_trainer.core.indices import Use, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
-from jax_trainer.core.memory import Measured, explained
+from jax_trainer.core.memory import OomReporter, explain_oom
+from jax_trainer.core.metric_buffer import MetricBufferFormat, rows_written
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree, resized
-from jax_trainer.core.own_line import explaining
-from jax_trainer.core.placing import leads_example
+from jax_trainer.core.placement import primary_example
 from jax_trainer.core.program import Program
-from jax_trainer.core.recompile import Guarded, OnRecompile
+from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.rng import key_data
-from jax_trainer.core.sending import sent
-from jax_trainer.core.state import HeldState, TrainState, copy_state
+from jax_trainer.core.state import FlatState, TrainState, copy_state
 from jax_trainer.core.steps import StepReport
-from jax_trainer.core.tape import TapeFormat, rows_written
 from jax_trainer.core.tracing import tracing_for
+from jax_trainer.core.user_frame import explaining
 
 Loose = dict[str, jax.Array]  # metrics that are too large for the tape
 Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
-HeldStepped = tuple[HeldState, jax.Array, tuple[Loose, PyTree]]
+FlatStepped = tuple[FlatState, jax.Array, tuple[Loose, PyTree]]
 
 
 def compiled_function(function: Callable[..., Any], *, static: tuple[str, ...] = ()) -> Any:
@@ -58,36 +58,40 @@ class CompiledProgram:
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
-        self.layout = None if layout is None else layout.listening_to(program.said)
+        self.layout = None if layout is None else layout.with_partition_specs(program.partition_specs)
         self.debug, self.checks = debug, program.checks
         self.keeps_batches, self.transforms = program.keeps_batches, program.transforms
         self._options = {"donate": donate, "debug": debug, "keep_grads": keep_grads, "on_recompile": on_recompile}
         self._given_layout, self._changed = layout, {}
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
-        self._train_format: TapeFormat | None = None  # as `train_tape` and `eval_tape` handed them out last
-        self._eval_format: TapeFormat | None = None
+        self._train_format: MetricBufferFormat | None = None  # as `train_buffer` and `eval_buffer` handed them out last
+        self._eval_format: MetricBufferFormat | None = None
         self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
         self.index_ranges = ""  # the same, in words
-        self._eval_tapes: dict[Any, tuple[TapeFormat, jax.Array]] = {}  # by shapes and dtypes of what is evaluated
+        self._eval_buffers: dict[
+            Any, tuple[MetricBufferFormat, jax.Array]
+        ] = {}  # by shapes and dtypes of what is evaluated
         self._on_recompile: OnRecompile = on_recompile
         # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
         self.steps_one_by_one = False
-        self.feeding: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
+        self.describe_batch: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
         # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
         self._train_inner: Any = program.train_step if debug else self._for_layout(program.train_step)
         self._eval_inner = program.eval_step if debug else self._for_layout(program.eval_step)
         donated = (0,) if donate else ()
-        self.advance: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated)
+        self.flat_train_step: Callable[..., FlatStepped] = self._compile("train_step", self._step, donated)
         self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
         self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
         # the same on rows of stored data; apart, so that each kind of feeding counts its own compilations
-        self.advance_from: Callable[..., HeldStepped] = self._compile("train_step", self._step, donated, "store")
+        self.flat_train_step_from: Callable[..., FlatStepped] = self._compile(
+            "train_step", self._step, donated, "store"
+        )
         self._full_chunk_from = self._compile("train_chunk", self._whole_chunk, donated, "store")
         self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
-        self.judge: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._judge, ())
+        self.flat_eval_step: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._evaluate, ())
         self._ask = self._compile("predict_step", self._predict, ())
 
-    def changed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
+    def transformed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
         """The program that `change` makes of this one, compiled in the same way; made once for every object `by`."""
         if id(by) not in self._changed:
             made = CompiledProgram(
@@ -102,34 +106,36 @@ class CompiledProgram:
         Where several processes share its devices, all must ask, and the example of the first one counts.
         """
         if self._is_shared:
-            example = leads_example(example)
-        init, given = self._program.init, self._program.given
+            example = primary_example(example)
+        init, given = self._program.init, self._program.initial_variables
         if self.layout is not None and given is not None and not self.debug:
-            return self.begin(key, *given(key, example))  # what is made around these weights is made where it will live
+            return self.init_from_params(
+                key, *given(key, example)
+            )  # what is made around these weights is made where it will live
         if self.debug or not self._program.init_is_traced:
             return self._placed(init(key, example))
         example = jax.tree.map(jnp.asarray, example)
         return _made("init", init, self._shardings(init, key, example), key, example)
 
-    def begin(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+    def init_from_params(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         """A fresh state around these weights, which stay the caller's; with a layout, placed as it says."""
-        begin = self._program.begin
+        begin = self._program.init_from_params
         if begin is None:
             raise ValueError(
                 "This program cannot begin from given weights: it has no `begin`, because it goes on from a state of "
                 "its own or was made without one. Make it with an adapter (`linen_program`, `nnx_program`, …), or add "
-                "one: `program._replace(begin=…)`."
+                "one: `program._replace(init_from_params=…)`."
             )
         if self.debug:
             return self._placed(begin(key, params, model_state))
         shardings = self._shardings(begin, key, params, model_state)
         if shardings is not None:  # they may come from other devices than those of the layout
             there = (shardings.rng, shardings.params, shardings.model_state)
-            key, params, model_state = sent((key, params, model_state), there)
+            key, params, model_state = device_put((key, params, model_state), there)
         return _made("begin", begin, shardings, key, params, model_state)  # which returns nothing it was given
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
-        """The shapes of a fresh state, and of what training and judging it report; nothing is computed.
+        """The shapes of a fresh state, and of what training and evaluating it report; nothing is computed.
 
         Steps that are traced here are not traced again when they run on a batch of the same shapes.
         """
@@ -144,13 +150,14 @@ class CompiledProgram:
     def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
         """The shapes of what evaluating `state` on `batch` reports; both may be shapes themselves."""
         with explaining(batch):
-            return _judged(jax.eval_shape(self._eval_inner, state, batch))
+            self.check_eval_indices(state, batch, batch)
+            return _evaluated(jax.eval_shape(self._eval_inner, state, batch))
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
         """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""
-        return self.ask(HeldState.of(state), batch, number)
+        return self.flat_predict_step(FlatState.of(state), batch, number)
 
-    def ask(self, held: HeldState, batch: Batch, number: int) -> PyTree:
+    def flat_predict_step(self, held: FlatState, batch: Batch, number: int) -> PyTree:
         """As `predict`, on a held state."""
         if self._program.predict_step is None:
             raise ValueError(
@@ -180,62 +187,70 @@ class CompiledProgram:
 
     def store(self, arrays: PyTree) -> PyTree:
         """`arrays`, which every process has, on every device, for steps that pick their batches out of them."""
-        if self.layout is not None and self.layout.feeding is not None:
-            return self.layout.feeding.everywhere(arrays)
+        if self.layout is not None and self.layout.batch_placement is not None:
+            return self.layout.batch_placement.everywhere(arrays)
         return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
-    def train_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
+    def train_buffer(self, state: TrainState, batch: Batch, length: int) -> tuple[MetricBufferFormat, jax.Array]:
         """The format of what training steps report, and a blank tape for the last `length` of them."""
-        _begin(self.advance, self._full_chunk, self._part_chunk)
-        _begin(self.advance_from, self._full_chunk_from, self._part_chunk_from)
+        _begin(self.flat_train_step, self._full_chunk, self._part_chunk)
+        _begin(self.flat_train_step_from, self._full_chunk_from, self._part_chunk_from)
         if not self.debug:
             self._find_indices(state, batch)
             convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
             self.steps_one_by_one = convolves and jax.default_backend() == "cpu"
-        self._train_format = TapeFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
+        self._train_format = MetricBufferFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
         return self._train_format, self._blank(self._train_format, length)
 
-    def eval_tape(self, state: TrainState, batch: Batch, length: int) -> tuple[TapeFormat, jax.Array]:
+    def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> tuple[MetricBufferFormat, jax.Array]:
         """The same for evaluation."""
-        _begin(self.judge)
+        _begin(self.flat_eval_step)
         leaves, structure = jax.tree.flatten((state, batch))
         shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
         kind = (length, structure, *shapes)
-        if kind not in self._eval_tapes:  # small sets are evaluated often, and tracing takes longer than they do
-            fmt = TapeFormat.of(_judged(self._outline(self._eval_inner, state, batch)))
-            self._eval_tapes[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
-        self._eval_format = self._eval_tapes[kind][0]
-        return self._eval_tapes[kind]
+        if kind not in self._eval_buffers:  # small sets are evaluated often, and tracing takes longer than they do
+            self.check_eval_indices(state, batch, batch)
+            fmt = MetricBufferFormat.of(_evaluated(self._outline(self._eval_inner, state, batch)))
+            self._eval_buffers[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
+        self._eval_format = self._eval_buffers[kind][0]
+        return self._eval_buffers[kind]
 
-    def train_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> Stepped:
+    def train_step(self, state: TrainState, buffer: jax.Array, batch: Batch) -> Stepped:
         """One step: the state and the tape after it, and (large metrics, gradients) if there are any."""
-        held, tape, kept = self.advance(HeldState.of(state), tape, batch)
-        return held.state, tape, kept
+        held, buffer, kept = self.flat_train_step(FlatState.of(state), buffer, batch)
+        return held.state, buffer, kept
 
-    def train_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, steps: int) -> Stepped:
+    def train_chunk(self, state: TrainState, buffer: jax.Array, batches: Batch, steps: int) -> Stepped:
         """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
-        held, tape, kept = self.advance_chunk(HeldState.of(state), tape, batches, steps)
-        return held.state, tape, kept
+        held, buffer, kept = self.flat_train_chunk(FlatState.of(state), buffer, batches, steps)
+        return held.state, buffer, kept
 
-    def eval_step(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
+    def eval_step(self, state: TrainState, buffer: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
         """Judges `state` on one batch: the tape after it, and large metrics if there are any."""
-        return self.judge(HeldState.of(state), tape, batch)
+        return self.flat_eval_step(FlatState.of(state), buffer, batch)
 
-    def advance_chunk(
-        self, held: HeldState, tape: jax.Array, batches: Batch, steps: int, *store: PyTree
-    ) -> HeldStepped:
+    def flat_train_chunk(
+        self, held: FlatState, buffer: jax.Array, batches: Batch, steps: int, *store: PyTree
+    ) -> FlatStepped:
         """As `train_chunk`, on a held state; with a `store`, `batches` are the rows of it that make them."""
         if self.steps_one_by_one:
-            return _one_by_one(self.advance_from if store else self.advance, held, tape, batches, steps, *store)
+            return _one_by_one(
+                self.flat_train_step_from if store else self.flat_train_step, held, buffer, batches, steps, *store
+            )
         # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
         # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
         if steps == _length(batches) and jax.default_backend() != "cpu":
-            return (self._full_chunk_from if store else self._full_chunk)(held, tape, batches, *store)
-        return (self._part_chunk_from if store else self._part_chunk)(held, tape, batches, np.int32(steps), *store)
+            return (self._full_chunk_from if store else self._full_chunk)(held, buffer, batches, *store)
+        return (self._part_chunk_from if store else self._part_chunk)(held, buffer, batches, np.int32(steps), *store)
 
     def check_indices(self, batch: Batch) -> None:
         """Refuses labels and token ids that are out of range in `batch`, or in all examples at once."""
         if wrong := self.out_of_range(batch):
+            raise ValueError(wrong)
+
+    def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
+        """Refuses labels and token ids in `examples` that an evaluation of batches like `batch` cannot use."""
+        if not self.debug and (wrong := out_of_range(_uses(self._eval_inner, state, batch), examples)):
             raise ValueError(wrong)
 
     def out_of_range(self, batch: Batch) -> str:
@@ -244,9 +259,7 @@ class CompiledProgram:
 
     def _find_indices(self, state: TrainState, batch: Batch) -> None:
         if not self.debug:
-            jaxpr = self._train_inner.trace(state, batch).jaxpr
-            # from the end: constants that the step closes over come first
-            self._indices = index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+            self._indices = _uses(self._train_inner, state, batch)
             self.index_ranges = ranges_of(self._indices, batch)
             self.check_indices(batch)
 
@@ -254,40 +267,40 @@ class CompiledProgram:
         # in debug mode user code sees values, never tracers, so it is run instead of traced
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
 
-    def _blank(self, fmt: TapeFormat, length: int) -> jax.Array:
+    def _blank(self, fmt: MetricBufferFormat, length: int) -> jax.Array:
         if self._is_shared:
             return self.store(np.zeros((length, fmt.width), np.uint32))
         return fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
-    def _step(self, state: TrainState, tape: jax.Array, batch: Batch, store: PyTree = None) -> Stepped:
+    def _step(self, state: TrainState, buffer: jax.Array, batch: Batch, store: PyTree = None) -> Stepped:
         batch = self._spread(batch) if store is None else _picked(batch, store)
         state, report = self._train_inner(state, batch)
         metrics = _reported(report)
-        tape, loose = self._everywhere((self._train_format or TapeFormat.of(metrics)).append(tape, metrics))
-        return self._pinned(state), tape, (loose, report.grads if self._keep_grads else None)
+        buffer, loose = self._everywhere((self._train_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
+        return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
 
-    def _whole_chunk(self, state: TrainState, tape: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
-        return self._chunk(state, tape, batches, _length(batches), store)
+    def _whole_chunk(self, state: TrainState, buffer: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
+        return self._chunk(state, buffer, batches, _length(batches), store)
 
     def _chunk(
-        self, state: TrainState, tape: jax.Array, batches: Batch, steps: jax.Array | int, store: PyTree = None
+        self, state: TrainState, buffer: jax.Array, batches: Batch, steps: jax.Array | int, store: PyTree = None
     ) -> Stepped:
         def at(index: Any) -> Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
 
         def body(index: jax.Array, carry: Stepped) -> Stepped:
-            state, tape, kept = carry
-            state, tape, new = self._step(state, tape, at(index), store)
+            state, buffer, kept = carry
+            state, buffer, new = self._step(state, buffer, at(index), store)
             kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
-            return state, tape, kept
+            return state, buffer, kept
 
-        shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b, store)[2], state, tape, jax.eval_shape(at, 0))
+        shapes = jax.eval_shape(lambda s, t, b: self._step(s, t, b, store)[2], state, buffer, jax.eval_shape(at, 0))
         kept = jax.tree.map(lambda x: jnp.zeros((_length(batches), *x.shape), x.dtype), shapes)
-        return lax.fori_loop(0, steps, body, (state, tape, kept))
+        return lax.fori_loop(0, steps, body, (state, buffer, kept))
 
-    def _judge(self, state: TrainState, tape: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
-        metrics = _judged(self._eval_inner(self._keyed(state, rows_written(tape)), self._spread(batch)))
-        return self._everywhere((self._eval_format or TapeFormat.of(metrics)).append(tape, metrics))
+    def _evaluate(self, state: TrainState, buffer: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
+        metrics = _evaluated(self._eval_inner(self._keyed(state, rows_written(buffer)), self._spread(batch)))
+        return self._everywhere((self._eval_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
 
     def _predict(self, state: TrainState, number: jax.Array, batch: Batch) -> tuple[tuple[()], PyTree]:
         assert self._program.predict_step is not None
@@ -313,7 +326,7 @@ class CompiledProgram:
         if self.layout is None:
             return copy_state(state)
         # first to its place: a copy beforehand would be whole; afterwards, because some of it may have been there
-        return copied(sent(state, self.layout.state_shardings(state)))
+        return copied(device_put(state, self.layout.state_shardings(state)))
 
     def _for_layout(self, step: Callable[..., Any]) -> Any:
         if self.layout is None:
@@ -328,18 +341,18 @@ class CompiledProgram:
 
     @property
     def _is_shared(self) -> bool:
-        return self.layout is not None and self.layout.feeding is not None
+        return self.layout is not None and self.layout.batch_placement is not None
 
     def _spread(self, batch: Batch) -> Batch:
         # where several processes need the same rows, each fed some of them only, and they are brought together here
-        feeding = None if self.layout is None else self.layout.feeding
+        feeding = None if self.layout is None else self.layout.batch_placement
         if self.layout is None or feeding is None or not feeding.reshards:
             return batch
         return self.layout.constrain_rows(batch, 0)
 
     def _everywhere(self, results: Any) -> Any:
         # every process is to read all of it
-        if self.layout is None or self.layout.feeding is None or self.debug:
+        if self.layout is None or self.layout.batch_placement is None or self.debug:
             return results
         return lax.with_sharding_constraint(results, self.layout.replicated)
 
@@ -354,14 +367,14 @@ class CompiledProgram:
     ) -> Callable[..., Any]:
         if self.debug:
             return _held(name, _without_jit(function))
-        return Measured(
+        return OomReporter(
             name,
             ("state", "number" if name == "predict_step" else "tape", "batch", *more),
             function,
-            compile=lambda traced: Reused(jax.jit(traced, donate_argnums=donated)),
+            compile=lambda traced: SharedExecutable(jax.jit(traced, donate_argnums=donated)),
             on_recompile=self._on_recompile,
             lenient=name in ("eval_step", "predict_step"),
-            batch=lambda: self.feeding(),
+            batch=lambda: self.describe_batch(),
         )
 
 
@@ -408,15 +421,15 @@ def _length(batches: Batch) -> int:
 
 
 def _one_by_one(
-    advance: Callable[..., HeldStepped], held: HeldState, tape: jax.Array, batches: Batch, steps: int, *store: PyTree
-) -> HeldStepped:
+    advance: Callable[..., FlatStepped], held: FlatState, buffer: jax.Array, batches: Batch, steps: int, *store: PyTree
+) -> FlatStepped:
     """A chunk as so many dispatches."""
     kept = []
     for index in range(steps):
         batch = jax.tree.map(lambda x, index=index: x[index], batches)
-        held, tape, each = advance(held, tape, batch, *store)
+        held, buffer, each = advance(held, buffer, batch, *store)
         kept.append(each)
-    return held, tape, jax.tree.map(lambda *each: jnp.stack(each), *kept)
+    return held, buffer, jax.tree.map(lambda *each: jnp.stack(each), *kept)
 
 
 def uses(jaxpr: Any, primitive: str) -> bool:
@@ -439,35 +452,42 @@ def _picked(rows: jax.Array, store: PyTree) -> Batch:
     return resized(batch, len(rows))
 
 
+def _uses(inner: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
+    """What of a batch a step uses as indices."""
+    jaxpr = inner.trace(state, batch).jaxpr
+    # from the end: constants that the step closes over come first
+    return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+
+
 def _reported(report: StepReport) -> Metrics:
     return report.metrics.only(LogMode.TRAIN)
 
 
-def _judged(metrics: Metrics) -> Metrics:
+def _evaluated(metrics: Metrics) -> Metrics:
     return metrics.only(LogMode.VAL, LogMode.TEST)
 
 
 def _begin(*functions: Any) -> None:
     for function in functions:
-        if isinstance(function, Guarded):  # not in debug mode
+        if isinstance(function, RecompileGuard):  # not in debug mode
             function.begin()
 
 
 def _made(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:
     """A fresh state, once it is there: whether it fits into the memory shows only then."""
     try:
-        return jax.block_until_ready(Reused(jax.jit(make, out_shardings=shardings), shardings)(*args))
+        return jax.block_until_ready(SharedExecutable(jax.jit(make, out_shardings=shardings), shardings)(*args))
     except jax.errors.JaxRuntimeError as error:
-        raise explained(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
+        raise explain_oom(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
 
 
 def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(held: HeldState, *more: Any) -> Any:
+    def run(held: FlatState, *more: Any) -> Any:
         try:
             first, *rest = jax.block_until_ready(function(held.state, *more))
         except jax.errors.JaxRuntimeError as error:
-            raise explained(error, name, held.state, more[1])  # noqa: B904 - the same error, or one from it
-        return (HeldState.of(first) if isinstance(first, TrainState) else first, *rest)
+            raise explain_oom(error, name, held.state, more[1])  # noqa: B904 - the same error, or one from it
+        return (FlatState.of(first) if isinstance(first, TrainState) else first, *rest)
 
     return run
 

@@ -27,7 +27,7 @@ _kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # the one that was used las
 _lock = threading.Lock()
 
 
-class Reused:
+class SharedExecutable:
     """A function that `jax.jit` made, compiled for each kind of its arguments unless that was done before.
 
     A kind is shapes and places. Arguments that differ in anything else, and what cannot be shared, are left to

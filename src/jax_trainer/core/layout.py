@@ -13,7 +13,7 @@ from jax_trainer.core.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.partitioning import Partitioning, Specs, checked_spec
 from jax_trainer.core.paths import leaf_path
-from jax_trainer.core.placing import Feeding, spans_processes
+from jax_trainer.core.placement import BatchPlacement, spans_processes
 from jax_trainer.core.state import TrainState
 
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
@@ -42,7 +42,7 @@ class Layout:
     mesh: Mesh
     batch_axes: tuple[str, ...] = None  # pyright: ignore[reportAssignmentType]  # found below
     param_spec: ParamSpec | Partitioning = field(default_factory=Partitioning)
-    said: Said = dict
+    partition_specs: Said = dict
 
     def __post_init__(self) -> None:
         checked_mesh(self.mesh)
@@ -52,9 +52,9 @@ class Layout:
         if missing:
             raise LayoutError(f"The mesh has the axes {list(self.mesh.shape)}, not {missing}. Fix `batch_axes`.")
 
-    def listening_to(self, said: Said) -> "Layout":
+    def with_partition_specs(self, said: Said) -> "Layout":
         """The same for a model that says such things about its parameters, once it is known."""
-        return replace(self, said=said)
+        return replace(self, partition_specs=said)
 
     def param_specs(self, params: PyTree) -> Specs:
         """How every parameter (an array or a shape) is split, by its dotted name."""
@@ -62,7 +62,7 @@ class Layout:
         shapes = {leaf_path(path): tuple(leaf.shape) for path, leaf in leaves}
         spec = self.param_spec
         if isinstance(spec, Partitioning):
-            return spec.specs(shapes, self.mesh, self.said())
+            return spec.specs(shapes, self.mesh, self.partition_specs())
         asked = {path: spec(path, shape) for path, shape in shapes.items()}
         return {path: checked_spec(asked[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
 
@@ -119,17 +119,17 @@ class Layout:
         return jax.tree.map(constrained, batch)
 
     @cached_property
-    def feeding(self) -> Feeding | None:
+    def batch_placement(self) -> BatchPlacement | None:
         """How several processes feed these devices together; None where one has them all."""
-        return Feeding(self.mesh, self.batch_axes) if spans_processes(self.mesh) else None
+        return BatchPlacement(self.mesh, self.batch_axes) if spans_processes(self.mesh) else None
 
     def place(self, batch: Batch, *, stacked: bool = False, whole: bool = False) -> Batch:
         """`batch` on the devices. What does not divide evenly is replicated: slower, but exact.
 
         Where several processes share the devices, `batch` is this process's part, or, if `whole`, all of it.
         """
-        if self.feeding is not None:
-            return (self.feeding.whole if whole else self.feeding.part)(batch, stacked=stacked)
+        if self.batch_placement is not None:
+            return (self.batch_placement.whole if whole else self.batch_placement.part)(batch, stacked=stacked)
         axis, ways = 1 if stacked else 0, self.batch_ways
 
         def put(leaf: PyTree) -> jax.Array:

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")  # one that stands for itself, or
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class ParameterLayout:
     """One parameter, or several that differ by a number in their names only: how it is split."""
 
     leaf: str
@@ -32,7 +32,7 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
-class Share:
+class DeviceShare:
     """How much of a part of the state each device holds, and what that would be if all of it were split evenly."""
 
     bytes: int
@@ -46,8 +46,8 @@ class LayoutTable:
 
     mesh: dict[str, int]
     batch_axes: tuple[str, ...]
-    parameters: tuple[LaidOut, ...]
-    shares: dict[str, Share]
+    parameters: tuple[ParameterLayout, ...]
+    shares: dict[str, DeviceShare]
 
     @property
     def devices(self) -> int:
@@ -71,24 +71,26 @@ def layout_table(layout: Layout, state: TrainState) -> LayoutTable:
     shardings = layout.state_shardings(state)
     parts = {name: _sizes(getattr(state, name), getattr(shardings, name), layout) for name in _PARTS}
     shares = {name: share for name, share in parts.items() if share.bytes}
-    shares["all"] = Share(*(sum(getattr(one, key) for one in parts.values()) for key in Share.__annotations__))
+    shares["all"] = DeviceShare(
+        *(sum(getattr(one, key) for one in parts.values()) for key in DeviceShare.__annotations__)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     pairs = zip(leaves, jax.tree.leaves(shardings.params), strict=True)
     rows = tuple(
-        LaidOut(leaf_path(path), tuple(leaf.shape), str(leaf.dtype), _spec(sharding), _held(leaf, sharding))
+        ParameterLayout(leaf_path(path), tuple(leaf.shape), str(leaf.dtype), _spec(sharding), _held(leaf, sharding))
         for (path, leaf), sharding in pairs
     )
     return LayoutTable(dict(layout.mesh.shape), layout.batch_axes, rows, shares)
 
 
-def collapsed(rows: Iterable[LaidOut]) -> list[LaidOut]:
+def collapsed(rows: Iterable[ParameterLayout]) -> list[ParameterLayout]:
     """`rows`, with one for all that are alike but for a number in their names.
 
-    >>> rows = [LaidOut(f"blocks.{n}.kernel", (2, 4), "float32", "whole", 32) for n in range(3)]
+    >>> rows = [ParameterLayout(f"blocks.{n}.kernel", (2, 4), "float32", "whole", 32) for n in range(3)]
     >>> [(row.leaf, row.count) for row in collapsed(rows)]
     [('blocks.0…2.kernel', 3)]
     """
-    groups: dict[Any, list[LaidOut]] = {}
+    groups: dict[Any, list[ParameterLayout]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row.leaf), row.shape, row.dtype, row.spec), []).append(row)
     return [
@@ -97,7 +99,7 @@ def collapsed(rows: Iterable[LaidOut]) -> list[LaidOut]:
     ]
 
 
-def _common(alike: list[LaidOut]) -> str:
+def _common(alike: list[ParameterLayout]) -> str:
     """The names of all of them: `blocks.0…11.kernel`."""
     numbers = list(zip(*(map(int, _NUMBER.findall(row.leaf)) for row in alike), strict=True))
     told = iter([_range(sorted(set(each))) for each in numbers])
@@ -121,20 +123,20 @@ _HEAD = ("parameter", "shape", "type", "split over", "bytes per device")
 _SHARE_HEAD = ("part of the state", "bytes", "per device", "if all were split evenly")
 
 
-def _row(row: LaidOut) -> tuple[str, ...]:
+def _row(row: ParameterLayout) -> tuple[str, ...]:
     times = f" × {row.count}" if row.count > 1 else ""
     shape = " × ".join(map(str, row.shape)) or "–"
     return row.leaf, shape, row.dtype, row.spec, f"{readable_bytes(row.bytes_per_device)}{times}"
 
 
-def _share(name: str, share: Share) -> tuple[str, ...]:
+def _share(name: str, share: DeviceShare) -> tuple[str, ...]:
     return (name, *map(readable_bytes, (share.bytes, share.per_device, share.ideal)))
 
 
-def _sizes(tree: PyTree, shardings: PyTree, layout: Layout) -> Share:
+def _sizes(tree: PyTree, shardings: PyTree, layout: Layout) -> DeviceShare:
     pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True))
     whole = sum(_bytes(leaf.shape, leaf) for leaf, _ in pairs)
-    return Share(whole, sum(_held(*pair) for pair in pairs), -(-whole // layout.mesh.size))
+    return DeviceShare(whole, sum(_held(*pair) for pair in pairs), -(-whole // layout.mesh.size))
 
 
 def _held(leaf: Any, sharding: NamedSharding) -> int:

@@ -72,15 +72,18 @@ def explaining_shapes(batch: Batch) -> Iterator[None]:
 
 
 def _refused(shape: tuple[int, ...], seen: Mapping[str, PyTree], what: str, allowed: str) -> ValueError:
-    return ValueError(f"{what} must be {allowed}, got shape {shape} from {_shapes(seen)}. {_cure(shape)}")
+    return ValueError(f"{what} must be {allowed}, got shape {shape} from {_shapes(seen)}. {_cure(shape, seen)}")
 
 
-def _cure(shape: tuple[int, ...]) -> str:
+def _cure(shape: tuple[int, ...], seen: Mapping[str, PyTree]) -> str:
     if len(shape) == 2 and shape[0] == shape[1] > 1:
         n = shape[0]
+        wide, flat = "predictions", "targets"
+        if any(jnp.shape(leaf) == (n, 1) for leaf in jax.tree.leaves(seen.get(flat))):
+            wide, flat = flat, wide
         return (
-            f"Predictions [{n}, 1] against targets [{n}] broadcast to [{n}, {n}], every prediction with the target of "
-            "every example: squeeze the last axis of the predictions, `predictions.squeeze(-1)`."
+            f"{wide.capitalize()} [{n}, 1] against {flat} [{n}] broadcast to [{n}, {n}], every prediction with the "
+            f"target of every example: squeeze the last axis of the {wide}, `{wide}.squeeze(-1)`."
         )
     return "Take its mean."
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jax_trainer.core.metrics import Batch, PyTree
-from jax_trainer.core.recompile import Guarded
-from jax_trainer.core.state import HeldState, TrainState
+from jax_trainer.core.recompile import RecompileGuard
+from jax_trainer.core.state import FlatState, TrainState
 
 SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 KNOBS = {  # what helps, and where: when training, when asking a model, when a state is made
@@ -26,12 +26,12 @@ class OutOfMemoryError(RuntimeError):
     """The memory of a device does not suffice. The message says what takes it, and what helps."""
 
 
-class Measured(Guarded):
+class OomReporter(RecompileGuard):
     """A guarded function that says what takes the memory when there is not enough of it."""
 
     _ran = 0  # how many of its compilations have run
 
-    def __call__(self, held: HeldState, *more: Any) -> Any:
+    def __call__(self, held: FlatState, *more: Any) -> Any:
         """Runs the function, and waits for it the first time after it was compiled."""
         try:
             results = super().__call__(held, *more)
@@ -41,10 +41,10 @@ class Measured(Guarded):
                 self._ran = self.compilations
             return results
         except jax.errors.JaxRuntimeError as error:
-            raise explained(error, self.name, held.state, more[1])  # noqa: B904 - the same error, or one from it
+            raise explain_oom(error, self.name, held.state, more[1])  # noqa: B904 - the same error, or one from it
 
 
-def explained(error: Exception, name: str, state: TrainState, batch: Batch) -> Exception:
+def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) -> Exception:
     """An `OutOfMemoryError` if `error` is one of memory, otherwise itself. `state` may be shapes only."""
     if not any(sign in str(error) for sign in SIGNS):
         return error

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.extra_args import by_signature
 from jax_trainer.core.leaf_statistics import check_modes
+from jax_trainer.core.metric_window import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
-from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     EvalStep,
@@ -27,10 +27,11 @@ from jax_trainer.core.steps import (
     make_predict_step,
     make_train_step,
 )
+from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
-Begin = Callable[[jax.Array, PyTree, PyTree], TrainState]
-Check = Callable[[StepRows], None]
+InitFromParams = Callable[[jax.Array, PyTree, PyTree], TrainState]
+Check = Callable[[MetricWindow], None]
 
 
 class Program(NamedTuple):
@@ -41,11 +42,15 @@ class Program(NamedTuple):
     eval_step: EvalStep
     checks: tuple[Check, ...] = ()  # look at what steps reported, on the host; one that raises ends the run
     init_is_traced: bool = True  # False when `init` hands out existing arrays: tracing would bake them into code
-    begin: Begin | None = None  # a fresh state around given weights: (key, params, model_state)
+    init_from_params: InitFromParams | None = None  # a fresh state around given weights: (key, params, model_state)
     predict_step: PredictStep | None = None  # what the model makes of a batch
     keeps_batches: bool = False  # whether a check may ask for the batch of a step
-    given: InitVariables | None = None  # the existing weights that `init` begins with, as `begin` takes them
-    said: Callable[[], Mapping[str, PartitionSpec]] = dict  # how the model splits its parameters; known after `init`
+    initial_variables: InitVariables | None = (
+        None  # the existing weights that `init` begins with, as `begin` takes them
+    )
+    partition_specs: Callable[[], Mapping[str, PartitionSpec]] = (
+        dict  # how the model splits its parameters; known after `init`
+    )
     transforms: Any = None  # what it does to batches first; None: nothing, so that those of the data may be added
 
 
@@ -107,8 +112,9 @@ def make_program(
         init,
         train_step,
         make_eval_step(cast_loss),
+        checks=(warn_of_zero_gradients,),
         init_is_traced=options.get("init_is_traced", True),
-        begin=begin,
-        given=None if options.get("init_is_traced", True) else variables,
+        init_from_params=begin,
+        initial_variables=None if options.get("init_is_traced", True) else variables,
         predict_step=None if predict_fn is None else make_predict_step(predict_fn, precision),
     )

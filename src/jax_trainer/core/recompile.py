@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jax_trainer.core.signature import Change, Signature, changes, signature_of
-from jax_trainer.core.state import HeldState, TrainState
+from jax_trainer.core.state import FlatState, TrainState
 
 OnRecompile = Literal["warn", "error", "ignore"]
 WARNINGS_PER_FUNCTION = 3
@@ -38,7 +38,7 @@ class BatchChangedError(ValueError):
     """A batch has other keys, dtypes or ranks than those before it: data that was not meant to be fed together."""
 
 
-class Guarded:
+class RecompileGuard:
     """A compiled function of a held state and more, that notices when it compiles again.
 
     A `lenient` one is silent at first: evaluation sets have ragged ends and may differ from each other. `batch` tells
@@ -66,7 +66,7 @@ class Guarded:
         self._placement: list[Any] | None = None
         self._reference: Signature | None = None  # of the batch of the first call since `begin`
 
-    def __call__(self, held: HeldState, *more: Any) -> Any:
+    def __call__(self, held: FlatState, *more: Any) -> Any:
         """Runs the function, compiling it first where its arguments are new."""
         if held.structure is not self._structure:
             self._take(held.structure)
@@ -80,7 +80,7 @@ class Guarded:
             first, *rest = self._compiled(held.leaves, *more)
             if self._compiled.compilations != self._entries:
                 self._note(time.perf_counter() - started)
-            return (HeldState(first, held.structure) if type(first) is list else first, *rest)
+            return (FlatState(first, held.structure) if type(first) is list else first, *rest)
         finally:
             self._args = ()  # or the batch and the state would live on
 

@@ -27,6 +27,11 @@ def check_call(function: Callable[..., Any], name: str, *arguments: str, offered
         raise TypeError(
             f"`{name}` is called as `{name}({', '.join(arguments)})`, and takes {signature}: {error}."
         ) from None
+    for wanted, found in zip(arguments, signature.parameters, strict=False):
+        if found != wanted and found in arguments:
+            raise TypeError(
+                f"`{name}` is called as `{name}({', '.join(arguments)})`, and takes {signature}: in another order."
+            )
 
 
 def loss_and_metrics(returned: Any, name: str) -> tuple[Any, dict[str, Any]]:

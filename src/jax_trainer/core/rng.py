@@ -1,4 +1,4 @@
-"""Addressed randomness: every use has its own key, found by name and number, never by order of calls."""
+"""EpochLoader randomness: every use has its own key, found by name and number, never by order of calls."""
 
 import zlib
 

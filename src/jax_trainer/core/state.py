@@ -1,5 +1,6 @@
 """`TrainState`: all that changes while training, and nothing else."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -10,9 +11,9 @@ import optax
 
 from jax_trainer.core.extra_args import OFFERED, by_signature
 from jax_trainer.core.metrics import PyTree
-from jax_trainer.core.own_line import noting
 from jax_trainer.core.rng import key_data, key_of
 from jax_trainer.core.tracing import like_params
+from jax_trainer.core.user_frame import noting
 
 Arrays = TypeVar("Arrays")  # a state, or a part of one
 
@@ -79,10 +80,11 @@ class FlaxState(TrainState):
         grads = like_params(grads)
         updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
         params = optax.apply_updates(self.params, updates)
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**self._as_fields(fields))
+        fields = self.as_fields(fields, "apply_gradients")
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**fields)
 
-    def _as_fields(self, given: dict[str, PyTree]) -> dict[str, PyTree]:
-        """`given` with collections of the model put together as its state."""
+    def as_fields(self, given: dict[str, PyTree], method: str) -> dict[str, PyTree]:
+        """What `method` was given, with collections of the model put together as its state."""
         fields = {name: value for name, value in given.items() if name in self.__dataclass_fields__}
         if "rng" in fields:
             fields["rng"] = key_data(fields["rng"])
@@ -92,17 +94,25 @@ class FlaxState(TrainState):
                 continue
             if name not in self.model_state and jax.tree.leaves(value):
                 raise TypeError(
-                    f"`apply_gradients` got `{name}`, which is neither a field of the state nor a collection of the "
+                    f"`{method}` got `{name}`, which is neither a field of the state nor a collection of the "
                     f"model. Its collections are: {', '.join(self.model_state) or 'none'}."
                 )
             if name in self.model_state and value is None:
-                raise TypeError(f"`apply_gradients` got `{name}=None`, and the model has `{name}`. Leave it out.")
+                raise TypeError(f"`{method}` got `{name}=None`, and the model has `{name}`. Leave it out.")
             changed |= {name: value} if name in self.model_state else {}
         return {"model_state": {**self.model_state, **changed}, **fields} if changed else fields
 
     def plain(self) -> TrainState:
         """The data alone, without `apply_fn` and `tx`, as the engine runs on."""
         return TrainState(*(getattr(self, name) for name in TrainState.__dataclass_fields__))
+
+
+def _replaced(self: FlaxState, **changes: Any) -> FlaxState:
+    """The same with other fields, or collections of the model such as `batch_stats`."""
+    return dataclasses.replace(self, **self.as_fields(changes, "replace"))
+
+
+FlaxState.replace = _replaced  # flax gives every class the plain one, whatever its body says
 
 
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
@@ -118,7 +128,7 @@ def _strong(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
 
 
-class HeldState:
+class FlatState:
     """A state as the loop passes it on: its arrays in a list, put together when somebody looks.
 
     Taking a state apart and putting it together at every step costs about as much as dispatching a small step.
@@ -130,7 +140,7 @@ class HeldState:
         self.leaves, self.structure, self._whole = leaves, structure, whole
 
     @classmethod
-    def of(cls, state: TrainState) -> "HeldState":
+    def of(cls, state: TrainState) -> "FlatState":
         """`state`, taken apart."""
         leaves, structure = jax.tree.flatten(state)
         return cls(leaves, structure, state)

@@ -10,13 +10,14 @@ import optax
 
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
-from jax_trainer.core.own_line import noting
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
+from jax_trainer.core.user_frame import IN_UPDATE, noting
 
+PARAMS_NORM = "optimizer/params_global_norm"
 LARGE = 2**14  # elements from which on a dot product pays
 
 
@@ -136,7 +137,7 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
             "value_fn": lambda params: found_at(params).metrics.by_name["loss"].value,
             "grad_fn": lambda params, *_: found_at(params).grads,
         }
-        with noting("This happened in the optimizer's update."):
+        with noting(IN_UPDATE):
             updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
             params = optax.apply_updates(state.params, updates)
         if log_norms:
@@ -172,7 +173,7 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
             "log_freq": "epoch",
             "log_mode": "train",
         },
-        "optimizer/params_global_norm": {"value": global_norm(params), "log_mode": "train"},
+        PARAMS_NORM: {"value": global_norm(params), "log_mode": "train"},
     }
 
 

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.metric_window import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
-from jax_trainer.core.rows import StepRows
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import StepReport
+from jax_trainer.core.steps import PARAMS_NORM, StepReport
 
 _IN_A_ROW = "skipped_in_a_row"
+_READABLE = {"loss": "the loss", PARAMS_NORM: "the norm of all parameters after it"}
 
 
 def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: bool = True) -> Program:
@@ -105,7 +106,7 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         )
         return _remember(chosen, _IN_A_ROW, in_a_row), report._replace(metrics=metrics)
 
-    def check(rows: StepRows) -> None:
+    def check(rows: MetricWindow) -> None:
         over = np.flatnonzero(rows.values_of("guard/in_a_row") > max_consecutive)
         if len(over):
             step = rows.first + int(over[0])
@@ -121,19 +122,26 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
 
 
 def with_finite_check(program: Program) -> Program:
-    """`program` whose run ends with `NonFiniteError` when a step's loss was not finite.
+    """`program` whose run ends with `NonFiniteError` when a step's loss, or the weights after it, were not finite.
 
     It costs the device nothing: the numbers are looked at when they arrive on the host, some steps later and always
-    before a state is saved. By then the weights may be spoilt; `with_finite_guard` keeps them.
+    before a state is saved. By then the weights may be spoilt; `with_finite_guard` keeps them. The weights are known by
+    their norm, where steps report it; of a step that reports no "loss", all numbers are looked at.
     """
 
-    def check(rows: StepRows) -> None:
-        values = rows.values_of("loss") if "loss" in rows.format.metrics else np.zeros(())
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            step = rows.first + int(bad[0])
+    def check(rows: MetricWindow) -> None:
+        reported = rows.format.metrics
+        names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
+        found: dict[int, str] = {}
+        for name in names:
+            values = rows.values_of(name)
+            bad = np.flatnonzero(~np.isfinite(values))
+            if values.ndim == 1 and len(bad):
+                found.setdefault(int(bad[0]), f"{_READABLE.get(name, repr(name))} was {values[bad[0]]}")
+        if found:
+            step = rows.first + min(found)
             raise NonFiniteError(
-                f"Step {step}: the loss was {values[bad[0]]}. What is saved is from before that was known. Lower the "
+                f"Step {step}: {found[min(found)]}. What is saved is from before that was known. Lower the "
                 "learning rate, clip gradients, or look at the data of this step.",
                 step=step,
             )
@@ -187,14 +195,14 @@ def _silenced(metrics: Metrics, keep: jax.Array) -> Metrics:
 
 def _starting_with(add: Callable[[TrainState], TrainState], program: Program) -> Program:
     """`program` whose fresh states have what `add` adds, however they begin."""
-    begin = program.begin
+    begin = program.init_from_params
 
     def begun(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         assert begin is not None
         return add(begin(key, params, model_state))
 
     return program._replace(
-        init=lambda key, batch: add(program.init(key, batch)), begin=None if begin is None else begun
+        init=lambda key, batch: add(program.init(key, batch)), init_from_params=None if begin is None else begun
     )
 
 

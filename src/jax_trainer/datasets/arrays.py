@@ -115,7 +115,7 @@ class ArrayEpoch:
     ) -> None:
         self._leaves, self._schedule, self._order = leaves, schedule, order
         self._full, self._ragged = structures
-        self._next, self._whole, self._total = start, schedule.whole_batches, len(schedule)
+        self._next, self._whole, self._total = start, schedule.full_batches, len(schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

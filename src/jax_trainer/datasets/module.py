@@ -11,7 +11,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
-from jax_trainer.datasets.feed import Data, Feed, Resident
+from jax_trainer.datasets.data_source import Data, DataSource, Resident
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.datasets.peek import peeked
@@ -181,7 +181,10 @@ class DatasetModule(RegistrableConfigInterface):
 
     def example(self) -> Batch:
         """The first batch of the training data, as arrays; no batch is lost by it."""
-        batch, self.train_loader = peeked(self.train_loader)
+        loader = self.train_loader
+        batch, again = peeked(loader)
+        if again is not loader:  # an iterator; loaders that are properties stay as they are
+            self.train_loader = again
         return batch
 
     def _carry_transforms(self) -> None:
@@ -195,7 +198,7 @@ class DatasetModule(RegistrableConfigInterface):
         if part is None:
             return None
         if not is_arrays(part):
-            Feed(part, name, may_be_empty=True)  # refuses what cannot be iterated
+            DataSource(part, name, may_be_empty=True)  # refuses what cannot be iterated
             return part
         size = self.config.batch_size()
         examples = len(jax.tree.leaves(part)[0])

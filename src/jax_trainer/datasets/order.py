@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import whole_number
-from jax_trainer.datasets.transforms import DeviceTransforms
+from jax_trainer.core import checked_int
+from jax_trainer.datasets.transforms import CarryingIterator, DeviceTransforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Order:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seed"):
-            whole = whole_number(name, getattr(self, name), int(name == "batch_size"))
+            whole = checked_int(name, getattr(self, name), int(name == "batch_size"))
             object.__setattr__(self, name, whole)
         if self.examples == 0 and (self.shuffle or self.drop_last):  # an evaluation set may be empty: a run says so
             raise ValueError("The set is empty: it holds no examples. Check the files and the split.")
@@ -56,7 +56,7 @@ class Order:
         return whole + (rest > 0 and not self.drop_last)
 
     @property
-    def whole_batches(self) -> int:
+    def full_batches(self) -> int:
         """How many batches of an epoch are full."""
         return self.examples // self.batch_size
 
@@ -70,7 +70,7 @@ class Order:
         """How many examples batch `index` (from 0) has, over all processes."""
         return min(self.batch_size, self.examples - index * self.batch_size)
 
-    def is_whole(self, index: int) -> bool:
+    def is_replicated(self, index: int) -> bool:
         """Whether this process gets all of batch `index` instead of a part."""
         _, count = self.process or self._this_process()
         if count not in (1, jax.process_count()):
@@ -78,7 +78,7 @@ class Order:
                 f"`process` says that {count} processes share the batches, and there are {jax.process_count()}. "
                 "Leave it out, or use (0, 1) to give each of them all examples."
             )
-        return count == 1 or index >= self.whole_batches
+        return count == 1 or index >= self.full_batches
 
     def rows(self, epoch: int, index: int) -> np.ndarray:
         """This process's part of batch `index` (from 0) of an epoch, or all of it where it is not full."""
@@ -127,7 +127,8 @@ class Ordered(ABC):
         return len(self.schedule)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.epoch(1)
+        batches = self.epoch(1)
+        return CarryingIterator(batches, self.transforms) if self.transforms else batches
 
     @property
     def examples(self) -> int:
@@ -139,9 +140,9 @@ class Ordered(ABC):
         """Examples per full batch, over all processes."""
         return self.schedule.batch_size
 
-    def is_whole(self, index: int) -> bool:
+    def is_replicated(self, index: int) -> bool:
         """Whether every process gets all of batch `index` of an epoch instead of a part."""
-        return self.schedule.is_whole(index)
+        return self.schedule.is_replicated(index)
 
     def order(self, epoch: int) -> np.ndarray:
         """Which examples epoch `epoch` visits, in order, over all processes."""

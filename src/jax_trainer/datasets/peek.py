@@ -6,10 +6,10 @@ from contextlib import closing
 from typing import Any
 
 from jax_trainer.core import Batch
+from jax_trainer.datasets.data_source import DataSource
 from jax_trainer.datasets.epochs import begins_anew
-from jax_trainer.datasets.feed import Feed
 from jax_trainer.datasets.foreign import as_arrays
-from jax_trainer.datasets.kinds import Keeper
+from jax_trainer.datasets.sources import PositionAccess
 
 
 def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
@@ -24,23 +24,23 @@ def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
     """
     if isinstance(data, Iterator):
         return _peeked_iterator(data, name)
-    feed = Feed(data, name)
+    data_source = DataSource(data, name)
     before = [(keeper, keeper.get()) for keeper in _keepers(data)]
-    with closing(feed.open(1)) as cursor:
+    with closing(data_source.open(1)) as cursor:
         taken = cursor.take(1)
     for keeper, state in before:
         keeper.set(state)
     if taken is None:
-        raise feed.used_up(1)
+        raise data_source.used_up(1)
     return taken.batch, data
 
 
 def _peeked_iterator(batches: Iterator[Any], name: str) -> tuple[Batch, Iterator[Any]]:
-    keeper = Keeper.of(batches)
+    keeper = PositionAccess.of(batches)
     before = keeper.get() if keeper else None
     first = list(itertools.islice(batches, 1))
     if not first:
-        raise Feed(batches, name).used_up(1)
+        raise DataSource(batches, name).used_up(1)
     example = as_arrays(first[0], copy=True)
     if keeper is None:
         return example, _from_the_beginning(first, batches)
@@ -53,9 +53,9 @@ def _from_the_beginning(first: list[Any], batches: Iterator[Any]) -> Iterator[An
     yield from itertools.chain(first, batches)
 
 
-def _keepers(data: Any) -> list[Keeper]:
+def _keepers(data: Any) -> list[PositionAccess]:
     """What of `data` goes on from epoch to epoch, and would not begin with its first batch again."""
     # every epoch of a torch loader begins anew by itself; only a dataset with a position of its own does not
     counting = getattr(data, "dataset", None) if begins_anew(data) else data
-    keeper = Keeper.of(counting)
+    keeper = PositionAccess.of(counting)
     return [] if keeper is None else [keeper]

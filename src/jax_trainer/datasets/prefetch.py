@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from jax_trainer.datasets.cursor import Taken
+from jax_trainer.datasets.epoch_iterator import StepBatch
 from jax_trainer.datasets.foreign import DataError
 
-Made = tuple[Taken | None, BaseException | None]
-LATE = object()  # no batch yet
+Made = tuple[StepBatch | None, BaseException | None]
+NOT_READY = object()  # no batch yet
 FIRST_LOOK = 1e-4  # seconds until a waiting loop looks at the device for the first time; later ones are further apart
 JOIN_SECONDS = 2.0
 
 
-class Supply(Protocol):
+class BatchIterator(Protocol):
     """Where the loop gets its batches."""
 
     @property
@@ -25,7 +25,7 @@ class Supply(Protocol):
         ...
 
     def next(self, patience: float) -> Any:
-        """The next `Taken`; None at the end; `LATE` if there is none after `patience` seconds."""
+        """The next `StepBatch`; None at the end; `LATE` if there is none after `patience` seconds."""
         ...
 
     def close(self) -> None:
@@ -33,14 +33,14 @@ class Supply(Protocol):
         ...
 
 
-class Direct:
+class SyncIterator:
     """Batches made when they are asked for, by whoever asks."""
 
-    def __init__(self, batches: Generator[Taken, None, None], device_is_idle: Callable[[], bool]) -> None:
+    def __init__(self, batches: Generator[StepBatch, None, None], device_is_idle: Callable[[], bool]) -> None:
         self._batches, self._device_is_idle = batches, device_is_idle
         self.waited = 0.0
 
-    def next(self, patience: float) -> Taken | None:
+    def next(self, patience: float) -> StepBatch | None:
         """The next batches; waits for them however long it takes."""
         began = time.perf_counter()
         taken = next(self._batches, None)
@@ -54,7 +54,7 @@ class Direct:
         self._batches.close()
 
 
-class Background:
+class PrefetchIterator:
     """Batches made by a thread, at most `depth` ahead. What it raises is raised where the batch is asked for.
 
     `kill` ends worker processes of a loader that does not answer when the thread is to end.
@@ -62,7 +62,7 @@ class Background:
 
     def __init__(
         self,
-        batches: Generator[Taken, None, None],
+        batches: Generator[StepBatch, None, None],
         device_is_idle: Callable[[], bool],
         *,
         depth: int,
@@ -85,7 +85,7 @@ class Background:
     def next(self, patience: float) -> Any:
         """The next batches; `LATE` if there are none after `patience` seconds."""
         if not self._made and not self._wait(patience):
-            return LATE
+            return NOT_READY
         self._late_since = None
         self._room.release()
         taken, error = self._made.popleft()

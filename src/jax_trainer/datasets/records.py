@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core import Batch, whole_number
+from jax_trainer.core import Batch, checked_int
 from jax_trainer.datasets.host import HostTransform, HostTransforms
 from jax_trainer.datasets.order import Order, Ordered
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
@@ -58,7 +58,7 @@ class GrainLoader(Ordered):
         process: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> None:
-        workers, read_ahead = whole_number("workers", workers, 0), whole_number("read_ahead", read_ahead, 0)
+        workers, read_ahead = checked_int("workers", workers, 0), checked_int("read_ahead", read_ahead, 0)
         if timeout is not None and not (timeout > 0 and workers):
             raise ValueError(f"`timeout` (here {timeout!r}) must be above 0, and needs `workers` of at least 1.")
         self._source, self._decode = _opened(source, decode), decode

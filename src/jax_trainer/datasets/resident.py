@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_trainer.core import PyTree
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
-from jax_trainer.datasets.feed import Resident
+from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.foreign import DataError
 
 MOST_OF_MEMORY = 0.25  # of what is free on the device: the rest is for the model, its gradients and activations
@@ -33,7 +33,7 @@ class RowLoader:
         """The rows of the batches of epoch `number` (from 1), without the first `start`."""
         return RowEpoch(self._loader.untransformed(number, start, whole=True))
 
-    def is_whole(self, index: int) -> bool:
+    def is_replicated(self, index: int) -> bool:
         """Every process gets all of every batch."""
         return True
 

@@ -8,7 +8,7 @@ own may. Every run and evaluation applies them, unless its program has some alre
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import jax
@@ -198,6 +198,16 @@ class _Batches(list):
     transforms: DeviceTransforms
 
 
+class CarryingIterator(Iterator[Any]):
+    """The batches of one epoch, with the transforms that their loader carries."""
+
+    def __init__(self, batches: Iterator[Any], transforms: DeviceTransforms) -> None:
+        self._batches, self.transforms = batches, transforms
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
 def carrying(data: Any, transforms: DeviceTransforms, name: str) -> Any:
     """`data`, which carries `transforms` from now on: it has them as an attribute."""
     data = _Batches(data) if type(data) in (list, tuple) else data
@@ -221,9 +231,10 @@ def common_transforms(trained: DeviceTransforms | None, evals: Mapping[str, Any]
         own = transforms_of(data)
         if own is not None and own != trained:
             raise DataError(
-                f"The {name!r} data carries the device transforms {_in_words(own)}, and the training data "
-                f"{_in_words(trained)}. A model must see all data in one way: give all loaders the same `transforms`, "
-                "or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, …)`."
+                f"The {name!r} data carries the device transforms {transforms_in_words(own)}, and the training data "
+                f"{transforms_in_words(trained)}. A model must see all data in one way: give all loaders the same "
+                "`transforms`, or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, "
+                "…)`."
             )
     return trained
 
@@ -265,7 +276,8 @@ def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
     return program._replace(**changed, transforms=transforms)
 
 
-def _in_words(transforms: DeviceTransforms | None) -> str:
+def transforms_in_words(transforms: DeviceTransforms | None) -> str:
+    """What is done to batches, for people."""
     return f"train={transforms.train}, eval={transforms.eval}" if transforms else "none"
 
 

@@ -23,9 +23,9 @@ from jax_trainer.engine.events import (
 )
 from jax_trainer.engine.first_batches import checked_evals
 from jax_trainer.engine.loop import eval_events, evaluate, train_events
+from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
 from jax_trainer.engine.predictions import predictions
-from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
@@ -41,11 +41,11 @@ __all__ = [
     "FitEnd",
     "FitStart",
     "Interruption",
+    "LoopState",
     "Notice",
     "Observer",
     "Plan",
     "SavePoint",
-    "Standing",
     "Status",
     "StepEnd",
     "StepMetrics",

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import jax
 
-from jax_trainer.core import CompiledProgram, HeldState, TrainState, step_of, with_own_line
+from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of, with_user_frame
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
+from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
-from jax_trainer.processes import Watch, peers
+from jax_trainer.processes import Watchdog, process_group
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -46,7 +46,7 @@ def run(
     data: Data | Any,
     plan: Plan,
     observers: Sequence[Observer] = (),
-    at: Position | Standing = Position(),
+    at: Position | LoopState = Position(),
 ) -> TrainState:
     """Runs `plan` to its end with these observers; returns the last state.
 
@@ -57,18 +57,18 @@ def run(
 
 
 def drive(
-    events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position | Standing = Position()
+    events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position | LoopState = Position()
 ) -> TrainState:
     """Feeds every event to every observer, in list order; returns the last state. See `driving`."""
     with closing(events), driving(observers, state, at) as driver:  # type: ignore[type-var]
-        if driver.goes_on:
-            driver.feed(events)
+        if driver.is_running:
+            driver.consume(events)
     return driver.event.state
 
 
 @contextmanager
 def driving(
-    observers: Sequence[Observer], state: TrainState, at: Position | Standing = Position()
+    observers: Sequence[Observer], state: TrainState, at: Position | LoopState = Position()
 ) -> Iterator["Driver"]:
     """A run: observers are told of its start, of what the `Driver` is fed, and, however it ends, of its end.
 
@@ -78,9 +78,9 @@ def driving(
 
     Several processes watch each other meanwhile, and fail together.
     """
-    with _signals() as stop, Watch(peers()) as watch:
-        epoch = at.position.epoch if isinstance(at, Standing) else at.epoch
-        driver = Driver(observers, FitStart(step_of(state), epoch, HeldState.of(state)), stop, watch)
+    with _signals() as stop, Watchdog(process_group()) as watch:
+        epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
+        driver = Driver(observers, FitStart(step_of(state), epoch, FlatState.of(state)), stop, watch)
         status: Status = "failed"
         try:
             driver.begin()
@@ -96,7 +96,7 @@ def driving(
             raise blamed from error
         finally:
             last, reason = driver.event, str(driver.stopped or "")
-            _tell_all(observers, FitEnd(last.step, last.epoch, last.held, status, reason))
+            _tell_all(observers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
     if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
         by_hand = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
         raise (by_hand if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
@@ -107,7 +107,7 @@ def driving(
 class Driver:
     """Tells observers of events, as many at a time as the caller wants. `event` is the last one."""
 
-    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watch) -> None:
+    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watchdog) -> None:
         self.event, self.stopped = first, None
         self._observers, self._stop, self._watch = observers, stop, watch
 
@@ -115,7 +115,7 @@ class Driver:
     event: Event
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether nobody wants the run to end."""
         return self.stopped is None
 
@@ -126,7 +126,7 @@ class Driver:
         except StopTraining as stopped:
             self.stopped = stopped
 
-    def feed(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
+    def consume(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
         """Tells of `events`, to the end or up to the first one of the kind `until`, which is returned."""
         try:
             for self.event in events:
@@ -136,7 +136,7 @@ class Driver:
                         raise Interruption(self._stop.signal)
                     self._keep_watch()
                 except BaseException as reason:
-                    self.wind_up(events, reason)
+                    self.close_early(events, reason)
                     raise
                 if until is not None and isinstance(self.event, until):
                     return self.event
@@ -147,9 +147,9 @@ class Driver:
     def _keep_watch(self) -> None:
         self._watch.check()
         if isinstance(self.event, StepEnd):
-            self._watch.went_on(self.event.step, self.event.idle)
+            self._watch.report_progress(self.event.step, self.event.idle)
 
-    def wind_up(self, events: Iterator[Event], reason: BaseException) -> None:
+    def close_early(self, events: Iterator[Event], reason: BaseException) -> None:
         """Lets what gives the events know why they end, and tells of what it still has to say."""
         failures: list[Exception] = []
         try:
@@ -193,7 +193,7 @@ def _told(observers: Sequence[Observer], event: Event) -> tuple[list[StopTrainin
         except StopTraining as stop:
             stops.append(stop)
         except Exception as failure:
-            failures.append(with_own_line(failure))
+            failures.append(with_user_frame(failure))
     return stops, failures
 
 
@@ -204,13 +204,13 @@ def _signals() -> Iterator[_Stop]:
         yield stop  # only the main thread may install handlers
         return
     # SIGTERM to one of several processes is a notice to all of them, which JAX passes on; see `Preemption`
-    are_several = jax.process_count() > 1
-    heard = (signal.SIGINT,) if are_several else (signal.SIGINT, signal.SIGTERM)
+    is_multi_process = jax.process_count() > 1
+    heard = (signal.SIGINT,) if is_multi_process else (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         before = previous[signal.Signals(number)]
         signal.signal(number, before)  # the next one does what it did before
-        if are_several:
+        if is_multi_process:
             os.kill(os.getpid(), signal.SIGTERM)  # alone, this process could not stop at a step of its own
             return
         stop.signal = number

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_trainer.core import HeldState, PyTree, StepRows, TrainState
+from jax_trainer.core import FlatState, MetricWindow, PyTree, TrainState
 from jax_trainer.datasets import Position
-from jax_trainer.engine.standing import Standing
+from jax_trainer.engine.loop_state import LoopState
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
 
@@ -28,12 +28,12 @@ class Event:
 
     step: int
     epoch: int
-    held: HeldState
+    flat_state: FlatState
 
     @property
     def state(self) -> TrainState:
         """The state after this event, put together when asked for."""
-        return self.held.state
+        return self.flat_state.state
 
 
 @dataclass(slots=True, eq=False)
@@ -55,20 +55,20 @@ class StepEnd(Event):
     steps: int
     epoch_step: int  # steps taken in this epoch so far: with `epoch`, the position in the data
     grads: PyTree  # of every step, if the program keeps them
-    feed_state: Any  # the data's own word for its position, where it keeps one
+    data_state: Any  # the data's own word for its position, where it keeps one
     idle: float = 0.0  # seconds, so far, for which devices waited for this one of several processes
 
     @property
     def position(self) -> Position:
         """Where in the data this is, to go on from."""
-        return Position(self.epoch, self.epoch_step, self.feed_state)
+        return Position(self.epoch, self.epoch_step, self.data_state)
 
 
 @dataclass(slots=True, eq=False)
 class StepMetrics(Event):
     """The numbers of some earlier steps have arrived on the host."""
 
-    rows: StepRows
+    rows: MetricWindow
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +82,13 @@ class EpochEnd(Event):
     metrics: dict[str, Any]
     seconds: float
     waited: float
-    feed_state: Any
+    data_state: Any
     cut_off_after: int = 0  # steps, where the plan's end came before the epoch's
 
     @property
     def position(self) -> Position:
         """Where in the data this is, to go on from."""
-        return Position(self.epoch, self.cut_off_after, self.feed_state)
+        return Position(self.epoch, self.cut_off_after, self.data_state)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class EvalStep(Event):
 
     name: str
     batches: int
-    rows: Sequence[StepRows] = ()
+    rows: Sequence[MetricWindow] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -138,14 +138,14 @@ class SavePoint(Event):
     why.
     """
 
-    take_standing: Callable[[], Standing]
+    take_loop_state: Callable[[], LoopState]
     due: bool
     reason: BaseException | None = None
 
     @property
-    def standing(self) -> Standing:
+    def loop_state(self) -> LoopState:
         """Where the run stands. Asked for while this is told, not later."""
-        return self.take_standing()
+        return self.take_loop_state()
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +158,7 @@ class Notice(Event):
 
 @dataclass(slots=True, eq=False)
 class FitEnd(Event):
-    """Training is over. Always comes, and reaches every observer, however it ended.
+    """Training is over. `run`, `drive` and `driving` notify every observer, however it ended; `train_events` does not.
 
     `reason` is that of whoever stopped it, such as "EarlyStopping after step 80: …".
     """

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_trainer.core import Batch, CompiledProgram, TrainState
-from jax_trainer.core.own_line import described, noting
-from jax_trainer.datasets import DataError, Feed
+from jax_trainer.core.user_frame import described, noting
+from jax_trainer.datasets import ArrayLoader, DataError, DataSource
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.datasets.peek import peeked
+from jax_trainer.engine.batches import with_data_transforms
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.supply import seeing
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 
 
 def checked_evals(
@@ -27,21 +27,25 @@ def checked_evals(
         example: a batch of the training data, for the message.
         plan: which says how often they are evaluated; None: once.
     """
-    if program.debug or peers().are_several:
+    if program.debug or process_group().is_multi_process:
         return dict(sets)
     checked = {}
     for name, data in sets.items():
-        _check_reuse(Feed(data, name), name, plan)
+        _check_reuse(DataSource(data, name), name, plan)
         batch, checked[name] = peeked(data, name)
         check_batch(batch, f"first batch of the {name!r} data")
         is_like = f"This happened on the first batch of the {name!r} data: {described(batch)}. "
         with noting(f"{is_like}The training data has {described(example)}."):
-            seeing(program, Feed(data, name).transforms).eval_shapes(state, batch)
+            evaluating = with_data_transforms(program, DataSource(data, name).transforms)
+            evaluating.eval_shapes(state, batch)
+        if isinstance(data, ArrayLoader) and data.in_memory:
+            with noting(f"This happened on the {name!r} data: {described(batch)}."):
+                evaluating.check_eval_indices(state, batch, data.arrays)
     return checked
 
 
-def _check_reuse(feed: Feed, name: str, plan: Plan | None) -> None:
-    if plan is None or not feed.is_one_shot or plan.eval_batches is not None or not plan.eval_every.epochs:
+def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:
+    if plan is None or not data_source.is_one_shot or plan.eval_batches is not None or not plan.eval_every.epochs:
         return
     if (plan.max_epochs or 0) > plan.eval_every.epochs:
         raise DataError(

@@ -10,19 +10,40 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_trainer.core import (
     CompiledProgram,
-    HeldState,
+    FlatState,
     LogMode,
+    MetricReader,
     NonFiniteError,
-    RowMeter,
-    TapeReader,
     TrainState,
+    WindowAccumulator,
     failpoint,
     step_of,
 )
-from jax_trainer.datasets import LATE, Data, Feed, Position, Supply, common_transforms, in_words, transforms_of
+from jax_trainer.datasets import (
+    NOT_READY,
+    BatchIterator,
+    Data,
+    DataSource,
+    Position,
+    common_transforms,
+    in_words,
+    transforms_of,
+)
+from jax_trainer.engine.batch_keeping import BatchKeepingDispatcher
+from jax_trainer.engine.batches import (
+    early_end,
+    eval_batch_iterator,
+    shorter,
+    slow_data,
+    train_source,
+    with_data_transforms,
+)
+from jax_trainer.engine.clock import run_time
+from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, StepDispatcher, with_context
 from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
@@ -37,22 +58,18 @@ from jax_trainer.engine.events import (
     StepMetrics,
     Waiting,
 )
-from jax_trainer.engine.idling import Idling
-from jax_trainer.engine.keeping import KeepingRecorder
+from jax_trainer.engine.idle_timer import IdleTimer
+from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.recorder import READ_AFTER, InFlight, Recorder, named
-from jax_trainer.engine.standing import Standing
 from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
-from jax_trainer.engine.supply import early_end, eval_takes, seeing, shorter, slow_data, train_feed
-from jax_trainer.engine.timing import run_time
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
 PATIENCE = 1.0  # seconds of waiting for a batch after which somebody may act
 
 
 def train_events(
-    program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position | Standing = Position()
+    program: CompiledProgram, state: TrainState, data: Data | Any, plan: Plan, at: Position | LoopState = Position()
 ) -> Iterator[Event]:
     """The training loop, from `state` and where `at` says it stands, to the end of the plan.
 
@@ -61,7 +78,7 @@ def train_events(
     check_compiled(program)
     data = Data.of(data)
     if program.transforms is None:
-        program = seeing(program, common_transforms(transforms_of(data.train), data.evals))
+        program = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
     yield from _Training(program, state, data, plan.resolved(), at).events()
 
 
@@ -69,26 +86,30 @@ class _Training:
     """Where a run of training stands, and the events of what it does."""
 
     def __init__(
-        self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | Standing
+        self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | LoopState
     ) -> None:
         self._program, self._plan = program, plan
         self._step = step_of(state)  # from here the host counts
-        at = Standing.of(at, self._step)
-        self._feed = train_feed(data, plan)
-        at = replace(at, position=self._feed.position_at(at.position, at.batch_size))
-        self._epoch, self._epoch_step, self._feed_state = at.position.epoch, at.position.epoch_step, at.position.state
-        self._has_ended, self._judged_step = at.has_ended, at.judged_step
-        self._feed.restore(at.position.state)
+        at = LoopState.of(at, self._step)
+        self._data_source = train_source(data, plan)
+        at = replace(at, position=self._data_source.position_at(at.position, at.batch_size))
+        self._epoch, self._epoch_step, self._data_state = at.position.epoch, at.position.epoch_step, at.position.state
+        self._has_ended, self._evaluated_step = at.has_ended, at.evaluated_step
+        self._data_source.restore(at.position.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
-        self._evals = {name: Feed(source, name, may_be_empty=True, **options) for name, source in data.evals.items()}
-        self._recorder = (KeepingRecorder if program.keeps_batches else Recorder)(program, plan, self._feed, data)
-        self._recorder.go_on_with(at.meter)
-        self._held = HeldState.of(state)
+        self._evals = {
+            name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
+        }
+        self._recorder = (BatchKeepingDispatcher if program.keeps_batches else StepDispatcher)(
+            program, plan, self._data_source, data
+        )
+        self._recorder.load_metrics(at.meter)
+        self._held = FlatState.of(state)
         self._clock = _Clock(at.epoch_seconds, at.epoch_waited)
-        self._time, self._us = run_time(plan, peers()), peers()
+        self._time, self._us = run_time(plan, process_group()), process_group()
         self._evaluated = self._saved = 0.0
         self._began = -at.seconds
-        self._idling = Idling(measures=self._us.are_several)
+        self._idling = IdleTimer(measures=self._us.is_multi_process)
         self._deadline = self._began + (plan.max_seconds or math.inf)
         self._eval_pause = 60 * plan.eval_every.minutes or math.inf
         self._preemption = Preemption()
@@ -113,7 +134,7 @@ class _Training:
 
         Of several processes, one that fails does so alone: there is no step at which all of them could save.
         """
-        if self._us.are_several and not isinstance(reason, StopTraining | Interruption):
+        if self._us.is_multi_process and not isinstance(reason, StopTraining | Interruption):
             return
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self._held.leaves):
             return
@@ -128,14 +149,14 @@ class _Training:
         plan = self._plan
         yield from self._try_evaluating()
         if plan.eval_at_start and not self._epoch:
-            yield from self._judge()
+            yield from self._evaluate()
         if self._owes_evaluation():
-            yield from self._judge()
+            yield from self._evaluate()
         while not (self._has_ended and self._is_finished()):
             yield from self._train_epoch()
-            yield from self._judge() if plan.eval_every.at_epoch(self._epoch) else self._pause()
+            yield from self._evaluate() if plan.eval_every.at_epoch(self._epoch) else self._pause()
         if plan.eval_at_end:
-            yield from self._judge()
+            yield from self._evaluate()
         if plan.out_of_time(self._time.now() - self._began):
             text = f"Training ends after step {self._step}: `max_time` ({plan.max_seconds:g} s) is over."
             yield Notice(self._step, self._epoch, self._held, text, logging.INFO)
@@ -158,20 +179,20 @@ class _Training:
     def _train_epoch(self) -> Iterator[Event]:
         had_ended, first = self._has_ended, self._step
         self._epoch, self._has_ended = self._epoch + (not self._epoch_step), False
-        expected = self._plan.epoch_steps(self._step, self._epoch_step, self._feed.length)
+        expected = self._plan.epoch_steps(self._step, self._epoch_step, self._data_source.length)
         yield EpochStart(self._step, self._epoch, self._held, expected)
         self._clock.resume()
-        with closing(self._recorder.supply(self._step, self._epoch, self._epoch_step)) as batches:
+        with closing(self._recorder.iterate(self._step, self._epoch, self._epoch_step)) as batches:
             self._clock.watch(batches)
             yield from self._train_on(batches)
         in_time = self._time.now() < self._deadline
         if not self._epoch_step:
             if in_time:
-                raise self._feed.used_up(self._epoch)
+                raise self._data_source.used_up(self._epoch)
             self._epoch, self._has_ended = self._epoch - 1, True  # the time was up before its first step
             return
         if not self._plan.finished(self._step, self._epoch, self._time.now() - self._began):
-            self._feed.prepare(self._epoch + 1)  # while the device is busy with the last steps
+            self._data_source.prepare(self._epoch + 1)  # while the device is busy with the last steps
         yield from self._tell(wait=True)
         if had_ended and self._step == first:  # an epoch that was cut off, and told of, exactly at its end
             self._has_ended, self._epoch_step = True, 0
@@ -180,7 +201,7 @@ class _Training:
         yield from self._end_epoch(in_time=in_time)
 
     def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
-        whole = shorter(self._feed.length, self._plan.steps_per_epoch)
+        whole = shorter(self._data_source.length, self._plan.steps_per_epoch)
         by_plan = not in_time or self._step == self._plan.max_steps
         cut_off = self._epoch_step if by_plan and (whole is None or self._epoch_step < whole) else 0
         metrics, seconds, waited = self._recorder.epoch_metrics(), self._clock.seconds, self._clock.waited
@@ -189,29 +210,30 @@ class _Training:
         def close() -> None:
             self._has_ended, self._epoch_step = True, cut_off
 
-        end = EpochEnd(self._step, self._epoch, self._held, metrics, seconds, waited, self._feed_state, cut_off)
+        end = EpochEnd(self._step, self._epoch, self._held, metrics, seconds, waited, self._data_state, cut_off)
         yield from _wholly(end, close)
         yield from self._say(slow_data(self._epoch, seconds, waited))
         if not by_plan:
-            yield from self._say(early_end(self._feed.name, self._epoch, steps, whole))
+            yield from self._say(early_end(self._data_source.name, self._epoch, steps, whole))
 
-    def _train_on(self, batches: Supply) -> Iterator[Event]:
+    def _train_on(self, batches: BatchIterator) -> Iterator[Event]:
         while self._time.now() < self._deadline and (taken := batches.next(PATIENCE)) is not None:
-            if taken is LATE:
-                yield Waiting(self._step, self._epoch, self._held, self._feed.name)
+            if taken is NOT_READY:
+                yield Waiting(self._step, self._epoch, self._held, self._data_source.name)
                 continue
             self._idling.sending()
             self._held, grads = self._recorder.dispatch(self._held, taken, self._step)
-            self._idling.sent(self._recorder.last_sent)
+            self._idling.sent(self._recorder.last_dispatched)
             self._time.dispatched()
             self._step += taken.steps
             self._epoch_step = taken.number + 1  # some before it may have been left out
-            self._feed_state = taken.state
+            self._data_state = taken.state
             failpoint("step")
-            told = (taken.steps, self._epoch_step, grads, self._feed_state, self._idling.seconds)
+            told = (taken.steps, self._epoch_step, grads, self._data_state, self._idling.seconds)
             yield StepEnd(self._step, self._epoch, self._held, *told)
             if not self._has_introduced:
-                yield from self._say(self._feed.replay_notice, self._recorder.notice)
+                raw = "" if self._program.transforms else self._data_source.transforms_notice
+                yield from self._say(self._data_source.replay_notice, raw, self._recorder.notice)
                 self._has_introduced = True
             now = self._time.now()
             due = self._plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
@@ -220,20 +242,20 @@ class _Training:
                 yield from self._tell(wait=due or saves)
             if due or saves:
                 with self._clock.paused():
-                    yield from self._judge(saves=saves) if due else self._pause(saves=True)
+                    yield from self._evaluate(saves=saves) if due else self._pause(saves=True)
             self._preemption.check()
 
     def _is_finished(self) -> bool:
         whole_epochs = self._epoch - (self._epoch_step > 0)
         return self._plan.finished(self._step, whole_epochs, self._time.now() - self._began)
 
-    def _judge(self, *, saves: bool = False) -> Iterator[Event]:
+    def _evaluate(self, *, saves: bool = False) -> Iterator[Event]:
         """Evaluates the present state, unless that was done; `saves`: it is time to save, too."""
 
         def close() -> None:
-            self._judged_step, self._evaluated = self._step, self._time.now()
+            self._evaluated_step, self._evaluated = self._step, self._time.now()
 
-        if self._judged_step != self._step:
+        if self._evaluated_step != self._step:
             yield self._save_point()
             for event in eval_events(self._program, self._now(), self._evals, self._plan):
                 if not (isinstance(event, Notice) and event.text in self._said):
@@ -251,19 +273,19 @@ class _Training:
     def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> SavePoint:
         if due:
             self._saved = self._time.now()
-        return SavePoint(self._step, self._epoch, self._held, self._standing, due, reason)
+        return SavePoint(self._step, self._epoch, self._held, self._loop_state, due, reason)
 
-    def _standing(self) -> Standing:
+    def _loop_state(self) -> LoopState:
         just_begun = not (self._has_ended or self._epoch_step)  # the epoch: nothing of it has happened
-        return Standing(
-            position=Position(self._epoch - just_begun, self._epoch_step, self._feed_state),
+        return LoopState(
+            position=Position(self._epoch - just_begun, self._epoch_step, self._data_state),
             has_ended=self._has_ended or just_begun,
-            judged_step=self._judged_step,
+            evaluated_step=self._evaluated_step,
             seconds=self._time.now() - self._began,
             epoch_seconds=self._clock.seconds,
             epoch_waited=self._clock.waited,
-            meter=self._recorder.meter_state(),
-            batch_size=self._feed.full_batch,
+            meter=self._recorder.metrics_state(),
+            batch_size=self._data_source.full_batch,
         )
 
     def _tell(self, *, wait: bool) -> Iterator[Event]:
@@ -297,59 +319,69 @@ def eval_events(
 
     A set without any batch is told of by a `Notice`, and by nothing else.
     """
-    judged: dict[str, dict[str, Any]] = {}
+    evaluated: dict[str, dict[str, Any]] = {}
     for name, source in evals.items():
-        feed = source if isinstance(source, Feed) else Feed(source, name, may_be_empty=True)
-        program = seeing(given, feed.transforms)
-        reader, meter, in_flight = None, RowMeter(_phase(name)), InFlight(program, plan)
-        tape, done = None, 0
-        with closing(eval_takes(program, feed, plan.eval_batches, in_flight.is_empty)) as batches:
+        data_source = source if isinstance(source, DataSource) else DataSource(source, name, may_be_empty=True)
+        program = with_data_transforms(given, data_source.transforms)
+        reader, meter, in_flight = None, WindowAccumulator(_phase(name)), InFlight(program, plan)
+        buffer, done = None, 0
+        with closing(eval_batch_iterator(program, data_source, plan.eval_batches, in_flight.is_empty)) as batches:
             while (taken := batches.next(PATIENCE)) is not None:
-                if taken is LATE:
-                    yield Waiting(at.step, at.epoch, at.held, name)
+                if taken is NOT_READY:
+                    yield Waiting(at.step, at.epoch, at.flat_state, name)
                     continue
                 if not done:
-                    yield EvalStart(at.step, at.epoch, at.held, name, shorter(feed.length, plan.eval_batches))
-                program.feeding = partial(in_words, taken.number, 1, name)
+                    yield EvalStart(
+                        at.step, at.epoch, at.flat_state, name, shorter(data_source.length, plan.eval_batches)
+                    )
+                program.describe_batch = partial(in_words, taken.number, 1, name)
                 try:
                     if reader is None:
-                        fmt, tape = program.eval_tape(at.state, taken.batch, EVAL_WINDOW)
-                        reader = TapeReader(fmt, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
-                    tape, loose = program.judge(at.held, tape, taken.batch)
+                        fmt, buffer = program.eval_buffer(at.state, taken.batch, EVAL_WINDOW)
+                        reader = MetricReader(fmt, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
+                    buffer, loose = program.flat_eval_step(at.flat_state, buffer, taken.batch)
                 except Exception as error:
-                    raise named(error, in_words(taken.number, 1, name), taken.batch)  # noqa: B904 - the same error, with a note
+                    raise with_context(error, in_words(taken.number, 1, name), taken.batch)  # noqa: B904 - the same error, with a note
                 done += 1
-                reader.wrote(tape, loose, done, 1, stacked=False)
-                in_flight.add(tape)
+                reader.wrote(buffer, loose, done, 1, stacked=False)
+                in_flight.add(buffer)
                 arrived = [*reader.ready()] if reader.has_news else ()
                 for rows in arrived:
                     meter.add(rows)
                 failpoint("eval_step")
-                yield EvalStep(at.step, at.epoch, at.held, name, done, arrived)
+                yield EvalStep(at.step, at.epoch, at.flat_state, name, done, arrived)
         if reader is None:
-            yield _nothing_in(feed, at)
+            yield _nothing_in(data_source, at)
             continue
         for rows in reader.flush():
             meter.add(rows)
-        judged[name] = meter.compute()
-        yield EvalEnd(at.step, at.epoch, at.held, name, judged[name])
-    if judged:
-        yield EvalRoundEnd(at.step, at.epoch, at.held, judged)
+        evaluated[name] = meter.compute()
+        if np.isnan(evaluated[name].get("loss", 0.0)).any():
+            text = f"The loss on the {name!r} data is nan. Look for values that are NaN or infinite in that data."
+            yield Notice(at.step, at.epoch, at.flat_state, text)
+        yield EvalEnd(at.step, at.epoch, at.flat_state, name, evaluated[name])
+    if evaluated:
+        yield EvalRoundEnd(at.step, at.epoch, at.flat_state, evaluated)
 
 
-def _nothing_in(feed: Feed, at: Event) -> Notice:
-    if feed.is_one_shot:
-        raise feed.used_up(max(1, at.epoch))
-    return Notice(at.step, at.epoch, at.held, feed.nothing_to_judge())
+def _nothing_in(data_source: DataSource, at: Event) -> Notice:
+    if data_source.is_one_shot:
+        raise data_source.used_up(max(1, at.epoch))
+    return Notice(at.step, at.epoch, at.flat_state, data_source.nothing_to_evaluate())
 
 
 def evaluate(
     program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of `state` on each of the evaluation sets, by name."""
+    """The metrics of `state` on each of the evaluation sets, by name; a `DataError` where a set is empty."""
     check_compiled(program)
-    at, plan = Event(step_of(state), 0, HeldState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
-    return {e.name: e.metrics for e in eval_events(program, at, evals, plan) if isinstance(e, EvalEnd)}
+    sources = {name: DataSource(source, name) for name, source in evals.items()}
+    at, plan = Event(step_of(state), 0, FlatState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
+    metrics = {e.name: e.metrics for e in eval_events(program, at, sources, plan) if isinstance(e, EvalEnd)}
+    for name, source in sources.items():
+        if name not in metrics:
+            raise source.used_up(1)
+    return metrics
 
 
 class _Clock:
@@ -358,7 +390,7 @@ class _Clock:
     def __init__(self, seconds: float = 0.0, waited: float = 0.0) -> None:
         self._seconds, self._waited = seconds, waited  # from before
         self._began: float | None = None
-        self._supply: Supply | None = None
+        self._batch_iterator: BatchIterator | None = None
 
     @property
     def seconds(self) -> float:
@@ -368,15 +400,15 @@ class _Clock:
     @property
     def waited(self) -> float:
         """So far."""
-        return self._waited + (0.0 if self._supply is None else self._supply.waited)
+        return self._waited + (0.0 if self._batch_iterator is None else self._batch_iterator.waited)
 
     def resume(self) -> None:
         """Time counts from now on."""
         self._began = time.perf_counter()
 
-    def watch(self, supply: Supply) -> None:
+    def watch(self, batch_iterator: BatchIterator) -> None:
         """These are the batches that are waited for."""
-        self._supply = supply
+        self._batch_iterator = batch_iterator
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
-from jax_trainer.core import whole_number
+from jax_trainer.core import checked_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +81,24 @@ class Plan:
     max_in_flight: int = 8
     cuts: tuple[Every, ...] = ()
     saves: tuple[Every, ...] = ()
-    left_out: frozenset[tuple[int, int]] = frozenset()
+    skipped_batches: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
             raise ValueError("The plan has no end: set `max_steps`, `max_epochs` or `max_time`.")
         for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
-            self._make_whole(name, 1)
+            self._as_integers(name, 1)
         for name in ("max_steps", "max_epochs", "sanity_batches", "overfit_batches", "fast_dev_run"):
-            self._make_whole(name, 0)
+            self._as_integers(name, 0)
         if self.steps_per_call != "epoch":
-            self._make_whole("steps_per_call", 1, ' or "epoch"')
+            self._as_integers("steps_per_call", 1, ' or "epoch"')
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"`max_time` must be above 0, got {self.max_time}.")
 
-    def _make_whole(self, name: str, low: int, alternative: str = "") -> None:
+    def _as_integers(self, name: str, low: int, alternative: str = "") -> None:
         value = getattr(self, name)
         if value is not None:
-            object.__setattr__(self, name, whole_number(name, value, low, alternative))
+            object.__setattr__(self, name, checked_int(name, value, low, alternative))
 
     @property
     def max_seconds(self) -> float | None:
@@ -132,17 +132,17 @@ class Plan:
         saves = (getattr(observer, "saves_every", Every()) for observer in observers)
         return replace(
             self,
-            cuts=(*self.cuts, *(wish for wish in looks if wish.steps)),
-            saves=(*self.saves, *(wish for wish in saves if wish.steps or wish.minutes)),
+            cuts=(*self.cuts, *(fit_option for fit_option in looks if fit_option.steps)),
+            saves=(*self.saves, *(fit_option for fit_option in saves if fit_option.steps or fit_option.minutes)),
         )
 
     def saves_at(self, step: int, seconds: float) -> bool:
         """Whether a save is due after this step, so many seconds after the last one."""
-        return any(wish.at_step(step) or wish.after(seconds) for wish in self.saves)
+        return any(fit_option.at_step(step) or fit_option.after(seconds) for fit_option in self.saves)
 
-    def left_out_of(self, epoch: int) -> list[int]:
+    def skipped_in(self, epoch: int) -> list[int]:
         """The numbers of the batches of an epoch that are not trained on."""
-        return sorted(number for one, number in self.left_out if one == epoch)
+        return sorted(number for one, number in self.skipped_batches if one == epoch)
 
     def finished(self, step: int, epoch: int, seconds: float) -> bool:
         """Whether training is over after this step, this many epochs and this time."""
@@ -175,7 +175,7 @@ class Plan:
         epochs = min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
         return epochs, min((one for one in (plan.max_steps, by_epochs) if one is not None), default=None)
 
-    def room(self, step: int, left: int | None) -> int:
+    def steps_until_cut(self, step: int, left: int | None) -> int:
         """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
-        looks = (wish.steps_left(step) for wish in (self.eval_every, *self.cuts, *self.saves))
+        looks = (fit_option.steps_left(step) for fit_option in (self.eval_every, *self.cuts, *self.saves))
         return max(0, min((n for n in (left, *looks) if n is not None), default=sys.maxsize))

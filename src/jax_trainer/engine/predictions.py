@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core import CompiledProgram, HeldState, PyTree, TrainState
-from jax_trainer.datasets import LATE, Feed, Taken, in_words
+from jax_trainer.core import CompiledProgram, FlatState, PyTree, TrainState
+from jax_trainer.datasets import NOT_READY, DataSource, StepBatch, in_words
+from jax_trainer.engine.batches import eval_batch_iterator, with_data_transforms
+from jax_trainer.engine.dispatcher import with_context
 from jax_trainer.engine.loop import PATIENCE, check_compiled
-from jax_trainer.engine.recorder import named
-from jax_trainer.engine.supply import eval_takes, seeing
 
 
 def predictions(
@@ -30,33 +30,35 @@ def predictions(
     check_compiled(program)
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
-    feed = source if isinstance(source, Feed) else Feed(source, "predict")
-    return _outputs(seeing(program, feed.transforms), HeldState.of(state), feed, max_batches)
+    data_source = source if isinstance(source, DataSource) else DataSource(source, "predict")
+    return _outputs(
+        with_data_transforms(program, data_source.transforms), FlatState.of(state), data_source, max_batches
+    )
 
 
-def _outputs(program: CompiledProgram, held: HeldState, feed: Feed, limit: int | None) -> Iterator[PyTree]:
+def _outputs(program: CompiledProgram, held: FlatState, data_source: DataSource, limit: int | None) -> Iterator[PyTree]:
     asked: deque[PyTree] = deque()
     is_empty = True
-    with closing(eval_takes(program, feed, limit, lambda: not asked)) as batches:
+    with closing(eval_batch_iterator(program, data_source, limit, lambda: not asked)) as batches:
         while (taken := batches.next(PATIENCE)) is not None:
-            if taken is not LATE:
-                asked.append(_asked(program, held, taken, feed.name))
+            if taken is not NOT_READY:
+                asked.append(_asked(program, held, taken, data_source.name))
                 is_empty = False
             # while there is no next batch, what is there need not wait for it
-            while len(asked) > (taken is not LATE):
+            while len(asked) > (taken is not NOT_READY):
                 yield jax.device_get(asked.popleft())
     if is_empty:
-        raise feed.used_up(1)
+        raise data_source.used_up(1)
     yield from map(jax.device_get, asked)
 
 
-def _asked(program: CompiledProgram, held: HeldState, taken: Taken, name: str) -> PyTree:
+def _asked(program: CompiledProgram, held: FlatState, taken: StepBatch, name: str) -> PyTree:
     where = partial(in_words, taken.number, 1, name)
-    program.feeding = where
+    program.describe_batch = where
     try:
-        outputs = program.ask(held, taken.batch, taken.number)
+        outputs = program.flat_predict_step(held, taken.batch, taken.number)
     except Exception as error:
-        raise named(error, where(), taken.batch)  # noqa: B904 - the same error, with a note
+        raise with_context(error, where(), taken.batch)  # noqa: B904 - the same error, with a note
     for leaf in jax.tree.leaves(outputs):
         if isinstance(leaf, jax.Array):
             with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit

@@ -33,8 +33,9 @@ def by_ctrl_c(message: str) -> KeyboardInterrupt:
     A script that does not catch it ends with the message alone, and by the signal, as any other: nothing went wrong
     that a traceback would explain. For the same reason it is no class of its own, for which Python would exit with 1.
     """
-    end = KeyboardInterrupt(message)
-    end.result = None  # type: ignore[attr-defined]  # exceptions take any attribute
+    end: Any = KeyboardInterrupt(message)
+    end.result = None
+    end._render_traceback_ = lambda *_: [message]  # IPython's counterpart of `sys.excepthook`
     if not isinstance(sys.excepthook, _OneLine):
         sys.excepthook = _OneLine(sys.excepthook)
     return end

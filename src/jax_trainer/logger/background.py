@@ -17,7 +17,7 @@ _LONGEST = 300  # characters of an error that a message repeats
 Entry = Callable[[ToolLoggerInterface], None]
 
 
-class Losses:
+class DroppedRecords:
     """Counts what was lost, and tells of the first loss.
 
     Args:
@@ -57,7 +57,7 @@ class _Waiting(NamedTuple):
     entries: int
 
 
-class Background:
+class BackgroundWriter:
     """Makes a tool in a thread of its own and hands it entries there, in order.
 
     The thread begins with the first entry, if not by `start`: a run that ends before, as it cannot be resumed, leaves
@@ -77,7 +77,7 @@ class Background:
 
     def __init__(
         self,
-        losses: Losses,
+        losses: DroppedRecords,
         make: Callable[[], ToolLoggerInterface],
         *,
         check: Callable[[], None] = lambda: None,

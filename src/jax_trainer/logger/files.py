@@ -23,7 +23,7 @@ def file_name_of(name: str) -> str:
     return f"{safe.encode()[: _MOST_BYTES - 17].decode(errors='ignore')}-{digest}"
 
 
-def write_whole(file: Path, data: bytes) -> None:
+def write_atomically(file: Path, data: bytes) -> None:
     """Puts `data` into `file`, whose folder is made where only that is missing.
 
     The file never is half written, and a link in its place is replaced, not followed.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from compoconf import register
 
-from jax_trainer.logger.files import file_name_of, write_whole
+from jax_trainer.logger.files import file_name_of, write_atomically
 from jax_trainer.logger.pictures import png_of
 from jax_trainer.logger.rows import cut
 from jax_trainer.logger.values import bins_of, json_safe, plain_of
@@ -57,7 +57,7 @@ class JSONLToolLogger(ToolLoggerInterface):
     def figure(self, step: int, name: str, png: bytes) -> None:
         """Writes the figure to a file, and its row."""
         place = f"{MEDIA}/{file_name_of(name)}_{step}.png"
-        write_whole(self.folder / place, png)
+        write_atomically(self.folder / place, png)
         self._append({"step": step, "media": {name: place}})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
@@ -111,4 +111,4 @@ class JSONLToolLogger(ToolLoggerInterface):
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
     """Writes metrics, arrays among them, to `metrics/<file_name>.json` in the folder of a run."""
     text = json.dumps(json_safe(plain_of(metrics)), allow_nan=False, indent=1)
-    write_whole(folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())
+    write_atomically(folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())

@@ -13,7 +13,7 @@ import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
 from jax_trainer.core.output import reserve_standard_streams
-from jax_trainer.logger.background import Background, Entry, Losses
+from jax_trainer.logger.background import BackgroundWriter, DroppedRecords, Entry
 from jax_trainer.logger.files import sync
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark
 from jax_trainer.logger.pictures import drawn, pixels_of
@@ -64,20 +64,20 @@ class Logger(RegistrableConfigInterface):
     Args:
         config: what is recorded.
         folder: the run's own folder.
-        is_lead: whether this process writes; None: the first one does.
+        is_primary: whether this process writes; None: the first one does.
     """
 
     config: LoggerConfig
 
-    def __init__(self, config: LoggerConfig, folder: Path, *, is_lead: bool | None = None) -> None:
+    def __init__(self, config: LoggerConfig, folder: Path, *, is_primary: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
-        self.is_lead = jax.process_index() == 0 if is_lead is None else is_lead
+        self.is_primary = jax.process_index() == 0 if is_primary is None else is_primary
         self._rows = self._step = 0
-        self._is_closed = not self.is_lead
-        self._own = Losses("Logger", "what could not be logged is left out")
+        self._is_closed = not self.is_primary
+        self._own = DroppedRecords("Logger", "what could not be logged is left out")
         self._messages: RunLog | None = None
-        self._tools: list[Background] = []
-        if self.is_lead:
+        self._tools: list[BackgroundWriter] = []
+        if self.is_primary:
             reserve_standard_streams()
             with contextlib.suppress(OSError):  # whoever writes there says that it cannot
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ class Logger(RegistrableConfigInterface):
         for tool in self._tools:
             tool.give(entry, size)
 
-    def _all_losses(self) -> list[Losses]:
+    def _all_losses(self) -> list[DroppedRecords]:
         return [self._own, *(tool.losses for tool in self._tools)]
 
     def _report(self, status: str) -> None:
@@ -234,11 +234,11 @@ def _single(value: Any) -> float:
     return number
 
 
-def _begun(configs: list[Any], folder: Path) -> list[Background]:
+def _begun(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
     """The tools at work, the run's own record first, whether it is among them or not."""
     others = [config for config in configs if not isinstance(config, JSONLConfig)]
     names: list[str] = []
-    begun: list[Background] = []
+    begun: list[BackgroundWriter] = []
     for config in [JSONLConfig(), *others]:
         twins = names.count(config.class_name)
         names.append(config.class_name)
@@ -246,7 +246,7 @@ def _begun(configs: list[Any], folder: Path) -> list[Background]:
         consolation = f"{METRICS_FILE} has every number" if begun else "what it was given is lost"
         make, check = partial(config.instantiate, ToolLoggerInterface, folder), partial(_require, config)
         patience = 0.0 if begun else RECORD_SECONDS
-        begun.append(Background(Losses(name, consolation), make, check=check, patience=patience))
+        begun.append(BackgroundWriter(DroppedRecords(name, consolation), make, check=check, patience=patience))
     begun[0].start()  # the record is there, whether anything is logged or not
     return begun
 

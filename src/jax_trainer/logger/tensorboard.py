@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 from jax_trainer.logger.pictures import png_of, png_size
 from jax_trainer.logger.values import bins_of, finite
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -159,4 +159,4 @@ class _WithoutTorch:
 def _tensorboardx() -> Any:
     """tensorboardX; where torch is installed, it would be imported for annotations, which takes two seconds."""
     with _WithoutTorch():
-        return load_late("tensorboardX", extra="tensorboard")
+        return lazy_import("tensorboardX", extra="tensorboard")

@@ -12,8 +12,8 @@ from uuid import uuid4
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import load_late
-from jax_trainer.logger.files import write_whole
+from jax_trainer.core import lazy_import
+from jax_trainer.logger.files import write_atomically
 from jax_trainer.logger.pictures import png_of
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of
@@ -66,7 +66,7 @@ class WandBToolLogger(ToolLoggerInterface):
 
     def __init__(self, config: WandBConfig, folder: Path) -> None:
         super().__init__(config, folder)
-        self._wandb = load_late("wandb", extra="wandb")
+        self._wandb = lazy_import("wandb", extra="wandb")
         self._known: set[str] = set()
         if config.mode != "disabled":
             self._silence()
@@ -88,7 +88,7 @@ class WandBToolLogger(ToolLoggerInterface):
     @classmethod
     def require(cls) -> None:
         """Raises `ImportError` if wandb is missing."""
-        load_late("wandb", extra="wandb")
+        lazy_import("wandb", extra="wandb")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs `values` with their step."""
@@ -104,7 +104,7 @@ class WandBToolLogger(ToolLoggerInterface):
 
     def figure(self, step: int, name: str, png: bytes) -> None:
         """Logs the figure, as an image. Needs pillow, which comes with the extra `plots`."""
-        image = load_late("PIL.Image", extra="plots").open(io.BytesIO(png))  # wandb would rescale bare numbers
+        image = lazy_import("PIL.Image", extra="plots").open(io.BytesIO(png))  # wandb would rescale bare numbers
         self.write(step, {name: self._wandb.Image(image)})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
@@ -172,5 +172,5 @@ def _run_id(folder: Path) -> str:
     if _ID.fullmatch(known):
         return known
     made = uuid4().hex[:12]
-    write_whole(file, f"{made}\n".encode())
+    write_atomically(file, f"{made}\n".encode())
     return made

@@ -52,10 +52,10 @@ def generate(
         f"{tokens.shape[1]} tokens of prompt and {length} more are {total}, and the model's context is "
         f"{model.context}. Use a smaller `length`, a shorter prompt, or `generate_in_rounds`.",
     )
-    judging = nnx.clone(model)  # shares the weights
-    judging.eval()
+    evaluating = nnx.clone(model)  # shares the weights
+    evaluating.eval()
     top_p = None if top_p is None else jnp.float32(top_p)
-    return _generated(judging, key, tokens, jnp.float32(temperature), top_p, length=length, top_k=top_k, among=among)
+    return _generated(evaluating, key, tokens, jnp.float32(temperature), top_p, length=length, top_k=top_k, among=among)
 
 
 def generate_in_rounds(

@@ -14,6 +14,8 @@ def checked_optimizer(given: Any, or_else: str = "") -> optax.GradientTransforma
     Traceback (most recent call last):
     TypeError: `optimizer` is the function `adam`, and must be an optax optimizer. Call it: `optax.adam(1e-3)`.
     """
+    if isinstance(given, optax.MultiSteps):
+        return given.gradient_transformation()
     if isinstance(given, optax.GradientTransformation):
         return given
     raise TypeError(f"`optimizer` is {_kind(given)}, and must be an optax optimizer{or_else}. {_cure(given)}")
@@ -24,7 +26,7 @@ def _kind(given: Any) -> str:
         return f"the class {class_of(given)}"
     if hasattr(given, "__name__"):
         return f"the function `{given.__name__}`"
-    return "None" if given is None else f"{given!r}, a {class_of(given)}"
+    return "None" if given is None else f"{given!r} of class {class_of(given)}"
 
 
 def _cure(given: Any) -> str:

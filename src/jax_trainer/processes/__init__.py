@@ -4,20 +4,20 @@ Numbers are added up by JAX's own collectives. Words (where the run's folder is,
 go through the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
 """
 
-from jax_trainer.processes.joining import HEARTBEAT, Job, JoiningError, join, leave, started_together
-from jax_trainer.processes.peers import Peers, PeersError, peers
-from jax_trainer.processes.watch import PeerFailedError, Watch
+from jax_trainer.processes.group import ProcessGroup, ProcessGroupError, process_group
+from jax_trainer.processes.joining import HEARTBEAT, Job, JoinError, detect_launcher, join, leave
+from jax_trainer.processes.watchdog import ProcessFailedError, Watchdog
 
 __all__ = [
     "HEARTBEAT",
     "Job",
-    "JoiningError",
-    "PeerFailedError",
-    "Peers",
-    "PeersError",
-    "Watch",
+    "JoinError",
+    "ProcessFailedError",
+    "ProcessGroup",
+    "ProcessGroupError",
+    "Watchdog",
+    "detect_launcher",
     "join",
     "leave",
-    "peers",
-    "started_together",
+    "process_group",
 ]

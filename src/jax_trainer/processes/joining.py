@@ -16,7 +16,7 @@ _STARTERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_
 _heartbeats: list[float] = []  # that were agreed on; a process joins once
 
 
-class JoiningError(ValueError):
+class JoinError(ValueError):
     """The other processes of the job cannot be found."""
 
 
@@ -38,14 +38,14 @@ class Job:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if given and len(given) < len(vars(self)):
             missing = [name for name in vars(self) if name not in given]
-            raise JoiningError(
+            raise JoinError(
                 f"A job is described by coordinator, processes and process, all of them or none: {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing."
             )
         if self.processes is not None and not 0 <= (self.process or 0) < self.processes:
-            raise JoiningError(f"Process {self.process} cannot be one of {self.processes}: they count from 0.")
+            raise JoinError(f"Process {self.process} cannot be one of {self.processes}: they count from 0.")
         if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
-            raise JoiningError(f"The coordinator must be host:port, such as 10.0.0.1:9876, got {self.coordinator!r}.")
+            raise JoinError(f"The coordinator must be host:port, such as 10.0.0.1:9876, got {self.coordinator!r}.")
 
     @property
     def is_described(self) -> bool:
@@ -53,7 +53,7 @@ class Job:
         return self.coordinator is not None
 
 
-def started_together(environment: Mapping[str, str] = os.environ) -> str:
+def detect_launcher(environment: Mapping[str, str] = os.environ) -> str:
     """Who started several processes of which this is one: "SLURM" or "Open MPI"; "" if nobody says so.
 
     >>> started_together({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}), started_together({"SLURM_NTASKS": "1"})
@@ -84,7 +84,7 @@ def join(job: Job | None = None, *, heartbeat: float = HEARTBEAT, timeout: float
         where = (
             f"of {job.processes} at {job.coordinator}" if job.is_described else "that this machine's environment names"
         )
-        raise JoiningError(
+        raise JoinError(
             f"The processes {where} could not be joined: {reason}. Start all of them at the same time, let each reach "
             "the address of the first, and use JAX for nothing before. By name: `--coordinator host:port --processes N "
             "--process I`."
@@ -105,6 +105,6 @@ def leave(patience: float = 15.0) -> None:
         leaving.join(patience)
 
 
-def agreed_heartbeat() -> float:
+def heartbeat_timeout() -> float:
     """Seconds of silence after which a process counts as gone; the usual ones where somebody else has joined them."""
     return _heartbeats[-1] if _heartbeats else HEARTBEAT

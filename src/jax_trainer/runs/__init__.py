@@ -1,31 +1,41 @@
 """A run that writes to a folder: where that is, who watches, what it goes on from, and what is kept when it fails."""
 
-from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Weights, kept_in, used_by_default, weights_of
+from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Weights, best_in, select_weights, used_by_default
+from jax_trainer.runs.callback_list import CallbackList, CallbacksLike, named_callbacks
 from jax_trainer.runs.interrupted import interrupted, resumable_step
-from jax_trainer.runs.nonfinite import WatchedEvaluations, explained
-from jax_trainer.runs.place import Place, agreed, record_mark, restored, resumable, run_and_step, standing_of
-from jax_trainer.runs.watching import Given, Watching, named_callbacks
+from jax_trainer.runs.nonfinite import FiniteEvaluations, explain_nonfinite
+from jax_trainer.runs.target import (
+    RunTarget,
+    broadcast_from_primary,
+    check_data_state,
+    loop_state_of,
+    record_mark,
+    restore_run,
+    resumable,
+    run_and_step,
+)
 
 __all__ = [
     "WEIGHTS",
     "Best",
-    "Given",
+    "CallbackList",
+    "CallbacksLike",
+    "FiniteEvaluations",
     "KeptBest",
-    "Place",
-    "WatchedEvaluations",
-    "Watching",
+    "RunTarget",
     "Weights",
-    "agreed",
-    "explained",
+    "best_in",
+    "broadcast_from_primary",
+    "check_data_state",
+    "explain_nonfinite",
     "interrupted",
-    "kept_in",
+    "loop_state_of",
     "named_callbacks",
     "record_mark",
-    "restored",
+    "restore_run",
     "resumable",
     "resumable_step",
     "run_and_step",
-    "standing_of",
+    "select_weights",
     "used_by_default",
-    "weights_of",
 ]

@@ -60,7 +60,7 @@ class KeptBest:
         return self.load()
 
 
-def kept_in(
+def best_in(
     store: CheckpointStore | BestInMemory,
     last: TrainState,
     saver: ModelCheckpointConfig | None,
@@ -82,7 +82,7 @@ def used_by_default(kept: KeptBest | None) -> Weights:
     return "best" if kept is not None and kept.validated else "last"
 
 
-def weights_of(which: Weights | None, last: TrainState, kept: KeptBest | None) -> TrainState:
+def select_weights(which: Weights | None, last: TrainState, kept: KeptBest | None) -> TrainState:
     """The state with the weights that are asked for; None: those that are used by default."""
     if which not in (None, *get_args(Weights)):
         raise ValueError(f"`which` must be 'best' or 'last', got {which!r}.")

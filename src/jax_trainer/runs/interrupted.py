@@ -3,14 +3,14 @@
 from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.listing import listed_in
+from jax_trainer.checkpoint.info import checkpoint_infos
 from jax_trainer.engine import is_by_ctrl_c
 
 
 def resumable_step(folder: RunFolder) -> int | None:
     """The step of the latest checkpoint from which the run can be resumed; damaged ones do not fail here again."""
     # without asking the other processes, which may be gone
-    whole = [one.step for one in listed_in(folder.checkpoints) if not (one.problem or one.without)]
+    whole = [one.step for one in checkpoint_infos(folder.checkpoints) if not (one.problem or one.without)]
     return whole[-1] if whole else None
 
 

@@ -14,14 +14,14 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Event, StopTraining
-from jax_trainer.engine.recorder import faults
-from jax_trainer.processes import peers
+from jax_trainer.engine.dispatcher import batch_faults
+from jax_trainer.processes import process_group
 
 FOLDER = "nonfinite"
 Policy = Literal["raise", "stop", "skip", "rollback"]
 
 
-def explained(
+def explain_nonfinite(
     error: NonFiniteError, program: CompiledProgram, state: TrainState, position: Position, folder: Path
 ) -> NonFiniteError:
     """`error` with what was not finite, after the batch and the state before it were kept in the run's folder.
@@ -45,10 +45,10 @@ def explained(
         "parameters": found.parameters,
         "batch": found.batch,
     }
-    if peers().is_lead:
+    if process_group().is_primary:
         np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    cure = faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
+    cure = batch_faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
     text = (
         f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. {cure} "
         "`on_nonfinite: skip` leaves such updates out."
@@ -79,7 +79,7 @@ def _named(batch: Any) -> dict[str, np.ndarray]:
     return {leaf_path(path) or "batch": np.asarray(leaf) for path, leaf in leaves}
 
 
-class WatchedEvaluations:
+class FiniteEvaluations:
     """Ends a run when one of these metrics of an evaluation is not finite."""
 
     def __init__(self, names: Sequence[str], policy: Policy) -> None:

@@ -17,12 +17,12 @@ from jax_trainer.testing.models import (
     nnx_with_weights_of,
     tiny_program,
 )
-from jax_trainer.testing.observers import Recorder
+from jax_trainer.testing.observers import EventRecorder
 from jax_trainer.testing.runs import short_run
 
 __all__ = [
+    "EventRecorder",
     "FaultInjected",
-    "Recorder",
     "TinyLinen",
     "TinyNNX",
     "assert_close",

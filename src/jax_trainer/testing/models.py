@@ -44,7 +44,7 @@ class TinyNNX(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-def _judge(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+def _evaluate(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
     return loss, {"acc": (logits.argmax(-1) == batch["y"]).mean(dtype=jnp.float32)}
 
@@ -52,13 +52,13 @@ def _judge(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, dict
 def linen_loss(params: Any, state: LinenView, batch: Any, rng: jax.Array, train: bool) -> Any:
     """Cross entropy and accuracy of a linen classifier."""
     logits, mutable = state.apply(params, batch["x"], train=train)
-    loss, metrics = _judge(logits, batch)
+    loss, metrics = _evaluate(logits, batch)
     return loss, (mutable, metrics)
 
 
 def nnx_loss(model: Any, batch: Any, train: bool) -> Any:
     """Cross entropy and accuracy of an nnx classifier."""
-    return _judge(model(batch["x"]), batch)
+    return _evaluate(model(batch["x"]), batch)
 
 
 def tiny_program(

@@ -5,7 +5,7 @@ from typing import Any
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, StepEnd, StepMetrics
 
 
-class Recorder:
+class EventRecorder:
     """Keeps the order of events and every number they carried. Holds no state, which would be gone by then."""
 
     def __init__(self) -> None:

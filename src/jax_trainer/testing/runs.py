@@ -6,12 +6,12 @@ from jax_trainer.core import Program, TrainState, compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
 from jax_trainer.testing.data import numbered_loader
-from jax_trainer.testing.observers import Recorder
+from jax_trainer.testing.observers import EventRecorder
 
 
-def short_run(program: Program, steps: int = 5, seed: int = 0) -> tuple[TrainState, Recorder]:
+def short_run(program: Program, steps: int = 5, seed: int = 0) -> tuple[TrainState, EventRecorder]:
     """Trains `program` for some steps on numbered data: the last state, and all that was reported."""
-    loader, seen = numbered_loader(), Recorder()
+    loader, seen = numbered_loader(), EventRecorder()
     compiled = compile_program(program, on_recompile="ignore")
     state = compiled.init(jax.random.key(seed), next(iter(loader)))
     return run(compiled, state, Data(loader), Plan(max_steps=steps), [seen]), seen

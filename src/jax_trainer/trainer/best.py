@@ -1,5 +1,6 @@
 """The best weights of a run that saves none."""
 
+import math
 from typing import Any
 
 from jax_trainer.callbacks import merged_names
@@ -28,6 +29,8 @@ class BestWeights:
         metrics, trainer = merged_names(event.metrics), self._trainer
         by = None if trainer.compares_itself else trainer.compared_by(metrics)
         if by is None and not (self._must_compare or trainer.compares_itself):
+            return
+        if by is not None and math.isnan(metrics[by[0]]):
             return
         if trainer.is_new_model_better(metrics, None if self._best is None else self._best.metrics):
             self._best = Best(event.epoch, event.step, metrics, *(by or (None, None)))

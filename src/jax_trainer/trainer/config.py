@@ -1,6 +1,6 @@
 """How a model is trained, as a configuration."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -13,6 +13,7 @@ from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
+from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
 
 Count = Annotated[int, AtLeast(0)]
@@ -156,12 +157,12 @@ class TrainerConfig(Settings):
     @property
     def watched(self) -> tuple[str, ...]:
         """The training metrics of `nan_keys`, by the names that a loss gives them."""
-        return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_judged(key))
+        return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_evaluated(key))
 
     @property
     def watched_evaluations(self) -> tuple[str, ...]:
         """The metrics of evaluations among `nan_keys`."""
-        return tuple(filter(_is_judged, self.nan_keys))
+        return tuple(filter(_is_evaluated, self.nan_keys))
 
     @property
     def validates(self) -> bool:
@@ -183,20 +184,27 @@ class TrainerConfig(Settings):
             text = "Nothing limits the training. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
-    def check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
-        """Refuses to monitor what evaluations of these sets, which report `judged`, will not have."""
-        known = {name for one in evals for name in full_names(dict.fromkeys(judged), one)}
-        for key, one in self.callbacks.items():
+    def check_monitored(
+        self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuses to monitor what evaluations of these sets, which report `judged`, will not have.
+
+        Args:
+            others: configurations of callbacks that were given as objects.
+        """
+        known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
+        for key, one in {**self.callbacks, **(others or {})}.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
                 text = f"no metric {monitor!r} will be there. There are {', '.join(sorted(known))}."
+                text += suggestion(monitor, known)
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
 
 
 _NUL = "A path cannot have the character NUL in it."
 
 
-def _is_judged(key: str) -> bool:
+def _is_evaluated(key: str) -> bool:
     return key.startswith(("val", "test")) and "/" in key
 
 

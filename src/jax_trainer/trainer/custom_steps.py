@@ -1,7 +1,7 @@
 """Steps that a subclass wrote itself, made into those of a program."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import flax.struct
@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jax_trainer.adapters import LinenView
-from jax_trainer.adapters.nnx import Split, fitting_grads, kept_state
+from jax_trainer.adapters.nnx import Split, kept_state, matching_grads
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -33,13 +33,12 @@ Dress = Callable[[TrainState, jax.Array, bool], "StepState"]
 class StepState(FlaxState):
     """The state as a step of one's own gets it: what Flax users expect, and `rng` is the key of this step alone.
 
-    Of an nnx model it has `model`, the module with the weights: what a call changes in it besides parameters, such as
-    BatchNorm statistics, is in the state after the step.
+    Of an nnx model it has `model`, the module with the weights: what changes in it, such as BatchNorm statistics by a
+    call or parameters by `nnx.update`, is in the state after the step.
     """
 
     root: jax.Array  # the words of the key that every step has its own from
     of_nnx: "NnxModel | None" = flax.struct.field(pytree_node=False, default=None)
-    is_settled: bool = flax.struct.field(pytree_node=False, default=False)  # `model_state` is what the module has
     by_ours: bool = flax.struct.field(pytree_node=False, default=False)  # whether the trainer's own step made it
 
     @property
@@ -59,29 +58,29 @@ class StepState(FlaxState):
         if self.of_nnx is None:
             return super().apply_gradients(grads=grads, **fields)
         if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
-            grads = fitting_grads(grads, self.params, self.of_nnx.split.trainable)
-        new = super().apply_gradients(grads=grads, **fields)
-        nnx.update(self.model, nnx.State(new.params))
-        return new.settled()
+            grads = matching_grads(grads, self.params, self.of_nnx.split.trainable)
+        return super().apply_gradients(grads=grads, **fields).settled()
 
     def settled(self) -> Self:
-        """The same with what the nnx module has changed in itself."""
-        if self.of_nnx is None or self.is_settled or self.of_nnx.module is None:
+        """The same with what has changed in the nnx module."""
+        if self.of_nnx is None or self.of_nnx.module is None:
             return self
-        return self.replace(model_state=self.of_nnx.changed(self.model_state))
+        return dataclasses.replace(self, **self.of_nnx.changes(self))
 
     def plain(self) -> TrainState:
-        """The data alone, with what the nnx module has changed in itself."""
+        """The data alone, with what has changed in the nnx module."""
         return super(StepState, self.settled()).plain().replace(rng=self.root)
 
 
 def _replaced(self: StepState, **changes: Any) -> StepState:
     """The same with other fields; a new `rng` is where the keys of all later steps come from."""
-    if "rng" in changes:
-        changes = {"root": key_data(changes["rng"]), **changes}
-    if "model_state" in changes:
-        changes = {"is_settled": True, **changes}
-    return dataclasses.replace(self, **changes)
+    fields = self.as_fields(changes, "replace")
+    if "rng" in fields:
+        fields = {"root": fields["rng"], **fields}
+    new = dataclasses.replace(self, **fields)
+    if self.of_nnx is not None:
+        self.of_nnx.take_over(new, fields.keys() & {"params", "model_state"})
+    return new
 
 
 StepState.replace = _replaced  # flax gives every class the plain one, whatever its body says
@@ -93,19 +92,39 @@ class NnxModel:
     def __init__(self, split: Split, *, train: bool) -> None:
         self.split, self._train = split, train
         self.module: Any = None
+        self._known: dict[str, PyTree] = {}  # the arrays of the module that the state has, too
 
     def joined(self, state: StepState) -> Any:
         """The module with the arrays of `state`, the first time; then the same one."""
         if self.module is None:
             self.module = self.split.join(state.params, state.model_state, state.key, train=self._train)
+            self._known = self._arrays(state)
         return self.module
 
-    def changed(self, model_state: PyTree) -> PyTree:
-        """`model_state` as the module has it by now."""
-        return kept_state(model_state, self.split.arrays(self.module)[1])
+    def take_over(self, state: StepState, names: Iterable[str]) -> None:
+        """Puts the arrays of these fields of `state` into the module, if there is one."""
+        if self.module is None:
+            return
+        for name in names:
+            nnx.update(self.module, nnx.State(getattr(state, name)))
+            self._known[name] = self._arrays(state)[name]
+
+    def changes(self, state: StepState) -> dict[str, PyTree]:
+        """The fields of `state` of which the module has other arrays by now."""
+        # by identity: a step that is compiled gives the state other arrays than those that the module was traced with
+        before, self._known = self._known, self._arrays(state)
+        return {name: arrays for name, arrays in self._known.items() if not _are_same(arrays, before[name])}
+
+    def _arrays(self, state: StepState) -> dict[str, PyTree]:
+        params, rest = self.split.arrays(self.module)
+        return {"params": params, "model_state": kept_state(state.model_state, rest)}
 
 
-def dressing(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
+def _are_same(a: PyTree, b: PyTree) -> bool:
+    return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
+
+
+def as_step_state(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
     """What makes a `StepState` of a state, the key of a step, and whether it trains.
 
     Args:
@@ -160,6 +179,11 @@ def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress
             case other:
                 kind = type(other).__name__
                 raise TypeError(f"A training step returns `state, metrics`; this one returned a {kind}.")
+        if jax.tree.leaves(state.params) and _are_same(new.params, state.params):
+            raise TypeError(
+                "This training step returned the parameters that it was given, so nothing would be trained. Return the "
+                "state that `apply_gradients` makes: `return state.apply_gradients(grads=grads), metrics`."
+            )
         if micro_batches > 1 and not new.by_ours:
             raise ValueError(
                 f"`accumulate` is {micro_batches}, and this step finds its gradients itself, of the whole batch. "

@@ -29,7 +29,7 @@ class DryRun:
     state_bytes: Mapping[str, int]
     batch: Mapping[str, str]
     reported: tuple[str, ...]  # in training
-    judged: tuple[str, ...]  # in evaluation
+    evaluated: tuple[str, ...]  # in evaluation
     steps: int | None
     devices: str
     layout: LayoutTable | None = None  # None: one device has everything
@@ -48,7 +48,7 @@ class DryRun:
 
 def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
     """Traces the first state and one step."""
-    state, trained, judged = program.shapes(jax.random.key(seed), example)
+    state, trained, evaluated = program.shapes(jax.random.key(seed), example)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
     sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}
     batch = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)}
@@ -56,7 +56,7 @@ def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | Non
     kinds = [device.device_kind for device in used]
     devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     layout = None if program.layout is None else layout_table(program.layout, state)
-    names = (tuple(trained.by_name), tuple(judged.by_name))
+    names = (tuple(trained.by_name), tuple(evaluated.by_name))
     return DryRun(_leaves(state.params), sizes, batch, *names, steps, devices, layout)
 
 

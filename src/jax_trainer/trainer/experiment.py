@@ -22,7 +22,7 @@ from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.registration import displaced, full_name
-from jax_trainer.runs import Given
+from jax_trainer.runs import CallbacksLike
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.layout import layout_for
@@ -115,7 +115,7 @@ def build(
     kind: type[Any] | None = None,
     model: Any = None,
     optimizer: Any = None,
-    callbacks: Given = (),
+    callbacks: CallbacksLike = (),
     own: Mapping[str, Any] | None = None,
 ) -> Any:
     """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.

@@ -16,7 +16,7 @@ from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
 from jax_trainer.runs import Weights
 from jax_trainer.settings import Problem, SettingsError
-from jax_trainer.trainer.given import Module
+from jax_trainer.trainer.arguments import Module
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 

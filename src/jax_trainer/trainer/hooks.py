@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.callbacks import Callback, CallbackConfig, Run, full_names
+from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names
 from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
 from jax_trainer.engine import EvalRoundEnd
-from jax_trainer.trainer.learner import Learner
+from jax_trainer.trainer.base import TrainerBase
+from jax_trainer.trainer.model_methods import ModelMethods
 from jax_trainer.trainer.results import Results
-from jax_trainer.trainer.task import Task
 
 _LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}
 _STEPS = dict.fromkeys(("training_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen")
@@ -25,10 +25,10 @@ def check_trainer_hooks(trainer: Any) -> None:
     """Raises what is wrong with the hooks of a trainer: names that nobody calls, parameters that nobody passes."""
     kind = type(trainer)
     has_own_steps = (kind.create_training_function, kind.create_functions) != (
-        Learner.create_training_function,
-        Learner.create_functions,
+        ModelMethods.create_training_function,
+        ModelMethods.create_functions,
     )
-    check_hooks(trainer, Task, _LOADERS, _FOREIGN if has_own_steps else {**_FOREIGN, **_STEPS})
+    check_hooks(trainer, TrainerBase, _LOADERS, _FOREIGN if has_own_steps else {**_FOREIGN, **_STEPS})
 
 
 class TrainerHooks(Callback):
@@ -36,7 +36,7 @@ class TrainerHooks(Callback):
 
     config: CallbackConfig
 
-    def __init__(self, run: Run, results: Results, loaders: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunContext, results: Results, loaders: Mapping[str, Any]) -> None:
         super().__init__(CallbackConfig(), run)
         self._results, self._loaders = results, loaders
 
@@ -89,10 +89,10 @@ class TrainerHooks(Callback):
     def _asked_for_more(self, epoch: int) -> dict[str, Any]:
         """What `eval_model` of a subclass finds out about the sets besides their metrics, which it need not repeat."""
         trainer, event = self.trainer, self.event
-        if type(trainer).eval_model is Learner.eval_model or not isinstance(event, EvalRoundEnd):
+        if type(trainer).eval_model is ModelMethods.eval_model or not isinstance(event, EvalRoundEnd):
             return {}
         found: dict[str, Any] = {}
-        with trainer.having_judged({name: full_names(one, name) for name, one in event.metrics.items()}):
+        with trainer.with_known_metrics({name: full_names(one, name) for name, one in event.metrics.items()}):
             for name in event.metrics:
                 found |= trainer.eval_model(self._loaders[name], name, epoch)
         return found

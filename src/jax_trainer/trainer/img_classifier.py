@@ -42,14 +42,14 @@ class ImgClassifierTrainer(TrainerModule):
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         """The loss of an nnx model."""
-        return self._judged(self.model_apply(model, batch.input, train=train), batch, train)
+        return self._evaluated(self.model_apply(model, batch.input, train=train), batch, train)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
         """The loss of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._judged(logits, batch, train)
+        loss, metrics = self._evaluated(logits, batch, train)
         return loss, (mutable, metrics)
 
     def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ class ImgClassifierTrainer(TrainerModule):
             return optax.softmax_cross_entropy(logits, target)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target)
 
-    def _judged(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+    def _evaluated(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
         given, expected = logits.shape[-1], self.config.num_classes
         target, mask = batch.target, getattr(batch, "mask", None)
         if given != expected:

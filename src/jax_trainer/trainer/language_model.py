@@ -38,14 +38,14 @@ class LanguageModelTrainer(TrainerModule):
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         """Cross entropy of every next character, in nats, of an nnx model."""
-        return self._judged(self.model_apply(model, batch.input, train=train), batch)
+        return self._evaluated(self.model_apply(model, batch.input, train=train), batch)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
         """The same of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._judged(logits, batch)
+        loss, metrics = self._evaluated(logits, batch)
         return loss, (mutable, metrics)
 
     def generate(
@@ -96,7 +96,7 @@ class LanguageModelTrainer(TrainerModule):
             )
         return encode, decode
 
-    def _judged(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    def _evaluated(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         self._check_vocabulary(logits.shape[-1])
         target, mask = batch.target, getattr(batch, "mask", None)
         loss = masked_mean(cross_entropy(logits, target), mask)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_trainer.core import GivenMesh, Layout, LayoutError, Partitioning, layout_of
+from jax_trainer.core import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
 from jax_trainer.core.mesh import check_sizes
 from jax_trainer.core.partitioning import SMALLEST, Shape, Specs
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
@@ -97,12 +97,12 @@ class ConfiguredPartitioning(Partitioning):
             raise SettingsError([("trainer.sharding", str(error))]) from None
 
 
-def layout_for(config: Any, given: GivenMesh | None) -> Layout | None:
+def layout_for(config: Any, given: MeshLike | None) -> Layout | None:
     """The layout of a run with this configuration, to whose trainer a mesh may have been given."""
     if config.mesh is not None and given is not None:
         text = "The configuration has a `mesh`, and the trainer was given one as well. Leave out one of them."
         raise SettingsError([("trainer.mesh", text)])
     try:
-        return layout_of(given if config.mesh is None else config.mesh.sizes, config.sharding.partitioning)
+        return resolve_layout(given if config.mesh is None else config.mesh.sizes, config.sharding.partitioning)
     except LayoutError as error:
         raise SettingsError([("trainer.mesh", str(error))]) from None

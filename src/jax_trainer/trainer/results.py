@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.checkpoint.plain import Fixed
+from jax_trainer.checkpoint.json_codec import Fixed
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, FitEnd
 from jax_trainer.engine.events import Status
 from jax_trainer.runs import Best, Weights

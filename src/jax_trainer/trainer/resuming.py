@@ -6,20 +6,20 @@ from typing import Any, Literal
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import dump_config
 from jax_trainer.logger import run_place
-from jax_trainer.runs import Place, run_and_step
+from jax_trainer.runs import RunTarget, run_and_step
 from jax_trainer.trainer.stored import configs_of
 
 Resume = bool | Literal["auto"] | str | Path
 
 
-def place_of(trainer: Any, resume: Resume, *, fork: bool) -> Place:
+def resolve_target(trainer: Any, resume: Resume, *, fork: bool) -> RunTarget:
     """Where a training of `trainer` writes; makes the folder of a new run."""
     if fork and not resume:
         raise ValueError("`fork` goes on in a new folder: say with `resume` what to go on from.")
     found, step = _asked_for(trainer, resume)
     if found is None or fork:
-        return Place(RunFolder.create(*_where(trainer)), found, step)
-    return Place(found, found, step)
+        return RunTarget(RunFolder.create(*_where(trainer)), found, step)
+    return RunTarget(found, found, step)
 
 
 def _asked_for(trainer: Any, resume: Resume) -> tuple[RunFolder | None, int | None]:

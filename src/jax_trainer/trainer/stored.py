@@ -12,7 +12,7 @@ from jax_trainer.config.dumping import as_data
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.logger.values import flat
 from jax_trainer.registration import registered_name
-from jax_trainer.runs import Place
+from jax_trainer.runs import RunTarget
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import StoredRun
 
@@ -33,7 +33,7 @@ def configs_of(trainer: Any) -> dict[str, Any]:
     return {**own, **trainer.other_configs}
 
 
-def write_configs(trainer: Any, place: Place) -> None:
+def write_configs(trainer: Any, place: RunTarget) -> None:
     """Writes `config.yaml`, to build the run from again, and `hparams.json`, all values flat, for other programs."""
     configs = configs_of(trainer)
     place.write_text(place.folder.config_file.name, dump_config(configs))

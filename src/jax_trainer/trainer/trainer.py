@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,41 +13,58 @@ import optax
 from compoconf import register, register_interface
 from rich.progress import track
 
-from jax_trainer.callbacks import Callback, Run, full_names, merged_names
+from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
+from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import Batch, CompiledProgram, GivenMesh, HeldState, copy_state, noting, whole_number
+from jax_trainer.core import Batch, CompiledProgram, FlatState, MeshLike, checked_int, copy_state, noting
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, checked_evals, eval_events, run
-from jax_trainer.engine.supply import train_feed
+from jax_trainer.engine.batches import train_source
 from jax_trainer.logger import Logger
 from jax_trainer.optimizer import checked_optimizer
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 from jax_trainer.registration import full_name
-from jax_trainer.runs import Given, Place, Weights, agreed, interrupted, restored, standing_of
+from jax_trainer.runs import (
+    CallbacksLike,
+    RunTarget,
+    Weights,
+    broadcast_from_primary,
+    interrupted,
+    loop_state_of,
+    restore_run,
+)
 from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
+from jax_trainer.trainer.arguments import one_of
+from jax_trainer.trainer.base import TrainerBase
+from jax_trainer.trainer.callback_setup import resolve_callbacks
+from jax_trainer.trainer.checkpoint_methods import CheckpointMethods, scalars_of
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.given import one_of
 from jax_trainer.trainer.hooks import check_trainer_hooks
-from jax_trainer.trainer.keeper import Keeper, scalars_of
-from jax_trainer.trainer.learner import Learner
+from jax_trainer.trainer.model_methods import ModelMethods
 from jax_trainer.trainer.results import TrainResults, named_sets
-from jax_trainer.trainer.resuming import Resume, place_of
-from jax_trainer.trainer.session import Session, Work
+from jax_trainer.trainer.resuming import Resume, resolve_target
 from jax_trainer.trainer.stored import configs_of, hparams_of, write_configs
-from jax_trainer.trainer.task import Task
-from jax_trainer.trainer.watchers import taken_in
+from jax_trainer.trainer.training_run import RunSpec, TrainingRun
 
 LOG = logging.getLogger("jax_trainer")
 LAYOUT = "layout.txt"
+_ELSEWHERE = {  # what Lightning and Keras call the methods of a trainer
+    "fit": "Train by `train_model(train_loader, val_loader)`.",
+    "test": "Test by `test_model(test_loader)`.",
+    **dict.fromkeys(("validate", "evaluate"), "Evaluate by `eval_model(val_loader)`."),
+    **dict.fromkeys(("log", "log_dict"), "Return what is to be logged as metrics: `return loss, {'acc': acc}`."),
+    "load_state_dict": "Load by `load_model()`, or by `load_from_checkpoint(folder, …)`.",
+    "save_checkpoint": "Save by `save_model()`.",
+}
 
 
 @register
 @register_interface
-class TrainerModule(Keeper):
+class TrainerModule(CheckpointMethods):
     """Trains, validates, tests, saves and loads a model; a subclass says what the loss is.
 
     Args:
@@ -76,12 +93,12 @@ class TrainerModule(Keeper):
         model_config: Any = None,
         optimizer_config: Any = None,
         exmp_input: Batch = None,
-        mesh: GivenMesh | None = None,
+        mesh: MeshLike | None = None,
         *,
         model: Any = None,
         optimizer: Any = None,
         dataset: DatasetModule | None = None,
-        callbacks: Given = (),
+        callbacks: CallbacksLike = (),
         other_configs: Mapping[str, Any] | None = None,
         folder: RunFolder | None = None,
         **settings: Any,
@@ -96,7 +113,7 @@ class TrainerModule(Keeper):
                 "by name: `model=…, optimizer=…`."
             )
         check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
-        config, objects = taken_in(kind(**settings) if config is None else config, callbacks)
+        config, objects = resolve_callbacks(kind(**settings) if config is None else config, callbacks)
         super().__init__(
             config,
             one_of(model_config, model, ("model_config", "model")),
@@ -110,8 +127,15 @@ class TrainerModule(Keeper):
         self.logger: Logger | None = None  # of the last run; it takes something while that lasts
         self.callbacks: dict[str, Callback] = {}  # that watched it
         self._given_callbacks = objects
-        self._session: Session | None = None
+        self._session: TrainingRun | None = None
         self._has_optimizer = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     # before training
 
@@ -128,7 +152,7 @@ class TrainerModule(Keeper):
         """What records the run in `folder`."""
         return self.config.logger.instantiate(Logger, folder.path)
 
-    def init_callbacks(self, run: Run) -> dict[str, Callback]:
+    def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Who watches the run, by name."""
         made = {name: config.instantiate(Callback, run) for name, config in self.config.callbacks.items()}
         for callback in self._given_callbacks.values():
@@ -140,7 +164,7 @@ class TrainerModule(Keeper):
         self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
         made = self.init_optimizer(*self._run_length(train_loader, num_epochs))
         with noting("This is what `init_optimizer` returned."):
-            checked_optimizer(made)
+            made = checked_optimizer(made)
         return self._use_optimizer(made)
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
@@ -151,7 +175,7 @@ class TrainerModule(Keeper):
         steps = self._total_steps(None, self._steps_per_epoch(train_loader))
         report = traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
         has_validation = self.dataset is not None and self.dataset.val_loader is not None
-        self._check_monitored(named_sets("val", [] if has_validation else None), report.judged)
+        self._check_monitored(named_sets("val", [] if has_validation else None), report.evaluated)
         classes = {path: full_name(cls) for path, cls in classes_in(self.configs)}
         return replace(report, classes={**classes, "trainer": full_name(type(self))})
 
@@ -187,8 +211,8 @@ class TrainerModule(Keeper):
         Returns the sets, which still give the batches that were looked at.
         """
         if not self.config.debug:
-            state, trained, judged = program.shapes(self._key, self.exmp_input)
-            self._check_monitored(evals, judged.by_name)
+            state, trained, evaluated = program.shapes(self._key, self.exmp_input)
+            self._check_monitored(evals, evaluated.by_name)
             if evals:
                 evals = checked_evals(program, state, evals, self.exmp_input, self.config.plan(num_epochs))
             tests = checked_evals(program, state, tests, self.exmp_input)
@@ -199,12 +223,15 @@ class TrainerModule(Keeper):
                 )
         return evals, tests
 
-    def _check_monitored(self, evals: Iterable[str], judged: Iterable[str]) -> None:
+    def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
         own = type(self)
-        may_add = own.on_validation_epoch_end is not Task.on_validation_epoch_end
-        may_add |= own.eval_model is not Learner.eval_model
+        may_add = own.on_validation_epoch_end is not TrainerBase.on_validation_epoch_end
+        may_add |= own.eval_model is not ModelMethods.eval_model or any(
+            map(may_add_metrics, self._given_callbacks.values())
+        )
         if not (may_add or self.compares_itself):
-            self.config.check_monitored(evals, judged)
+            others = {name: one.config for name, one in self._given_callbacks.items()}
+            self.config.check_monitored(evals, evaluated, others)
 
     # training
 
@@ -238,44 +265,47 @@ class TrainerModule(Keeper):
         Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
         and its `result` is what would have been returned.
         """
-        num_epochs = None if num_epochs is None else whole_number("num_epochs", num_epochs, 1)
+        if "config" not in vars(self):
+            kind = type(self).__name__
+            raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Pass on what it does not need.")
+        num_epochs = None if num_epochs is None else checked_int("num_epochs", num_epochs, 1)
         plan = self.config.plan(num_epochs)
-        train_feed(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
+        train_source(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         program = self.prepare(train_loader, num_epochs)
         self._see_evals({**evals, **tests})
         evals, tests = self._check(program, evals, tests, num_epochs)
-        place = agreed(lambda: place_of(self, resume, fork=fork))
-        self._start(program, resume=place.goes_on is not None)
+        place = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
+        self._start(program, resume=place.resumes is not None)
         with place.locked():
             self.folder = place.folder
             data = self._data(train_loader, evals)
-            return self._train(place, Work(program, plan, data, tests), quiet=quiet)
+            return self._train(place, RunSpec(program, plan, data, tests), quiet=quiet)
 
-    def _train(self, place: Place, work: Work, *, quiet: bool) -> TrainResults:
+    def _train(self, place: RunTarget, work: RunSpec, *, quiet: bool) -> TrainResults:
         store = self._store(place.folder, validates=bool(work.data.evals))
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all
         self.logger = self.init_logger(place.folder)
-        session = Session(self, work, place.folder, store, self.logger)
+        session = TrainingRun(self, work, place.folder, store, self.logger)
         try:
             session.callbacks = self.callbacks = self.init_callbacks(session.run)
-            options: dict[str, Any] = {"logger": session.logger, "remember": session.remember}
-            found = restored(place, store, self.state, saves=saves, **options)
+            options: dict[str, Any] = {"logger": session.logger, "remember": session.load_states}
+            found = restore_run(place, store, self.state, saves=saves, **options)
             write_configs(self, place)
             if found is None:
                 self._introduce(session.logger)
             else:
-                self.state, self._at = found[0], standing_of(found[1])
+                self.state, self._at = found[0], loop_state_of(found[1])
             session.at = self._at
             self._tell_of_layout(place, quiet=quiet)
             self._session = session
-            return session.go(quiet=quiet)
+            return session.run_all(quiet=quiet)
         except (KeyboardInterrupt, SystemExit) as end:
             call = f"train_model(…, resume={str(place.folder.path)!r})"
             # of several processes, others may be gone, and a store would ask them
-            reached = session.results.metrics if peers().are_several else session.settle()
+            reached = session.results.metrics if process_group().is_multi_process else session.finish()
             raise interrupted(end, reached, place.folder, call) from None
         finally:
             self._session = None
@@ -317,7 +347,7 @@ class TrainerModule(Keeper):
         if apply_callbacks and sets:
             self._see_evals(sets)
             state = self._weights(which)
-            at = Event(int(state.step), epoch_idx, HeldState.of(state))
+            at = Event(int(state.step), epoch_idx, FlatState.of(state))
             for event in eval_events(self.program, at, sets, self.config.test_plan):
                 for callback in self.callbacks.values():
                     callback.handle(event)
@@ -336,7 +366,7 @@ class TrainerModule(Keeper):
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
         """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
-        had, is_own = self._held, type(self).init_model is not Learner.init_model
+        had, is_own = self._held, type(self).init_model is not ModelMethods.init_model
         self._program, self._has_optimizer, self._at, self._last_metrics = program, True, Position(), {}
         self._kept_best = None
         if had is None or resume:
@@ -346,20 +376,20 @@ class TrainerModule(Keeper):
             state, _ = had.state, program.init(self._key, self.exmp_input)  # an nnx model is built while that is made
         if (had is not None or is_own) and not resume:
             averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
-            begun = program.begin(self._key, state.params, state.model_state)
+            begun = program.init_from_params(self._key, state.params, state.model_state)
             self.state = begun.replace(extra={**begun.extra, **averaged})
 
     def _introduce(self, logger: Logger) -> None:
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
         logger.log_scalar("param/num_model_params", count, 0)
 
-    def _tell_of_layout(self, place: Place, *, quiet: bool) -> None:
+    def _tell_of_layout(self, place: RunTarget, *, quiet: bool) -> None:
         """Writes down, and shows, which device holds how much, where there are several."""
         table = self.layout_table()
         if table is None:
             return
         place.write_text(LAYOUT, table.text())
-        if self.config.enable_progress_bar and not quiet and peers().is_lead:
+        if self.config.enable_progress_bar and not quiet and process_group().is_primary:
             people_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:

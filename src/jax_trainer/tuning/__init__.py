@@ -6,9 +6,9 @@ plain data in a file or a database, which several processes may share, and which
 
 from jax_trainer.tuning.choosing import StudyError
 from jax_trainer.tuning.dimensions import Choice, Range, Space
+from jax_trainer.tuning.result import TuneResult
 from jax_trainer.tuning.space import read_space
 from jax_trainer.tuning.storage import StorageError
-from jax_trainer.tuning.tuned import Tuned
 from jax_trainer.tuning.tuning import tune
 
-__all__ = ["Choice", "Range", "Space", "StorageError", "StudyError", "Tuned", "read_space", "tune"]
+__all__ = ["Choice", "Range", "Space", "StorageError", "StudyError", "TuneResult", "read_space", "tune"]

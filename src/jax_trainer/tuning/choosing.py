@@ -23,7 +23,7 @@ class StudyError(ValueError):
 
 
 @dataclass(frozen=True)
-class Choosing:
+class SearchOptions:
     """How values are chosen, and which trials are cut.
 
     The sampler is made anew for every trial, so that what it chooses depends on the seed and the trials so far alone: a

@@ -78,7 +78,7 @@ class ExperimentTrials:
                 raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}: it is never judged.")])
             if trainer.dataset.val_loader is None:
                 raise SettingsError([("dataset", f"{_NO_VALIDATION}: there is no validation data.")])
-            known = full_names(dict.fromkeys(trainer.dry_run().judged), "val")
+            known = full_names(dict.fromkeys(trainer.dry_run().evaluated), "val")
         except SettingsError as error:
             raise placed(self._first.error(error), self._space) from None
         may_add = type(trainer).on_validation_epoch_end is not TrainerModule.on_validation_epoch_end

@@ -8,8 +8,8 @@ from jax_trainer.checkpoint.durable import write_atomically
 from jax_trainer.core.output import safe_console
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.functions import Objective
+from jax_trainer.tuning.result import TuneResult, as_csv, ranked, short_names, shown_value
 from jax_trainer.tuning.study import Study, TrialRecord
-from jax_trainer.tuning.tuned import Tuned, as_csv, ranked, short_names, shown_value
 
 RESULTS, BEST = "results.csv", "best.yaml"
 
@@ -46,10 +46,10 @@ class Report:
         record = next(one for one in self._study.records() if one.number == number)
         self._say(self._line(record, done))
 
-    def tuned(self) -> Tuned:
+    def tuned(self) -> TuneResult:
         """What was found; the files say the same."""
         best, records = self._study.best(), ranked(self._study.records(), self._objective.mode)
-        done = Tuned(
+        done = TuneResult(
             study=self._study.name,
             monitor=self._objective.monitor,
             mode=self._objective.mode,
@@ -75,7 +75,7 @@ class Report:
             self._written = best.number
         return file
 
-    def _line(self, record: TrialRecord, done: Tuned) -> str:
+    def _line(self, record: TrialRecord, done: TuneResult) -> str:
         names = dict(zip(self._keys, short_names(self._keys), strict=True))
         values = " ".join(f"{names[key]}={shown_value(value)}" for key, value in record.values.items())
         number = "" if record.value is None else f"{self._objective.monitor} {record.value:.6g}"

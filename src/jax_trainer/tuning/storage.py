@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from jax_trainer.config import redact_text
-from jax_trainer.core import load_late
+from jax_trainer.core import lazy_import
 from jax_trainer.redaction import environment_secrets
 
 JOURNAL = "study.journal"
@@ -23,7 +23,7 @@ class StorageError(RuntimeError):
 
 def optuna() -> Any:
     """The package that chooses what to try."""
-    return load_late("optuna", extra="tune")
+    return lazy_import("optuna", extra="tune")
 
 
 def open_storage(place: str | Path) -> Any:

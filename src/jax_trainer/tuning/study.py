@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_trainer.tuning.choosing import Choosing, StudyError, untried
+from jax_trainer.tuning.choosing import SearchOptions, StudyError, untried
 from jax_trainer.tuning.dimensions import Space, Values
 from jax_trainer.tuning.liveness import PROCESS, is_made
 from jax_trainer.tuning.storage import optuna
@@ -62,7 +62,9 @@ class Study:
         choosing: who chooses what to try next, and what is cut.
     """
 
-    def __init__(self, storage: Any, name: str, space: Space, notes: Mapping[str, Any], choosing: Choosing) -> None:
+    def __init__(
+        self, storage: Any, name: str, space: Space, notes: Mapping[str, Any], choosing: SearchOptions
+    ) -> None:
         direction = "maximize" if notes["mode"] == "max" else "minimize"
         options = {"direction": direction, "load_if_exists": True, "pruner": choosing.make_pruner()}
         self._study = optuna().create_study(storage=storage, study_name=name, **options)
@@ -137,7 +139,7 @@ class Study:
         """The trial was not worth going on with."""
         self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
 
-    def has_lost_its_way(self, trial: Any) -> bool:
+    def diverged(self, trial: Any) -> bool:
         """Whether the last value that the trial has reported is not finite."""
         reported = self._storage.get_trial(trial._trial_id).intermediate_values
         return bool(reported) and not math.isfinite(reported[max(reported)])
@@ -152,7 +154,7 @@ class Study:
         """The trial was not ended by itself: its values are tried again."""
         self._end(self._storage.get_trial(trial._trial_id), {AGAIN: True})
 
-    def bury_the_dead(self) -> None:
+    def fail_stale_trials(self) -> None:
         """Ends the trials of processes that are gone; their values are tried again."""
         for trial in self._frozen(optuna().trial.TrialState.RUNNING):
             if not is_made(trial):

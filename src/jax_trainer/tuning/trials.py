@@ -42,7 +42,7 @@ class TrialMaker:
         """Makes trials until `wanted` are over, or under way elsewhere; after `timeout` seconds none begins."""
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
-            self._study.bury_the_dead()
+            self._study.fail_stale_trials()
             if self._study.is_unsure():
                 time.sleep(0.1)  # somebody is about to say so, or was killed before that
                 continue
@@ -59,7 +59,7 @@ class TrialMaker:
             with beating(trial):
                 value = _number(self._objective(self._space.suggest(trial), trial))
         except optuna().TrialPruned:
-            if self._study.has_lost_its_way(trial):
+            if self._study.diverged(trial):
                 self._fail(trial, NotFinite("The last value that was reported is not finite."))
             else:
                 self._study.tell_pruned(trial)

@@ -10,16 +10,16 @@ from jax_trainer.checkpoint import safe_join
 from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.suggestions import checks_keywords
-from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, Choosing, PrunerName, SamplerName, StudyError, grid_size
+from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, PrunerName, SamplerName, SearchOptions, StudyError, grid_size
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.experiments import ExperimentTrials
 from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
 from jax_trainer.tuning.reporting import Report, speaker
+from jax_trainer.tuning.result import TuneResult
 from jax_trainer.tuning.space import readable_space, with_problems
 from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_place
 from jax_trainer.tuning.study import Study, study_exists
 from jax_trainer.tuning.trials import TrialMaker
-from jax_trainer.tuning.tuned import Tuned
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -43,7 +43,7 @@ def tune(
     overrides: Sequence[str] = (),
     timeout: float | None = None,
     quiet: bool = False,
-) -> Tuned:
+) -> TuneResult:
     """Tries values out of `space` until the study has `trials` trials; calling it again adds what is missing.
 
     >>> import tempfile
@@ -89,7 +89,7 @@ def tune(
         folder=home,
         place=home / JOURNAL if storage is None else storage,
         trials=min(trials, grid_size(wanted)) if sampler == "grid" else trials,
-        choosing=Choosing(sampler, pruner, startup, seed),
+        choosing=SearchOptions(sampler, pruner, startup, seed),
     )
     with quiet_optuna():
         return job.run(timeout, speaker(quiet))
@@ -105,9 +105,9 @@ class _Job:
     folder: Path
     place: str | Path
     trials: int
-    choosing: Choosing
+    choosing: SearchOptions
 
-    def run(self, timeout: float | None, say: Callable[[str], None]) -> Tuned:
+    def run(self, timeout: float | None, say: Callable[[str], None]) -> TuneResult:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         study = self._study()
         report = Report(study, self.objective, self.space, self.folder, shown_place(self.place), say)

@@ -215,8 +215,8 @@ def test_without_a_rate_in_the_optimizers_state_none_is_shown(tmp_path, capsys):
     ("metric", "best"), [("val/accuracy", max), ("loss", min), pytest.param("spread", min, marks=pytest.mark.slow)]
 )
 def test_the_best_checkpoint_is_that_of_the_metric(done, tmp_path, metric, best):
-    wish = {"metric": metric, **({"mode": "min"} if metric == "spread" else {})}
-    result: Any = done if metric == "val/accuracy" else trained(tmp_path, **wish)
+    fit_option = {"metric": metric, **({"mode": "min"} if metric == "spread" else {})}
+    result: Any = done if metric == "val/accuracy" else trained(tmp_path, **fit_option)
     full = metric if "/" in metric else f"val/{metric}"
     values = {epoch: metrics[full] for epoch, metrics in result.history.items()}
     assert result.best.metrics[full] == best(values.values())

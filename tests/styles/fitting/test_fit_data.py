@@ -10,7 +10,7 @@ import torch
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.styles.fitting.data import Inputs, inputs_of, split_of, taken
+from jax_trainer.styles.fitting.data import Inputs, as_fit_data, inputs_of, split_of
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
 Pair = collections.namedtuple("Pair", ["features", "label"])
@@ -34,7 +34,7 @@ class OwnLoader:
 
 
 def cut(data, **options):
-    return taken(data, "train", split_of(None), **{"batch_size": 4, "shuffle": False, "seed": 0, **options})
+    return as_fit_data(data, "train", split_of(None), **{"batch_size": 4, "shuffle": False, "seed": 0, **options})
 
 
 @pytest.mark.parametrize("data", [X, (X, Y), {"x": X, "y": Y}, ((X, X), Y), jnp.asarray(X), torch.from_numpy(X)])

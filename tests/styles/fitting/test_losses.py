@@ -2,14 +2,18 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
-from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
+from jax_trainer import SupervisedBatch, fit
+from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, evaluated_by
 
 KEY = jax.random.key(0)
 
@@ -101,11 +105,11 @@ def test_a_loss_that_returns_something_else_is_an_error(returned):
 
 
 def test_an_evaluation_gives_a_number_or_several_by_name():
-    assert judged_by(jnp.float32(0.5)) == {"accuracy": 0.5}
-    assert judged_by(jnp.array([True, False])) == {"accuracy": 0.5}
-    assert judged_by({"f1": 1.0}) == {"f1": 1.0}
+    assert evaluated_by(jnp.float32(0.5)) == {"accuracy": 0.5}
+    assert evaluated_by(jnp.array([True, False])) == {"accuracy": 0.5}
+    assert evaluated_by({"f1": 1.0}) == {"f1": 1.0}
     with pytest.raises(TypeError, match="a tuple of float, float"):
-        judged_by((1.0, 2.0))
+        evaluated_by((1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -121,3 +125,30 @@ def test_a_loss_that_is_neither_one_number_nor_one_per_example_is_refused(shape)
     loss = Loss.of(lambda a, b: jnp.ones(shape))
     with pytest.raises(ValueError, match=re.escape(str(shape))):
         loss.on_outputs(jnp.ones((3, 5)), jnp.ones(3), KEY, True, 0)
+
+
+MASKED = SupervisedBatch.of(np.zeros((4, 2), np.float32), np.array([0, 0, 1, 1]), mask=np.array([1, 1, 0, 0]))
+
+
+def fit_masked(loss_fn: Any, folder: Any, flavour: str) -> Any:
+    model = nn.Dense(2) if flavour == "linen" else nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    options = {"num_epochs": 1, "log_dir": folder, "tensorboard": False, "progress": False, "save": False}
+    return fit(model, [MASKED], [MASKED], loss_fn=loss_fn, optimizer=optax.sgd(0.0), **options).history[1]
+
+
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_a_loss_per_example_counts_only_what_the_mask_of_a_batch_marks(flavour, tmp_path):
+    def loss_fn(logits, labels):
+        return logits.sum(-1) + labels
+
+    found = fit_masked(loss_fn, tmp_path, flavour)
+    assert (found["train/loss"], found["val/loss"]) == (0.0, 0.0)  # 0.5 with the others
+
+
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_a_mask_that_a_loss_of_one_number_cannot_see_is_refused(flavour, tmp_path):
+    def loss_fn(logits, labels):
+        return (logits.sum(-1) + labels).mean()
+
+    with pytest.raises(ValueError, match=r"`mask` of shape \(4,\).*one loss per example"):
+        fit_masked(loss_fn, tmp_path, flavour)

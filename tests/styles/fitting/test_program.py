@@ -15,7 +15,7 @@ from flax.training import train_state
 from jax_trainer.adapters import linen_program
 from jax_trainer.core import FlaxState, TrainState, compile_program
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.styles.fitting.program import Trained, Wishes, trained_of
+from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target
 from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, linen_loss, tiny_program
 
 RNG = np.random.default_rng(0)
@@ -35,18 +35,18 @@ def accuracy(state, batch):
     return (state.apply_fn(variables, batch[0], train=False).argmax(-1) == batch[1]).mean()
 
 
-def made(given, loss=loss_fn, eval_step=None, optimizer=None, split=None) -> Trained:
-    return trained_of(given, Wishes(loss, eval_step, optimizer, split, 10, 0))
+def made(given, loss=loss_fn, eval_step=None, optimizer=None, split=None) -> FitTarget:
+    return fit_target(given, FitOptions(loss, eval_step, optimizer, split, 10, 0))
 
 
-def stepped(trained: Trained) -> tuple[TrainState, dict[str, Any], Any]:
-    """The state after one step, what judging it tells, and what the model then makes of the batch."""
+def stepped(trained: FitTarget) -> tuple[TrainState, dict[str, Any], Any]:
+    """The state after one step, what evaluating it tells, and what the model then makes of the batch."""
     program = compile_program(trained.program)
     state = program.init(trained.key, BATCH)
-    _, tape = program.train_tape(state, BATCH, 1)
-    state, _, _ = program.train_step(state, tape, BATCH)
-    judged = jax.jit(trained.program.eval_step)(state, BATCH).by_name
-    return state, {name: float(metric.value) for name, metric in judged.items()}, program.predict(state, BATCH)
+    _, buffer = program.train_buffer(state, BATCH, 1)
+    state, _, _ = program.train_step(state, buffer, BATCH)
+    evaluated = jax.jit(trained.program.eval_step)(state, BATCH).by_name
+    return state, {name: float(metric.value) for name, metric in evaluated.items()}, program.predict(state, BATCH)
 
 
 def flax_state(kind=train_state.TrainState, **fields):
@@ -69,9 +69,9 @@ def test_a_state_of_flax_is_trained_as_one_of_ours_and_comes_back_as_what_it_was
     key = jax.random.key(5)
     given = flax_state(WithStatistics, batch_stats=VARIABLES["batch_stats"], dropout_key=key)
     trained = made(given, eval_step=accuracy)
-    state, judged, outputs = stepped(trained)
+    state, evaluated, outputs = stepped(trained)
     assert_same_bits(state.params, ours[0].params)
-    assert judged == ours[1]
+    assert evaluated == ours[1]
     assert_same_bits(outputs, ours[2])
     back: Any = trained.as_given(state)
     assert type(back) is WithStatistics
@@ -95,11 +95,11 @@ def test_a_state_of_flax_with_python_numbers_in_it_is_compiled_for_once():
 
 
 def test_an_evaluation_reports_the_loss_and_what_eval_step_finds(ours):
-    state, judged, outputs = ours
+    state, evaluated, outputs = ours
     expected: Any = MODEL.apply({"params": state.params, **state.model_state}, BATCH[0])
     np.testing.assert_allclose(outputs, expected, rtol=1e-6)
-    assert judged["loss"] == pytest.approx(float(entropy(expected, BATCH[1]).mean()), rel=1e-6)
-    assert judged["accuracy"] == pytest.approx(float((expected.argmax(-1) == BATCH[1]).mean()))
+    assert evaluated["loss"] == pytest.approx(float(entropy(expected, BATCH[1]).mean()), rel=1e-6)
+    assert evaluated["accuracy"] == pytest.approx(float((expected.argmax(-1) == BATCH[1]).mean()))
 
 
 def test_a_linen_module_begins_as_the_adapter_would():
@@ -122,9 +122,9 @@ def test_an_nnx_module_is_judged_in_evaluation_mode():
         return {"acc": (model(batch[0]).argmax(-1) == batch[1]).mean()}
 
     trained = made(module, optimizer=TX, eval_step=eval_step)
-    _, judged, outputs = stepped(trained)
+    _, evaluated, outputs = stepped(trained)
     assert seen == [True]
-    assert judged["acc"] == pytest.approx(float((outputs.argmax(-1) == BATCH[1]).mean()))
+    assert evaluated["acc"] == pytest.approx(float((outputs.argmax(-1) == BATCH[1]).mean()))
     assert trained.module is module
 
 

@@ -127,7 +127,7 @@ def test_the_best_and_the_latest_are_kept_and_restored(whole):
 def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
     losses = {2: 0.5, 4: 0.1, 6: 0.7, 8: 0.9}
 
-    def judged(model: Any, rng_key: Any, batch: Any) -> Any:
+    def evaluated(model: Any, rng_key: Any, batch: Any) -> Any:
         return {"loss": _of_count(losses, model.count[...])}
 
     def counting(model: Any, rng_key: Any, batch: Any) -> Any:
@@ -140,7 +140,7 @@ def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     save, restore_best, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=1, max_to_keep=1)
-    trained(counter(), n_steps=8, fns=(counting, judged), hooks=[save], eval_every_n_steps=2)
+    trained(counter(), n_steps=8, fns=(counting, evaluated), hooks=[save], eval_every_n_steps=2)
     assert steps_in(tmp_path) == [4, 7, 8]
     best, last = counter(), counter()
     restore_best(*best)
@@ -148,7 +148,7 @@ def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
     assert (int(best[1].step.get_value()), int(best[0].count[...])) == (4, 4)
     assert int(last[1].step.get_value()) == 8
     going_on = get_default_checkpointer(tmp_path, save_every_n_steps=1, max_to_keep=1)[0]  # another one
-    trained(best, n_steps=6, fns=(counting, judged), hooks=[going_on], eval_every_n_steps=2)
+    trained(best, n_steps=6, fns=(counting, evaluated), hooks=[going_on], eval_every_n_steps=2)
     assert steps_in(tmp_path) == [4, 5, 6]
 
 

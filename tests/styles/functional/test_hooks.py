@@ -63,11 +63,11 @@ def test_a_hook_sees_the_model_of_its_step_in_evaluation_mode_and_may_keep_it():
 
 
 def test_a_hook_comes_after_the_evaluation_of_its_step_and_else_knows_the_last_one():
-    def judged(model: Any, rng_key: Any, batch: Any) -> Any:
+    def evaluated(model: Any, rng_key: Any, batch: Any) -> Any:
         return val_step(model, rng_key, batch)[0]
 
     often, seldom = Calls(1), Calls(4)
-    subject = trained(n_steps=6, hooks=[often, seldom], fns=(train_step, judged))
+    subject = trained(n_steps=6, hooks=[often, seldom], fns=(train_step, evaluated))
     assert "val/loss" not in often.told[3]
     assert seldom.told[4] == often.told[4]
     assert often.told[5]["val/loss"] == often.told[4]["val/loss"]

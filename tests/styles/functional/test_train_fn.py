@@ -14,7 +14,7 @@ from flax import nnx
 from functional_runs import KEY, STEPS, Calls, arrays, data, fresh, straight, train_step, trained, val_step
 
 from jax_trainer.adapters import nnx_program
-from jax_trainer.core import NonFiniteError, compile_program, load_late
+from jax_trainer.core import NonFiniteError, compile_program, lazy_import
 from jax_trainer.datasets import DataError
 from jax_trainer.engine import Plan, run
 from jax_trainer.styles.functional import flax_nnx
@@ -42,7 +42,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    wandb = load_late("wandb")
+    wandb = lazy_import("wandb")
     wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True))
     yield wandb
     wandb.finish()
@@ -139,8 +139,8 @@ def test_several_steps_per_call_and_generators_give_the_same_bits():
 
 @pytest.mark.slow
 def test_data_to_judge_may_have_another_structure():
-    judged = [{"x": batch["x"], "y": batch["y"]} for batch in data()]
-    assert_same_bits(arrays(trained(val=judged)), straight())
+    evaluated = [{"x": batch["x"], "y": batch["y"]} for batch in data()]
+    assert_same_bits(arrays(trained(val=evaluated)), straight())
     with pytest.raises(KeyError):
         trained(val=[{"x": batch["x"]} for batch in data()])
 

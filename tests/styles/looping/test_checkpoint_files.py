@@ -1,6 +1,10 @@
 """What writers save, readers give back; the best stays the best, and nothing is lost by the way."""
 
 import logging
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import optax
 import pytest
 
 from jax_trainer.checkpoint.store import CheckpointError
+from jax_trainer.core.failpoints import arm
+from jax_trainer.engine import is_by_ctrl_c
 from jax_trainer.styles.looping.checkpoint_files import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -48,7 +54,7 @@ def checkpoints() -> dict[int, Checkpoint]:
     return {checkpoint.step: checkpoint for checkpoint in loop_from(init)}
 
 
-def judged(checkpoint: Checkpoint, value: float) -> Summary:
+def evaluated(checkpoint: Checkpoint, value: float) -> Summary:
     return summarised(checkpoint, "eval", {"score": value})
 
 
@@ -72,9 +78,9 @@ def test_where_the_loop_stood_in_its_data_is_saved_as_well(checkpoints: dict[int
     CheckpointFileWriter(tmp_path)(checkpoints[3])
     found = CheckpointFileReader(tmp_path, init).read(state_of(checkpoints[3]))
     assert found is not None
-    state, standing = found
+    state, loop_state = found
     assert_same_bits(state, state_of(checkpoints[3]))
-    assert standing == checkpoints[3].standing
+    assert loop_state == checkpoints[3].loop_state
 
 
 def _learnt(checkpoint: Checkpoint) -> Any:
@@ -145,7 +151,7 @@ def test_only_the_best_is_saved_and_ties_are_not(best: Any, checkpoints: dict[in
     writing, reading, sign = best
     writer, reader = writing(output_dir=tmp_path, metric="score"), reading(tmp_path, init, "score")
     for step, value in {1: 3.0, 2: 2.0, 3: 2.0, 4: float("nan"), 5: 2.5}.items():
-        summary = judged(checkpoints[step], sign * value)
+        summary = evaluated(checkpoints[step], sign * value)
         assert writer(summary) is summary
     step, weights = begun_with(reader)
     assert step == 2
@@ -155,16 +161,16 @@ def test_only_the_best_is_saved_and_ties_are_not(best: Any, checkpoints: dict[in
 
 def test_a_best_value_of_zero_is_remembered(best: Any, checkpoints: dict[int, Checkpoint], tmp_path: Path, capsys):
     writing, reading, sign = best
-    writing(tmp_path, "score")(judged(checkpoints[2], 0.0))
+    writing(tmp_path, "score")(evaluated(checkpoints[2], 0.0))
     assert not capsys.readouterr().out
     again = writing(tmp_path, "score")
     word = "lowest" if sign > 0 else "highest"
     expected = f"The {word} value for the metric eval/score is set to 0.00000000.\n"
     assert capsys.readouterr().out == expected
-    again(judged(checkpoints[3], sign * 0.5))
+    again(evaluated(checkpoints[3], sign * 0.5))
     assert [path.name for path in tmp_path.rglob("step_*")] == ["step_00000002"]
     assert begun_with(reading(tmp_path, init, "score"))[0] == 2
-    writing(tmp_path, "score", stdout=False)(judged(checkpoints[4], sign * -0.5))
+    writing(tmp_path, "score", stdout=False)(evaluated(checkpoints[4], sign * -0.5))
     assert begun_with(reading(tmp_path, init, "score"))[0] == 4
     assert not capsys.readouterr().out
 
@@ -173,7 +179,7 @@ def test_lowest_highest_and_regular_checkpoints_share_a_folder(checkpoints: dict
     writers = [CheckpointFileWriter(tmp_path), *(writing(tmp_path, "score") for writing, _, _ in BEST.values())]
     for step, value in {1: 3.0, 2: 1.0, 3: 2.0}.items():
         for writer in writers:
-            writer(judged(checkpoints[step], value))
+            writer(evaluated(checkpoints[step], value))
     assert begun_with(CheckpointFileReader(tmp_path, init))[0] == 3
     assert begun_with(LowestCheckpointFileReader(tmp_path, init, "score"))[0] == 2
     assert begun_with(HighestCheckpointFileReader(tmp_path, init, "score"))[0] == 1
@@ -182,8 +188,8 @@ def test_lowest_highest_and_regular_checkpoints_share_a_folder(checkpoints: dict
 def test_a_better_run_from_an_earlier_step_takes_the_place_of_the_best(
     checkpoints: dict[int, Checkpoint], tmp_path: Path
 ):
-    LowestCheckpointFileWriter(tmp_path, "score")(judged(checkpoints[5], 2.0))
-    LowestCheckpointFileWriter(tmp_path, "score")(judged(checkpoints[2], 1.0))
+    LowestCheckpointFileWriter(tmp_path, "score")(evaluated(checkpoints[5], 2.0))
+    LowestCheckpointFileWriter(tmp_path, "score")(evaluated(checkpoints[2], 1.0))
     assert begun_with(LowestCheckpointFileReader(tmp_path, init, "score"))[0] == 2
 
 
@@ -210,9 +216,40 @@ def test_a_summary_without_the_metric_is_an_error_that_names_those_there_are(
     checkpoints: dict[int, Checkpoint], tmp_path: Path
 ):
     with pytest.raises(ValueError, match="no metric 'eval/scroe' in this summary. There are: eval/score"):
-        LowestCheckpointFileWriter(tmp_path, metric="scroe")(judged(checkpoints[1], 1.0))
+        LowestCheckpointFileWriter(tmp_path, metric="scroe")(evaluated(checkpoints[1], 1.0))
 
 
 def test_a_metric_cannot_lead_out_of_the_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="evil"):
         LowestCheckpointFileWriter(tmp_path, metric="../../evil")
+
+
+@pytest.fixture
+def ctrl_c():
+    """The default handler of Ctrl-C: background jobs may start with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    arm(None)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_first_ctrl_c_while_a_checkpoint_is_written_finishes_the_write(checkpoints, tmp_path: Path):
+    arm("mid_array:sleep=0.6")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt, match="step 4") as end:
+        CheckpointFileWriter(tmp_path)(checkpoints[4])
+    assert is_by_ctrl_c(end.value)
+    assert begun_with(CheckpointFileReader(tmp_path, init))[0] == 4
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_the_second_ctrl_c_while_a_checkpoint_is_written_does_not_wait(checkpoints, tmp_path: Path):
+    arm("mid_array:sleep=5")
+    for seconds in (0.3, 0.6):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt) as end:
+        CheckpointFileWriter(tmp_path)(checkpoints[4])
+    assert time.perf_counter() - began < 4
+    assert not is_by_ctrl_c(end.value)

@@ -51,22 +51,31 @@ def test_a_metric_of_every_example_is_averaged():
     assert EvalLoop(task, n_steps=3)(checkpoint()).metrics["eval"]["each"] == pytest.approx(ERRORS.mean(), rel=1e-5)
 
 
+def test_a_sum_with_a_count_is_the_mean_over_all_that_is_counted():
+    def near(outputs, targets):
+        errors = jnp.abs(outputs - targets)
+        return {"value": jnp.where(errors < 1, errors, 0).sum(), "count": (errors < 1).sum()}
+
+    found = EvalLoop(EvalTask(line, {"near": near}, loader()), n_steps=3)(checkpoint()).metrics["eval"]["near"]
+    assert found == pytest.approx(ERRORS[ERRORS < 1].mean(), rel=1e-5)
+
+
 def test_only_so_many_batches_are_looked_at():
     found = eval_loop(loader(), n_steps=1)(checkpoint()).metrics["eval"]["distance"]
     assert found == pytest.approx(ERRORS[:4].mean(), rel=1e-5)
 
 
 def test_an_iterator_goes_on_where_the_evaluation_before_stopped():
-    judge = eval_loop(((X[i : i + 1], Y[i : i + 1]) for i in itertools.count()), n_steps=2)
-    found = [judge(checkpoint()).metrics["eval"]["distance"] for _ in range(3)]
+    evaluate = eval_loop(((X[i : i + 1], Y[i : i + 1]) for i in itertools.count()), n_steps=2)
+    found = [evaluate(checkpoint()).metrics["eval"]["distance"] for _ in range(3)]
     assert found == pytest.approx([ERRORS[:2].mean(), ERRORS[2:4].mean(), ERRORS[4:6].mean()], rel=1e-5)
 
 
 def test_an_iterator_that_is_used_up_is_an_error():
-    judge = eval_loop(iter([(X, Y)]))
-    judge(checkpoint())
+    evaluate = eval_loop(iter([(X, Y)]))
+    evaluate(checkpoint())
     with pytest.raises(DataError, match="'eval' data gave no batch.*used only once"):
-        judge(checkpoint())
+        evaluate(checkpoint())
 
 
 def test_data_without_a_batch_is_an_error():
@@ -90,9 +99,9 @@ def centred(variables: Any, x: jax.Array, train: bool, rngs: dict[str, jax.Array
 
 def test_the_model_is_in_evaluation_mode_and_has_its_own_state_and_randomness():
     task = EvalTask(centred, {"distance": distance}, [(X, Y)])
-    judge, other = (EvalLoop(task, rnkey=jax.random.key(seed)) for seed in (3, 4))
+    evaluate, other = (EvalLoop(task, rnkey=jax.random.key(seed)) for seed in (3, 4))
     given = checkpoint(model_state={"means": X.mean(0)})
-    found = [loop(given).metrics["eval"]["distance"] for loop in (judge, judge, other)]
+    found = [loop(given).metrics["eval"]["distance"] for loop in (evaluate, evaluate, other)]
     assert found[0] == found[1]
     assert found[0] != found[2]
     without_noise = EvalLoop(task, collections={"apply": []})(given).metrics["eval"]["distance"]

@@ -177,8 +177,8 @@ def test_a_loop_trains_as_the_engine_does(source: Any, through: Checkpoint):
 
 def test_however_it_is_asked_the_weights_are_the_same(source: Any, through: Checkpoint):
     loop = net_loop(source(), n_steps=6)
-    judge = EvalLoop(EvalTask(Net().apply, {"loss": cross_entropy}, loader()))
-    steps = [judge(loop.next_step()).step, loop.next_checkpoint().step]
+    evaluate = EvalLoop(EvalTask(Net().apply, {"loss": cross_entropy}, loader()))
+    steps = [evaluate(loop.next_step()).step, loop.next_checkpoint().step]
     steps += [checkpoint.step for checkpoint in loop]
     loop.n_steps_per_checkpoint = 2
     for checkpoint in loop(n_steps=17):

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     value: Any
 
 
-class Given(NamedTuple):
+class FitData(NamedTuple):
     """Data as it can be trained on, its first batch, and whether it was cut out of arrays here."""
 
     data: Any
@@ -31,7 +31,7 @@ class Given(NamedTuple):
     is_cut: bool
 
 
-def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: bool, seed: int) -> Given:
+def as_fit_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: bool, seed: int) -> FitData:
     """`data` as something that gives batches: arrays are cut into them, in a new order every epoch if `shuffle`.
 
     Data that gives single examples, whose targets are numbers, is asked to batch them, where it has a method `batch`,
@@ -40,10 +40,10 @@ def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: 
     if is_arrays(data):
         with noting(f"This is the {name!r} data."):
             loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
-        return Given(loader, peeked(loader, name)[0], is_cut=True)
+        return FitData(loader, peeked(loader, name)[0], is_cut=True)
     example, data = peeked(data, name)
     if not _is_single(example, split):
-        return Given(data, example, is_cut=False)
+        return FitData(data, example, is_cut=False)
     batch = getattr(data, "batch", None)
     if not callable(batch):
         raise DataError(
@@ -51,7 +51,7 @@ def taken(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: 
             "Pass a loader that batches them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
         )
     example, data = peeked(batch(batch_size), name)
-    return Given(data, example, is_cut=False)
+    return FitData(data, example, is_cut=False)
 
 
 def _is_single(example: Batch, split: SplitBatch) -> bool:
@@ -103,8 +103,8 @@ def _found(batch: Batch, names: tuple[str, ...], index: int, what: str) -> Any:
             return batch[index]
         kind = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else "a single array"
         raise DataError(
-            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} A list is a list of "
-            "batches; all examples as arrays are a tuple."
+            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} All examples at once are "
+            "a tuple of arrays, `fit(model, (x, y), …)`, and a list is one of batches."
         )
     matching = [name for name in names if name in entries]
     if len(matching) != 1:

@@ -8,40 +8,40 @@ from typing import Any, Literal
 import optax
 
 from jax_trainer.callbacks import Callback, full_names
-from jax_trainer.callbacks.monitored import Mode
+from jax_trainer.callbacks.monitored import Mode, may_add_metrics
 from jax_trainer.core import (
     CompiledProgram,
-    GivenMesh,
     Layout,
+    MeshLike,
     Metrics,
+    checked_int,
     compile_program,
-    layout_of,
-    whole_number,
+    resolve_layout,
     with_finite_check,
     with_finite_guard,
 )
-from jax_trainer.datasets import Data, DataError, Feed, transforms_of
+from jax_trainer.datasets import Data, DataError, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.engine import Every, Plan, checked_evals
-from jax_trainer.engine.supply import train_feed
+from jax_trainer.engine.batches import train_source
 from jax_trainer.optimizer.reported import with_learning_rate
-from jax_trainer.runs import agreed, named_callbacks
-from jax_trainer.runs.watching import Given
-from jax_trainer.styles.fitting.data import SplitBatch, split_of, taken
-from jax_trainer.styles.fitting.program import Trained, Wishes, maker_of, seen_through, trained_of
-from jax_trainer.styles.fitting.recorded import (
-    Recording,
+from jax_trainer.runs import broadcast_from_primary, named_callbacks
+from jax_trainer.runs.callback_list import CallbacksLike
+from jax_trainer.styles.fitting.data import SplitBatch, as_fit_data, split_of
+from jax_trainer.styles.fitting.fit_run import (
     Resume,
-    Work,
+    RunOutputs,
+    RunSpec,
     check_save,
-    place_of,
-    recorded_run,
-    saver_among,
+    find_saver,
+    resolve_target,
+    run_fit,
     with_saver,
 )
+from jax_trainer.styles.fitting.metadata import name_of, plain_hparams
+from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target, maker_of, seen_through
 from jax_trainer.styles.fitting.result import FitResult
-from jax_trainer.styles.fitting.told import name_of, plain_hparams
-from jax_trainer.suggestions import checks_keywords
+from jax_trainer.suggestions import checks_keywords, suggestion
 
 VAL = "val"  # what the evaluation set is called; names with "test" are for the end of a run
 Steps = int | Literal["epoch"]
@@ -63,7 +63,7 @@ def fit(
     batch_size: int = 32,
     metric: str | None = None,
     mode: Mode = "auto",
-    callbacks: Given = (),
+    callbacks: CallbacksLike = (),
     resume: Resume = False,
     save: bool | Every = True,
     seed: int = 0,
@@ -75,7 +75,7 @@ def fit(
     steps_per_call: Steps = 1,
     resident: bool | Literal["auto"] = False,
     detect_nans: bool = False,
-    mesh: GivenMesh | None = None,
+    mesh: MeshLike | None = None,
 ) -> FitResult:
     """Trains `model` on `train_ds`, judges it on `test_ds`, and keeps a record of it in a folder of its own.
 
@@ -85,7 +85,7 @@ def fit(
         train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or all examples
             as arrays, `(x, y)`, a dict, or one array, which are shuffled anew in every epoch. Batches are pairs
             `(x, y)`, dicts or dataclasses; see `split_batch`.
-        test_ds: the same for judging; arrays keep their order. None: nothing is judged.
+        test_ds: the same for evaluating; arrays keep their order. None: nothing is judged.
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model itself: `loss_fn(params, batch)` for linen,
             `loss_fn(model, batch)` for nnx. Told apart by names: a first parameter called `model` or `params`, or a
             second one called `batch`, is of the second kind. Returns the loss, or the loss and a dict of what else to
@@ -122,11 +122,15 @@ def fit(
             time. A loss that is not finite ends the run in any case, as soon as it is known.
         mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
     """
-    eval_freq, num_epochs = whole_number("eval_freq", eval_freq, 1), whole_number("num_epochs", num_epochs, 1)
-    batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
+    eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
+    batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
     check_save(save, resume)
+    if eval_step is not None and test_ds is None:
+        raise ValueError(
+            "`eval_step` evaluates `test_ds`, and there is none. Pass the data to evaluate on, or leave it out."
+        )
     _check_given(model, test_ds, log_name, log_dir)
-    told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_of(mesh)
+    told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(mesh)
     plan = Plan(
         max_epochs=num_epochs,
         steps_per_epoch=steps_per_epoch,
@@ -135,20 +139,20 @@ def fit(
         steps_per_call=steps_per_call,
     )
     if not is_arrays(train_ds):
-        train_feed(Data(train_ds), plan)  # refuses data that would run dry, before any of it is drawn
+        train_source(Data(train_ds), plan)  # refuses data that would run dry, before any of it is drawn
     split = split_of(split_batch)
-    train = taken(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
-    evals = {} if test_ds is None else {VAL: _for_judging(test_ds, split, batch_size, plan)}
+    train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
+    evals = {} if test_ds is None else {VAL: _for_evaluation(test_ds, split, batch_size, plan)}
     total = _total_steps(train.data, plan)
-    trained = trained_of(model, Wishes(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example))
+    trained = fit_target(model, FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example))
     trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
     program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
     # traced: what is wrong with the steps or the data shows before anything is written
-    state, training, judging = program.shapes(trained.key, train.example)
+    state, training, evaluating = program.shapes(trained.key, train.example)
     evals = checked_evals(program, state, evals, train.example)
-    found = _metric(judging if evals else training, metric, named, validates=bool(evals))
+    found = _metric(evaluating if evals else training, metric, named, validates=bool(evals))
     saving = with_saver(named, found, mode, save, is_wish=metric is not None)
-    saver = saver_among(saving)
+    saver = find_saver(saving)
     told = {
         "style": "fit",
         "model": trained.name,
@@ -164,9 +168,9 @@ def fit(
         "hparams": told_hparams,
     }
     begin = partial(program.init, trained.key, train.example)
-    work = Work(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
-    recording = Recording(told, saving, tensorboard, progress, writes_checkpoints=save is not False)
-    return recorded_run(work, recording, agreed(lambda: place_of(log_dir, log_name, told, resume)))
+    work = RunSpec(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
+    recording = RunOutputs(told, saving, tensorboard, progress, writes_checkpoints=save is not False)
+    return run_fit(work, recording, broadcast_from_primary(lambda: resolve_target(log_dir, log_name, told, resume)))
 
 
 def _check_given(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
@@ -180,11 +184,11 @@ def _check_given(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
         raise TypeError(f"`log_dir` must be the path of a folder, got {log_dir!r}.")
 
 
-def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:
+def _for_evaluation(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -> Any:
     if is_arrays(test_ds) or callable(getattr(test_ds, "batch", None)):
-        return taken(test_ds, VAL, split, batch_size=batch_size, shuffle=False, seed=0).data
-    feed = Feed(test_ds, VAL, may_be_empty=True)  # refuses what cannot be iterated
-    if feed.is_one_shot and (plan.max_epochs or 0) > plan.eval_every.epochs:
+        return as_fit_data(test_ds, VAL, split, batch_size=batch_size, shuffle=False, seed=0).data
+    data_source = DataSource(test_ds, VAL, may_be_empty=True)  # refuses what cannot be iterated
+    if data_source.is_one_shot and (plan.max_epochs or 0) > plan.eval_every.epochs:
         raise DataError(
             f"`test_ds` is an iterator that can be used only once ({type(test_ds).__name__}), and there is more than "
             "one evaluation. Pass a list, a loader, or a function that returns a fresh iterator."
@@ -194,21 +198,24 @@ def _for_judging(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan) -
 
 def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuses a callback that monitors what evaluations do not report; a callback's hook may add to that."""
-    own = [type(one) for one in callbacks.values() if isinstance(one, Callback)]
-    if any(one.on_validation_epoch_end is not Callback.on_validation_epoch_end for one in own):
+    if any(map(may_add_metrics, callbacks.values())):
         return
     for name, one in callbacks.items():
-        monitor = getattr(one, "monitor", None)
-        if monitor not in (None, *names) and not getattr(one, "check_on_train_epoch_end", False):
-            raise ValueError(f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}.")
+        config = one.config if isinstance(one, Callback) else one
+        monitor = getattr(config, "monitor", None)
+        if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
+            raise ValueError(
+                f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}."
+                f"{suggestion(monitor, names)}"
+            )
 
 
 def _total_steps(data: Any, plan: Plan) -> int | None:
-    per_epoch = plan.epoch_steps(0, 0, Feed(data, "train").length)
+    per_epoch = plan.epoch_steps(0, 0, DataSource(data, "train").length)
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
 
 
-def _compiled(trained: Trained, layout: Layout | None, *, is_cut: bool, guarded: bool) -> CompiledProgram:
+def _compiled(trained: FitTarget, layout: Layout | None, *, is_cut: bool, guarded: bool) -> CompiledProgram:
     program = with_learning_rate(trained.program)
     if not program.keeps_batches:  # a program that was given may have a guard of its own
         program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)

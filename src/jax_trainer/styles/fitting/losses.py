@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core import kinds_of, loss_and_metrics
+from jax_trainer.core import kinds_of, loss_and_metrics, masked_mean
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 
 LOG = logging.getLogger("jax_trainer")
@@ -45,17 +45,28 @@ class Loss:
         return cls(function, takes_batch, first, tuple(name for name in OFFERED if name in others))
 
     def on_outputs(
-        self, outputs: Any, targets: Any, rng: jax.Array, train: bool, step: jax.Array | int
+        self, outputs: Any, targets: Any, rng: jax.Array, train: bool, step: jax.Array | int, mask: Any = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The loss of a model's outputs, and what else to report; one that is given per example is averaged."""
+        """The loss of a model's outputs, and what else to report; one per example is averaged, over what `mask` marks.
+
+        Args:
+            mask: of the batch, if it has one.
+        """
         loss, reported = self.on_batch(outputs, targets, rng, train, step)
         seen, shape = {"predictions": outputs, "targets": targets}, jnp.shape(loss)
         check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
         check_pairing(lambda a, b: self.on_batch(a, b, rng, train, step)[0], outputs, targets)
+        if not shape and mask is not None:
+            raise ValueError(
+                f"The batch has a `mask` of shape {jnp.shape(mask)}, and `loss_fn(logits, labels)` returned one "
+                "number: the examples that are masked out count in it, too. Return one loss per example, which is then "
+                "averaged over what the mask marks, or write `loss_fn(model, batch)` (linen: `loss_fn(params, batch)`) "
+                "with `jax_trainer.core.masked_mean(losses, batch.mask)`."
+            )
         if not shape:
             return loss, reported
-        same = {name: jnp.mean(value) for name, value in reported.items() if _shape(value) == shape}
-        return jnp.mean(loss), {**reported, **same}
+        same = {name: masked_mean(value, mask) for name, value in reported.items() if _shape(value) == shape}
+        return masked_mean(loss, mask), {**reported, **same}
 
     def on_batch(
         self, model: Any, batch: Any, rng: jax.Array, train: bool, step: jax.Array | int
@@ -74,7 +85,7 @@ def checked_eval_step(function: Any) -> Callable[[Any, Any], Any]:
     return function
 
 
-def judged_by(returned: Any) -> dict[str, Any]:
+def evaluated_by(returned: Any) -> dict[str, Any]:
     """What an `eval_step` has returned, by name: a number is the accuracy, one per example is averaged."""
     if isinstance(returned, Mapping):
         return dict(returned)

@@ -1,7 +1,6 @@
 """What `fit` is given to train, as a `Program`: states, linen and nnx modules, programs."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +15,14 @@ from jax_trainer.adapters import LinenView, linen_program, nnx_program
 from jax_trainer.adapters.bridged import lacks_variables, with_variables
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.adapters.linen import flax_state_program
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import Split
-from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, stream
+from jax_trainer.core import Batch, FlaxState, Program, PyTree, TrainState, class_of, stream
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import DataError, DeviceTransforms, common_transforms, with_transforms
+from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.styles.fitting.data import Inputs, SplitBatch, inputs_of, split_of
-from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, judged_by
+from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, evaluated_by
 
 _KINDS = (
     "`fit` trains a state (of `TrainState.create`, or of flax.training), a linen module, an nnx module, or a `Program` "
@@ -32,7 +32,7 @@ _PLAIN = tuple(TrainState.__dataclass_fields__)
 _OF_FLAX = ("step", "apply_fn", "params", "tx", "opt_state")
 
 
-class Trained(NamedTuple):
+class FitTarget(NamedTuple):
     """What is trained: its program and root key, its name, and states in the form in which it was given."""
 
     program: Program
@@ -43,7 +43,7 @@ class Trained(NamedTuple):
     is_program: bool = False  # which alone knows what a batch is
 
 
-class Wishes(NamedTuple):
+class FitOptions(NamedTuple):
     """What else `fit` was told about what it trains."""
 
     loss_fn: Any
@@ -55,17 +55,17 @@ class Wishes(NamedTuple):
     example: PyTree = None  # a batch
 
 
-def trained_of(given: Any, wishes: Wishes) -> Trained:
+def fit_target(given: Any, fit_options: FitOptions) -> FitTarget:
     """The program that trains `given`, whose evaluations also do what `eval_step` does."""
-    if wishes.eval_step is not None:
-        checked_eval_step(wishes.eval_step)
+    if fit_options.eval_step is not None:
+        checked_eval_step(fit_options.eval_step)
     make = maker_of(given)
-    if make is not _of_program and wishes.loss_fn is None:
+    if make is not _of_program and fit_options.loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
-    return make(given, wishes)
+    return make(given, fit_options)
 
 
-def seen_through(trained: Trained, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> Trained:
+def seen_through(trained: FitTarget, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> FitTarget:
     """`trained` on batches that are transformed as their data asks, unless its program transforms them already."""
     if trained.program.transforms is not None:
         return trained
@@ -89,7 +89,7 @@ class _AlsoInputs(NamedTuple):
         return Inputs(self.transforms.apply_to_images(key, batch.value, train=train))
 
 
-def maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
+def maker_of(given: Any) -> Callable[[Any, FitOptions], FitTarget]:
     """What makes a program of `given`; refuses what cannot be trained."""
     if isinstance(given, Program):
         return _of_program
@@ -101,28 +101,32 @@ def maker_of(given: Any) -> Callable[[Any, Wishes], Trained]:
         return _of_nnx
     if dataclasses.is_dataclass(given) and all(hasattr(given, name) for name in _OF_FLAX):
         return _of_flax
-    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {class_of(given)}"
     hint = f" Pass an object of it: `{given.__name__}(…)`." if isinstance(given, type) else ""
+    if class_of(given).startswith("torch."):
+        hint = " Write the network in Flax; a torch `DataLoader` can stay as it is."
+    elif isinstance(given, Mapping) or (isinstance(given, tuple | list) and given):
+        hint = " Weights to begin with are those of a state: `TrainState.create(apply_fn=model.apply, params=…, tx=…)`."
     raise TypeError(f"{_KINDS}, and this is {kind}.{hint}")
 
 
-def _of_program(program: Program, wishes: Wishes) -> Trained:
+def _of_program(program: Program, fit_options: FitOptions) -> FitTarget:
     for name in ("loss_fn", "optimizer", "split_batch"):
-        if getattr(wishes, name) is not None:
+        if getattr(fit_options, name) is not None:
             raise TypeError(f"A program has its own loss and optimizer: leave out `{name}`.")
-    program = _judging(program, lambda state: state, wishes.eval_step)
-    return Trained(program, jax.random.key(wishes.seed), "Program", lambda state: state, is_program=True)
+    program = _evaluating(program, lambda state: state, fit_options.eval_step)
+    return FitTarget(program, jax.random.key(fit_options.seed), "Program", lambda state: state, is_program=True)
 
 
-def _of_state(given: FlaxState, wishes: Wishes) -> Trained:
+def _of_state(given: FlaxState, fit_options: FitOptions) -> FitTarget:
     def as_given(state: TrainState) -> FlaxState:
         extra = {name: value for name, value in state.extra.items() if name in given.extra}
         return given.replace(**{**_fields(state), "extra": extra})
 
-    return _from_state(given, as_given, wishes)
+    return _from_state(given, as_given, fit_options)
 
 
-def _of_flax(given: Any, wishes: Wishes) -> Trained:
+def _of_flax(given: Any, fit_options: FitOptions) -> FitTarget:
     collections = {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(given)
@@ -135,7 +139,7 @@ def _of_flax(given: Any, wishes: Wishes) -> Trained:
         params=_strong(given.params),
         model_state=_strong(collections),
         opt_state=_strong(given.opt_state),
-        rng=key_data(jax.random.key(wishes.seed)),
+        rng=key_data(jax.random.key(fit_options.seed)),
         extra={},
         apply_fn=given.apply_fn,
         tx=given.tx,
@@ -144,48 +148,52 @@ def _of_flax(given: Any, wishes: Wishes) -> Trained:
     def as_given(now: TrainState) -> Any:
         return given.replace(step=now.step, params=now.params, opt_state=now.opt_state, **now.model_state)
 
-    return _from_state(state, as_given, wishes)
+    return _from_state(state, as_given, fit_options)
 
 
-def _from_state(state: FlaxState, as_given: Callable[[TrainState], Any], wishes: Wishes) -> Trained:
-    if wishes.optimizer is not None:
+def _from_state(state: FlaxState, as_given: Callable[[TrainState], Any], fit_options: FitOptions) -> FitTarget:
+    if fit_options.optimizer is not None:
         raise TypeError("This state has its optimizer (`tx`) already: leave out `optimizer`.")
-    loss = _linen_loss(Loss.of(wishes.loss_fn), wishes.split_batch)
-    program = flax_state_program(state, loss, to_input=inputs_of(wishes.split_batch))
+    loss = _linen_loss(Loss.of(fit_options.loss_fn), fit_options.split_batch)
+    program = flax_state_program(state, loss, to_input=inputs_of(fit_options.split_batch))
     module = getattr(state.apply_fn, "__self__", None)
     name = type(module).__name__ if module is not None else getattr(state.apply_fn, "__name__", "apply_fn")
-    return Trained(_judging(program, as_given, wishes.eval_step), state.key, name, as_given)
+    return FitTarget(_evaluating(program, as_given, fit_options.eval_step), state.key, name, as_given)
 
 
-def _of_linen(module: nn.Module, wishes: Wishes) -> Trained:
-    tx = _tx_of(wishes)
+def _of_linen(module: nn.Module, fit_options: FitOptions) -> FitTarget:
+    if module.scope is not None:
+        raise TypeError(
+            f"This {type(module).__name__} is bound to variables (`bind`), and `fit` would draw new ones. Pass the "
+            "module as it was before; weights to begin with are those of a state: `TrainState.create(apply_fn=…, "
+            "params=…, tx=…)`."
+        )
+    tx = _tx_of(fit_options)
 
     def as_given(state: TrainState) -> FlaxState:
         extra = {name: value for name, value in state.extra.items() if name == "ema"}
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=module.apply, tx=tx)
 
-    loss = _linen_loss(Loss.of(wishes.loss_fn), wishes.split_batch)
-    needs_train = inspect.signature(type(module).__call__).parameters.get("train")
-    told = {"train": False} if needs_train is not None and needs_train.default is inspect.Parameter.empty else None
-    program = linen_program(module, loss, tx, to_input=inputs_of(wishes.split_batch), init_kwargs=told)
-    key = jax.random.key(wishes.seed)
-    return Trained(_judging(program, as_given, wishes.eval_step), key, type(module).__name__, as_given)
+    loss = _linen_loss(Loss.of(fit_options.loss_fn), fit_options.split_batch)
+    program = linen_program(module, loss, tx, to_input=inputs_of(fit_options.split_batch))
+    key = jax.random.key(fit_options.seed)
+    return FitTarget(_evaluating(program, as_given, fit_options.eval_step), key, type(module).__name__, as_given)
 
 
-def _of_nnx(module: nnx.Module, wishes: Wishes) -> Trained:
+def _of_nnx(module: nnx.Module, fit_options: FitOptions) -> FitTarget:
     if lacks_variables(module):
-        inputs = inputs_of(wishes.split_batch)(wishes.example)
-        with_variables(module, inputs, stream(jax.random.key(wishes.seed), "bridged"))
-    loss = _nnx_loss(Loss.of(wishes.loss_fn), module, wishes.split_batch)
-    program = nnx_program(module, loss, _tx_of(wishes), to_input=inputs_of(wishes.split_batch))
+        inputs = inputs_of(fit_options.split_batch)(fit_options.example)
+        with_variables(module, inputs, stream(jax.random.key(fit_options.seed), "bridged"))
+    loss = _nnx_loss(Loss.of(fit_options.loss_fn), module, fit_options.split_batch)
+    program = nnx_program(module, loss, _tx_of(fit_options), to_input=inputs_of(fit_options.split_batch))
     split = Split(module, nnx.Param)
 
     def joined(state: TrainState) -> Any:
         return split.join(state.params, state.model_state, stream(state.key, "eval"), train=False)
 
-    key = jax.random.key(wishes.seed)
-    judging = _judging(program, joined, wishes.eval_step)
-    return Trained(judging, key, type(module).__name__, lambda state: state, module)
+    key = jax.random.key(fit_options.seed)
+    evaluating = _evaluating(program, joined, fit_options.eval_step)
+    return FitTarget(evaluating, key, type(module).__name__, lambda state: state, module)
 
 
 def _linen_loss(loss: Loss, split_batch: SplitBatch | None) -> Any:
@@ -208,7 +216,7 @@ def _linen_loss(loss: Loss, split_batch: SplitBatch | None) -> Any:
     def on_outputs(params: PyTree, view: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
         inputs, targets = split(batch)
         outputs, mutable = view.apply(params, *arguments(inputs), train=train)
-        value, reported = loss.on_outputs(outputs, targets, stream(rng, "user"), train, view.step)
+        value, reported = loss.on_outputs(outputs, targets, stream(rng, "user"), train, view.step, _mask_of(batch))
         return value, (mutable, reported)
 
     return on_batch if loss.takes_batch else on_outputs
@@ -219,33 +227,38 @@ def _nnx_loss(loss: Loss, module: nnx.Module, split_batch: SplitBatch | None) ->
         raise TypeError(
             "`loss_fn(params, batch)` is for linen modules. For an nnx module write `loss_fn(model, batch)`."
         )
-    split, takes_train = split_of(split_batch), "train" in inspect.signature(type(module).__call__).parameters
+    split, function = split_of(split_batch), type(module).__call__
 
     def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
         if loss.takes_batch:
             return loss.on_batch(model, batch, rng, train, step)
         inputs, targets = split(batch)
-        told = {"train": train} if takes_train else {}
-        return loss.on_outputs(model(*arguments(inputs), **told), targets, rng, train, step)
+        outputs = model(*arguments(inputs), **mode_flags(function, train=train))
+        return loss.on_outputs(outputs, targets, rng, train, step, _mask_of(batch))
 
     return on_model
 
 
-def _judging(program: Program, view: Callable[[TrainState], Any], eval_step: Any) -> Program:
+def _mask_of(batch: Batch) -> Any:
+    """What says which examples of a batch count; None: all do."""
+    return batch.mask if isinstance(batch, SupervisedBatch) else None
+
+
+def _evaluating(program: Program, view: Callable[[TrainState], Any], eval_step: Any) -> Program:
     """`program` whose evaluations also do what `eval_step` does, on the state or module that `view` makes."""
     if eval_step is None:
         return program
 
-    def judge(state: TrainState, batch: Batch) -> Any:
-        return program.eval_step(state, batch).adding(**judged_by(eval_step(view(state), batch)))
+    def evaluate(state: TrainState, batch: Batch) -> Any:
+        return program.eval_step(state, batch).adding(**evaluated_by(eval_step(view(state), batch)))
 
-    return program._replace(eval_step=judge)
+    return program._replace(eval_step=evaluate)
 
 
-def _tx_of(wishes: Wishes) -> optax.GradientTransformation:
-    given = wishes.optimizer
+def _tx_of(fit_options: FitOptions) -> optax.GradientTransformation:
+    given = fit_options.optimizer
     if isinstance(given, ConfigInterface):
-        return given.instantiate(OptimizerInterface).build(wishes.total_steps)
+        return given.instantiate(OptimizerInterface).build(fit_options.total_steps)
     if isinstance(given, nnx.Optimizer):
         return given.tx
     return checked_optimizer(given, ", or an optimizer's configuration")

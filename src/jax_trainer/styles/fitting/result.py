@@ -12,15 +12,15 @@ import numpy as np
 from flax import nnx
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.checkpoint.plain import Fixed
-from jax_trainer.core import CompiledProgram, PyTree, TrainState, load_late
+from jax_trainer.checkpoint.json_codec import Fixed
+from jax_trainer.core import CompiledProgram, PyTree, TrainState, lazy_import
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, predictions
-from jax_trainer.runs import Best, KeptBest, Weights, used_by_default, weights_of
+from jax_trainer.runs import Best, KeptBest, Weights, select_weights, used_by_default
 from jax_trainer.settings import checked
 from jax_trainer.styles.fitting.data import Inputs
-from jax_trainer.styles.fitting.program import Trained
+from jax_trainer.styles.fitting.program import FitTarget
 
 _OF_THE_GUARD = "guard/"  # always 0 here: a run ends with the first step that is not finite
 _OF_TRAINING = "optimizer/"  # metrics that are not about the model
@@ -67,10 +67,10 @@ class History:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PredictContext:
     """What a result needs to answer."""
 
-    trained: Trained
+    trained: FitTarget
     program: CompiledProgram
     state: TrainState
     kept: KeptBest | None
@@ -93,7 +93,7 @@ class FitResult:
         reason: why a callback did.
     """
 
-    def __init__(self, asked: Asked, history: History, folder: Path) -> None:
+    def __init__(self, asked: PredictContext, history: History, folder: Path) -> None:
         self._asked, self.folder = asked, folder
         self.status, self.reason = history.status, history.reason
         self.history: dict[int, dict[str, Any]] = {
@@ -117,7 +117,7 @@ class FitResult:
         if is_arrays(x):
             inputs = x if asked.trained.is_program else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or asked.batch_size)
-        outputs = list(predictions(asked.program, weights_of(which, asked.state, asked.kept), x))
+        outputs = list(predictions(asked.program, select_weights(which, asked.state, asked.kept), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
     def best_state(self) -> Any:
@@ -154,7 +154,7 @@ class FitResult:
 @cache
 def _figure_class() -> Any:
     """Figures of matplotlib that a notebook shows, whether or not `pyplot` was imported."""
-    figure = load_late("matplotlib.figure", extra="plots")
+    figure = lazy_import("matplotlib.figure", extra="plots")
 
     class Picture(figure.Figure):
         def _repr_png_(self) -> bytes:

@@ -15,14 +15,14 @@ from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
 from jax_trainer.checkpoint import direction
 from jax_trainer.checkpoint.direction import Mode
 from jax_trainer.checkpoint.record import damage
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved, SaveError
-from jax_trainer.core import PyTree, TrainState, step_of, whole_number
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, SaveError
+from jax_trainer.core import PyTree, TrainState, checked_int, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.engine import Event, Every, FitEnd, FitStart, Observer, SavePoint, StepMetrics
-from jax_trainer.runs import standing_of
+from jax_trainer.runs import loop_state_of
 from jax_trainer.settings import checked
-from jax_trainer.styles.functional.hooks import Continued, Participant, Training
-from jax_trainer.styles.functional.report import Report, is_settled
+from jax_trainer.styles.functional.hooks import ResumePoint, Training, TrainingHook
+from jax_trainer.styles.functional.report import MetricReport, is_settled
 from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
@@ -84,17 +84,17 @@ def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects:
     return objects if len(objects) == 2 else optimizer
 
 
-def usable(saved: Saved) -> None:
+def usable(saved: SavedCheckpoint) -> None:
     """A `CheckpointError` unless a training can be resumed from what the checkpoint says besides its arrays."""
-    standing_of(saved)
+    loop_state_of(saved)
     with damage(saved.path, "what hooks remember"):
         if saved.callbacks:
             checked(saved.callbacks, {"report": object, "hooks": object})
-            Report(Every()).load_state_dict(saved.callbacks["report"])
+            MetricReport(Every()).load_state_dict(saved.callbacks["report"])
             checked(saved.callbacks["hooks"], {"called_at": list[int]})
 
 
-class SaveHook(Participant):
+class SaveHook(TrainingHook):
     """Saves what is trained: in `train_fn`, in the background, all that a training needs to go on exactly.
 
     Called in another loop, it saves the model and the optimizer.
@@ -102,7 +102,7 @@ class SaveHook(Participant):
 
     def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
         self._store, self.criterion = store, criterion
-        self.every_n_steps = whole_number("save_every_n_steps", every_n_steps, 1)
+        self.every_n_steps = checked_int("save_every_n_steps", every_n_steps, 1)
 
     def __call__(
         self,
@@ -128,24 +128,24 @@ class SaveHook(Participant):
         if self.criterion not in known:
             raise ValueError(f"No metric {self.criterion!r} to tell the best by. There are {', '.join(known)}.")
         common = math.lcm(self.every_n_steps, training.evaluations.steps)
-        if common * (first // common + 1) > training.last:
+        if first < training.last < common * (first // common + 1):
             LOG.warning(
                 f"Checkpoints are saved every {self.every_n_steps} steps, and evaluations are made every "
                 f"{training.evaluations.steps}: only the last step has both, and can be the best. Use multiples."
             )
 
-    def continued(self, state: TrainState, training: Training) -> Continued | None:
+    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
         """The checkpoint with exactly these weights, if there is one; refuses to mix two trainings in one folder."""
         step, there = step_of(state), self._store.all()
         trains = step < training.last  # otherwise nothing in the folder changes
         for saved in there:
             if saved.step == step and (restored := self._same(state, saved)) is not None:
                 if trains:
-                    self._store.goes_on_from(saved)
+                    self._store.mark_resumed_from(saved)
                 key = saved.run.get("key")
                 if key is not None and key != _words(training.key):
                     LOG.warning("The key is another one than before: from here on, what is random differs.")
-                return Continued(restored, standing_of(saved), saved.callbacks)
+                return ResumePoint(restored, loop_state_of(saved), saved.callbacks)
         if trains and (later := [saved.step for saved in there if saved.step >= step]):
             raise CheckpointError(
                 f"{self._store.folder} has checkpoints of another training, up to step {later[-1]}, and this one "
@@ -163,7 +163,7 @@ class SaveHook(Participant):
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         return numbers if self.criterion in numbers else {}
 
-    def _same(self, state: TrainState, saved: Saved) -> TrainState | None:
+    def _same(self, state: TrainState, saved: SavedCheckpoint) -> TrainState | None:
         """The state of the checkpoint, if `state` has its weights."""
         try:
             restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True, check=usable)
@@ -206,14 +206,14 @@ class _Saving:
         return is_time and is_settled(event, self._training.evaluations)
 
     def _save(self, event: SavePoint) -> None:
-        metrics = self._compared(self._training.report.judged(event.step))
+        metrics = self._compared(self._training.report.evaluated(event.step))
         what = (event.step, bool(metrics))
         if what == self._saved:
             return
-        standing = event.standing
-        run = {"loop": standing.to_data(), "key": _words(self._training.key)}
+        loop_state = event.loop_state
+        run = {"loop": loop_state.to_data(), "key": _words(self._training.key)}
         states = self._training.states()
-        self._store.save(event.state, standing.position, metrics, callbacks=states, run=run, wait=False)
+        self._store.save(event.state, loop_state.position, metrics, callbacks=states, run=run, wait=False)
         self._saved = what
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_trainer.core import Batch, Program, PyTree, TrainState, copy_state, leaf_path, with_ema
-from jax_trainer.styles.functional.hooks import Participant
+from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, leaf_path, with_ema
+from jax_trainer.styles.functional.hooks import TrainingHook
 from jax_trainer.suggestions import checks_keywords
 
 
@@ -29,12 +29,14 @@ def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Ca
     return hook, hook.averaged
 
 
-class EmaHook(Participant):
+class EmaHook(TrainingHook):
     """Keeps the average."""
 
     is_alone = True  # the state has room for one
 
     def __init__(self, model: nnx.Module, decay: float) -> None:
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"`get_ema_hook` averages the weights of an nnx.Module, got a {class_of(model)}.")
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
         self._model, self._decay = model, decay
@@ -63,12 +65,14 @@ class EmaHook(Participant):
     def wrap(self, program: Program) -> Program:
         """`program` that keeps the average in its state; an average from before is gone on with."""
         averaging, before = with_ema(program, self._decay, warmup=False, evaluate=False), self._average
+        first = nnx.to_pure_dict(nnx.state(self._model, nnx.Param))
         self._first = None
-        if before is None:
-            return averaging
 
         def init(key: jax.Array, batch: Batch) -> TrainState:
             state = averaging.init(key, batch)
+            _check_alike(state.params, first if before is None else before)
+            if before is None:
+                return state
             extra: Mapping[str, PyTree] = {**state.extra, "ema": before}
             return state.replace(extra=extra)
 

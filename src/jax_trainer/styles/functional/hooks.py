@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_trainer.core import Program, TrainState, whole_number
+from jax_trainer.core import Program, TrainState, checked_int
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Event, Every, Observer, SavePoint, Standing
+from jax_trainer.engine import Event, Every, LoopState, Observer, SavePoint
 from jax_trainer.styles.functional.mirror import Mirror
-from jax_trainer.styles.functional.report import Report, is_settled
+from jax_trainer.styles.functional.report import MetricReport, is_settled
 
 LOG = logging.getLogger("jax_trainer")
 Hook = Callable[..., Any]
@@ -27,10 +27,10 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
     >>> hook.every_n_steps
     100
     """
-    n = whole_number("every_n_steps", n, 1)
+    n = checked_int("every_n_steps", n, 1)
 
     def decorate(hook: Hook) -> Hook:
-        if isinstance(hook, Participant):
+        if isinstance(hook, TrainingHook):
             raise TypeError(f"The {type(hook).__name__} is not called in a training: it knows itself when to act.")
 
         @functools.wraps(hook)
@@ -44,11 +44,11 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
     return decorate
 
 
-class Continued(NamedTuple):
+class ResumePoint(NamedTuple):
     """What a training goes on from."""
 
     state: TrainState
-    at: "Position | Standing"
+    at: "Position | LoopState"
     remembered: Mapping[str, Any]  # by those who watch, as `Training.states` gave it
 
 
@@ -66,12 +66,12 @@ class Training:
 
     evaluations: Every
     last: int
-    report: Report
+    report: MetricReport
     key: jax.Array
     states: Callable[[], dict[str, Any]]
 
 
-class Participant:
+class TrainingHook:
     """A hook that takes part in a training of `train_fn` in these ways, instead of being called."""
 
     is_alone = False  # whether there can be only one of its kind
@@ -83,7 +83,7 @@ class Participant:
         """The program that is trained instead of `program`."""
         return program
 
-    def continued(self, state: TrainState, training: Training) -> Continued | None:
+    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
         """What the training that begins with `state` goes on from, where it goes on with an earlier one."""
         return None
 
@@ -116,21 +116,21 @@ class HookCaller:
 def interval_of(hook: Hook) -> int | None:
     """The number of steps between two calls of `hook`; None where it does not say."""
     n = getattr(hook, "every_n_steps", None)
-    return None if n is None else whole_number(f"every_n_steps` of the hook `{name_of(hook)}", n, 1)
+    return None if n is None else checked_int(f"every_n_steps` of the hook `{name_of(hook)}", n, 1)
 
 
-def checked_hooks(hooks: Iterable[Hook]) -> tuple[list[Hook], list[Participant]]:
+def checked_hooks(hooks: Iterable[Hook]) -> tuple[list[Hook], list[TrainingHook]]:
     """The hooks that are called, and those that take part instead. Refuses what could not be called."""
     if not callable(hooks) and not isinstance(hooks, Iterable):
         raise TypeError(f"`hooks` is a list of functions `fn(step, *, model, **kwargs)`, got {hooks!r}.")
     hooks = [hooks] if callable(hooks) else list(hooks)
-    called = [hook for hook in hooks if not isinstance(hook, Participant)]
+    called = [hook for hook in hooks if not isinstance(hook, TrainingHook)]
     for hook in called:
         if not callable(hook):
             raise TypeError(f"A hook is a function `fn(step, *, model, **kwargs)`, got a {type(hook).__name__}.")
         interval_of(hook)
         _check_signature(hook)
-    taking_part = [hook for hook in hooks if isinstance(hook, Participant)]
+    taking_part = [hook for hook in hooks if isinstance(hook, TrainingHook)]
     kinds = [type(one) for one in taking_part if one.is_alone]
     if len(kinds) > len(set(kinds)):
         raise ValueError("Only one hook of `get_ema_hook` can take part in a training.")

@@ -42,7 +42,7 @@ class Mirror:
 
     def handle(self, event: Event) -> None:
         """At the end, however it came, the caller has what was trained."""
-        if isinstance(event, FitEnd) and not any(_is_gone(leaf) for leaf in event.held.leaves):
+        if isinstance(event, FitEnd) and not any(_is_gone(leaf) for leaf in event.flat_state.leaves):
             self._write(event.state)
 
     def _write(self, state: TrainState) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
-from jax_trainer.core import LogMode, RowMeter
+from jax_trainer.core import LogMode, WindowAccumulator
 from jax_trainer.engine import EvalRoundEnd, Event, Every, SavePoint, StepMetrics
 from jax_trainer.settings import checked
 
@@ -48,10 +48,10 @@ def is_settled(point: SavePoint, evaluations: Every) -> bool:
     """Whether all there is to tell about the step of `point` was told, its evaluation included; not if a run fails."""
     if point.reason is not None:
         return False
-    return not evaluations.at_step(point.step) or point.standing.judged_step == point.step
+    return not evaluations.at_step(point.step) or point.loop_state.evaluated_step == point.step
 
 
-class Report:
+class MetricReport:
     """The means of training since the last evaluation, and what that found; told at every evaluation.
 
     Args:
@@ -61,10 +61,10 @@ class Report:
 
     def __init__(self, evaluations: Every, writer: Writes | None = None) -> None:
         self.saves_every, self._writer = evaluations, writer
-        self._meter = RowMeter(LogMode.TRAIN)
+        self._meter = WindowAccumulator(LogMode.TRAIN)
         self._trained: dict[str, Any] = {}  # up to the last evaluation
-        self._judged: dict[str, Any] = {}
-        self._judged_at = self._told_at = 0
+        self._evaluated: dict[str, Any] = {}
+        self._evaluated_at = self._told_at = 0
 
     def handle(self, event: Event) -> None:
         """Collects, and tells if it is time."""
@@ -72,7 +72,7 @@ class Report:
             case StepMetrics():
                 self._meter.add(event.rows)
             case EvalRoundEnd():
-                self._judged, self._judged_at = merged_names(event.metrics), event.step
+                self._evaluated, self._evaluated_at = merged_names(event.metrics), event.step
             case SavePoint() if event.step != self._told_at and self.saves_every.at_step(event.step):
                 if is_settled(event, self.saves_every):
                     self._told_at, self._trained = event.step, _named(self._meter)
@@ -80,28 +80,28 @@ class Report:
 
     def metrics(self) -> dict[str, Any]:
         """What is known last: "train/loss" is the mean since the evaluation before, "val/loss" that of the last one."""
-        now = RowMeter(LogMode.TRAIN)
+        now = WindowAccumulator(LogMode.TRAIN)
         now.load(self._meter.state())  # asked for its values, a meter would start over
-        return {**self._trained, **_named(now), **self._judged}
+        return {**self._trained, **_named(now), **self._evaluated}
 
-    def judged(self, step: int) -> dict[str, float]:
+    def evaluated(self, step: int) -> dict[str, float]:
         """What is known of exactly this step, if it was judged, as far as it is numbers."""
-        if step != self._judged_at:
+        if step != self._evaluated_at:
             return {}
         return {name: float(value) for name, value in self.metrics().items() if np.ndim(value) == 0}
 
     def state_dict(self) -> dict[str, Any]:
         """What it must know to go on after an interruption."""
-        known = {"trained": _numbers(self._trained), "judged": _numbers(self._judged)}
-        return {"window": self._meter.state(), "judged_at": self._judged_at, "told_at": self._told_at, **known}
+        known = {"trained": _numbers(self._trained), "judged": _numbers(self._evaluated)}
+        return {"window": self._meter.state(), "judged_at": self._evaluated_at, "told_at": self._told_at, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave."""
         known = dict[str, Real]
         hints = {"window": dict[str, Any], "judged_at": int, "told_at": int, "trained": known, "judged": known}
         self._meter.load(checked(state, hints)["window"])
-        self._judged_at, self._told_at = state["judged_at"], state["told_at"]
-        self._trained, self._judged = dict(state["trained"]), dict(state["judged"])
+        self._evaluated_at, self._told_at = state["judged_at"], state["told_at"]
+        self._trained, self._evaluated = dict(state["trained"]), dict(state["judged"])
 
     def _tell(self, step: int) -> None:
         numbers = _numbers(self.metrics())
@@ -111,7 +111,7 @@ class Report:
             self._writer.write(step, numbers)
 
 
-def _named(meter: RowMeter) -> dict[str, Any]:
+def _named(meter: WindowAccumulator) -> dict[str, Any]:
     """The metrics by full names; what a guard counts is 0 as long as there is something to tell."""
     named = full_names(meter.compute(), "train")
     return {name: value for name, value in named.items() if not name.startswith("guard/")}

@@ -2,12 +2,12 @@
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_trainer.core import GivenMesh, Layout, layout_of
+from jax_trainer.core import Layout, MeshLike, resolve_layout
 
 
 def layout_from(
     shardings: tuple[NamedSharding, NamedSharding] | None,
-    mesh: GivenMesh | None,
+    mesh: MeshLike | None,
     data_partition_spec: PartitionSpec | None,
 ) -> Layout | None:
     """The layout that they mean; None: one device.
@@ -22,4 +22,4 @@ def layout_from(
         raise ValueError("Give `shardings`, or `mesh` and `data_partition_spec`, not both.")
     if mesh is None and data_partition_spec is not None:
         raise ValueError("`data_partition_spec` needs a `mesh` whose axes it names.")
-    return layout_of(mesh if shardings is None else shardings, batch_spec=data_partition_spec)
+    return resolve_layout(mesh if shardings is None else shardings, batch_spec=data_partition_spec)

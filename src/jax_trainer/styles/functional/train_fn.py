@@ -15,35 +15,44 @@ from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
-    GivenMesh,
     Layout,
     LogMode,
+    MeshLike,
     Metrics,
     NonFiniteError,
     Program,
     TrainState,
+    checked_int,
+    class_of,
     compile_program,
     explaining,
-    whole_number,
     with_finite_check,
     with_finite_guard,
 )
-from jax_trainer.core.own_line import described, noting
-from jax_trainer.datasets import Data, DeviceTransforms, Position, common_transforms, transforms_of, with_transforms
+from jax_trainer.core.user_frame import described, noting
+from jax_trainer.datasets import (
+    ArrayLoader,
+    Data,
+    DeviceTransforms,
+    Position,
+    common_transforms,
+    transforms_of,
+    with_transforms,
+)
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import Observer, Plan, is_by_ctrl_c, run
 from jax_trainer.logger.active_wandb import ActiveWandb
 from jax_trainer.styles.functional.hooks import (
-    Continued,
     Hook,
     HookCaller,
-    Participant,
+    ResumePoint,
     Training,
+    TrainingHook,
     checked_hooks,
     tell_costs,
 )
 from jax_trainer.styles.functional.mirror import Mirror, modes_kept
-from jax_trainer.styles.functional.report import EveryAndLast, Report
+from jax_trainer.styles.functional.report import EveryAndLast, MetricReport
 from jax_trainer.styles.functional.shardings import layout_from
 from jax_trainer.suggestions import checks_keywords
 
@@ -56,7 +65,7 @@ def train_fn(
     *,
     fns: tuple[NnxStep, NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
-    mesh: GivenMesh | None = None,
+    mesh: MeshLike | None = None,
     data_partition_spec: PartitionSpec | None = None,
     n_steps: int,
     eval_every_n_steps: int,
@@ -90,10 +99,10 @@ def train_fn(
         detect_nans: a step whose loss or gradients are not finite changes nothing, so that the model keeps the weights
             from before; costs a little time. A loss that is not finite ends training in any case.
     """
-    n_steps = whole_number("n_steps", n_steps, 1)
-    eval_every_n_steps = whole_number("eval_every_n_steps", eval_every_n_steps, 1)
-    n_eval_batches = whole_number("n_eval_batches", n_eval_batches, 1)
-    steps_per_call = whole_number("steps_per_call", steps_per_call, 1)
+    n_steps = checked_int("n_steps", n_steps, 1)
+    eval_every_n_steps = checked_int("eval_every_n_steps", eval_every_n_steps, 1)
+    n_eval_batches = checked_int("n_eval_batches", n_eval_batches, 1)
+    steps_per_call = checked_int("steps_per_call", steps_per_call, 1)
     called, taking_part = checked_hooks(hooks)
     plan = Plan(
         max_steps=n_steps,
@@ -131,7 +140,7 @@ class _Setup(NamedTuple):
     fns: tuple[NnxStep, NnxStep]
     plan: Plan
     called: list[Hook]
-    taking_part: list[Participant]
+    taking_part: list[TrainingHook]
     logs_to_wandb: bool
     progress: bool
     guarded: bool
@@ -147,7 +156,7 @@ class _Setup(NamedTuple):
             program = one.wrap(program)
         return with_finite_guard(program, max_consecutive=0) if self.guarded else with_finite_check(program)
 
-    def continued(self, state: TrainState, training: Training) -> Continued | None:
+    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
         found = [one.continued(state, training) for one in self.taking_part]  # each may refuse
         return next((one for one in found if one is not None), None)
 
@@ -171,11 +180,19 @@ class _Job(NamedTuple):
                 f"The first argument of `train` is a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
-            raise TypeError(f"`optimizer` must be an nnx.Optimizer, got a {type(optimizer).__name__}.")
+            raise TypeError(
+                f"`optimizer` must be an nnx.Optimizer, got a {class_of(optimizer)}. Make it of an optax optimizer: "
+                "`nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`."
+            )
         known = getattr(optimizer, "model", None)
         model = known if model is None else model
+        if model is None:
+            raise TypeError(
+                "This optimizer does not know its model: call `train(key, model, optimizer, train_itr, val_itr)`."
+            )
         if not isinstance(model, nnx.Module):
-            raise TypeError(f"`model` must be an nnx.Module, got a {type(model).__name__}.")
+            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {class_of(model)}"
+            raise TypeError(f"`model` must be an nnx.Module, such as `Network(nnx.Rngs(0))`, got {kind}.")
         if known is not None and known is not model:
             raise ValueError("The optimizer was made for another model than `model`: make one for this model.")
         if train is None:
@@ -200,7 +217,9 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     program = setup.program(job)
     compiled = compile_program(program, layout=layout)
     reported = _reported(program, compiled, job.key, example, val_example)
-    report, callers = Report(setup.plan.eval_every, writer), []
+    if val_example is not None:
+        _check_labels(compiled, jax.eval_shape(program.init, job.key, example), val, val_example)
+    report, callers = MetricReport(setup.plan.eval_every, writer), []
     training = Training(
         evaluations=setup.plan.eval_every,
         last=setup.last,
@@ -235,7 +254,7 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
         raise
 
 
-def _remember(found: Continued, report: Report, callers: list[HookCaller]) -> None:
+def _remember(found: ResumePoint, report: MetricReport, callers: list[HookCaller]) -> None:
     if "report" in found.remembered:
         report.load_state_dict(found.remembered["report"])
         for caller, step in zip(callers, found.remembered["hooks"]["called_at"], strict=False):
@@ -251,20 +270,26 @@ def _reported(
 ) -> list[str] | None:
     """The full names of what training and evaluations tell, after both steps were traced; None: nothing is judged."""
     if val_example is not None and _look(example) == _look(val_example):
-        _, trained, judged = compiled.shapes(key, example)
-        return _names(trained, judged)
+        _, trained, evaluated = compiled.shapes(key, example)
+        return _names(trained, evaluated)
     with explaining(example):
         state = jax.eval_shape(program.init, key, example)
         trained = jax.eval_shape(program.train_step, state, example)[1].metrics
     is_like = f"This happened on the first batch of the 'val' data: {described(val_example)}. "
     with noting(f"{is_like}The training data has {described(example)}."), explaining(val_example):
-        judged = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
-    return None if judged is None else _names(trained, judged)
+        evaluated = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
+    return None if evaluated is None else _names(trained, evaluated)
 
 
-def _names(trained: Metrics, judged: Metrics) -> list[str]:
+def _check_labels(compiled: CompiledProgram, state: TrainState, val: Any, example: Batch) -> None:
+    examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else example
+    with noting(f"This happened on the 'val' data: {described(example)}."):
+        compiled.check_eval_indices(state, example, examples)
+
+
+def _names(trained: Metrics, evaluated: Metrics) -> list[str]:
     names = full_names(trained.only(LogMode.TRAIN).by_name, "train")
-    return [*names, *full_names(judged.only(LogMode.VAL).by_name, "val")]
+    return [*names, *full_names(evaluated.only(LogMode.VAL).by_name, "val")]
 
 
 def _look(batch: Batch) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_trainer.adapters import LinenView
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, PyTree, stream
 from jax_trainer.datasets import DataError
 
@@ -81,6 +82,7 @@ def _as_linen(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(variables: Any, *inputs: Any, train: bool, rngs: Any, mutable: Sequence[str] | None = None) -> Any:
         told = {name: value for name, value in (("train", train), ("rngs", rngs)) if _takes(apply, name)}
+        told |= mode_flags(apply, train=train)
         outputs = apply(variables, *inputs, **told)
         return outputs if mutable is None else (outputs, {name: variables[name] for name in mutable})
 

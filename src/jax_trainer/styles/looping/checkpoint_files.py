@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from jax_trainer.checkpoint import safe_join
-from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import TrainState
 from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Standing
-from jax_trainer.runs import standing_of
+from jax_trainer.engine import LoopState, driving
+from jax_trainer.runs import loop_state_of
 from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of
 
 LOG = logging.getLogger("jax_trainer")
@@ -141,7 +141,7 @@ class CheckpointFileReader:
     dir: str | Path
     target: Callable[..., Any]
 
-    def read(self, like: TrainState) -> tuple[TrainState, Position | Standing] | None:
+    def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
         """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
         return _read(self._store(), "latest", like)
 
@@ -159,7 +159,7 @@ class _BestCheckpointFileReader(CheckpointFileReader):
     metric: str
     group: str = "eval"
 
-    def read(self, like: TrainState) -> tuple[TrainState, Position | Standing] | None:
+    def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
         """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
         return _read(self._store(), "best", like)
 
@@ -207,7 +207,7 @@ def _told(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
 
 
 def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, float], *, overwrite: bool) -> None:
-    standing = checkpoint.standing or Standing()
+    loop_state = checkpoint.loop_state or LoopState()
     at_least_as_late = [step for step in store.steps() if step >= checkpoint.step]
     if at_least_as_late and not overwrite:
         raise CheckpointError(
@@ -218,16 +218,18 @@ def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, 
     later = [step for step in at_least_as_late if step > checkpoint.step]
     if later:
         LOG.warning(f"{store.folder}: step {checkpoint.step} replaces what another run saved at step {later[-1]}.")
-        store.goes_on_from(Saved(checkpoint.step, standing.position, {}, store.folder / "step"))
-    store.save(state_of(checkpoint), standing.position, metrics, run={"loop": standing.to_data()})
-    if later:
-        store.completed()
+        store.mark_resumed_from(SavedCheckpoint(checkpoint.step, loop_state.position, {}, store.folder / "step"))
+    state = state_of(checkpoint)
+    with driving((), state, loop_state):  # the first Ctrl-C waits for the write, the second does not
+        store.save(state, loop_state.position, metrics, run={"loop": loop_state.to_data()})
+        if later:
+            store.completed()
 
 
 def _read(
     store: CheckpointStore, which: Literal["latest", "best"], like: TrainState
-) -> tuple[TrainState, Position | Standing] | None:
-    if not store.listed():
+) -> tuple[TrainState, Position | LoopState] | None:
+    if not store.infos():
         return None
-    state, saved = store.restore(which, like=like, check=standing_of)
-    return state, standing_of(saved)
+    state, saved = store.restore(which, like=like, check=loop_state_of)
+    return state, loop_state_of(saved)

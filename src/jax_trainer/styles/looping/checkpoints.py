@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_trainer.core import PyTree, TrainState
 from jax_trainer.core.steps import global_norm
-from jax_trainer.engine import Standing
+from jax_trainer.engine import LoopState
 
 Metrics = Mapping[str, float]
 
@@ -42,7 +42,7 @@ class Checkpoint:
     step: int
     rng: Any = field(default=None, repr=False)
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    standing: Standing | None = field(default=None, repr=False)
+    loop_state: LoopState | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_trainer.core import (
     Batch,
-    HeldState,
+    FlatState,
     Metrics,
     Program,
     TrainState,
@@ -22,7 +22,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.loss_shape import check_pairing
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import Feed
+from jax_trainer.datasets import DataSource
 from jax_trainer.engine import EvalEnd, Event, Plan, eval_events
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, summarised
@@ -36,7 +36,8 @@ class EvalTask:
 
     Args:
         apply: of a linen module, or a function `(variables, *inputs)`.
-        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples.
+        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples, and a
+            `{"value": sum, "count": n}` over all items that are counted.
         data: gives pairs of inputs and targets, see `TrainTask`.
     """
 
@@ -74,7 +75,7 @@ class EvalLoop:
             raise ValueError("`EvalTask(metrics=…)` is empty: there is nothing to measure.")
         self._key, self._group, self._rounds = rnkey, group, 0
         self._plan = Plan(max_steps=0, eval_batches=n_steps)
-        self._feed = Feed(task.data, group)
+        self._data_source = DataSource(task.data, group)
         self._program = compile_program(_program(task, Collections.of(collections).apply))
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
@@ -84,20 +85,25 @@ class EvalLoop:
                 f"An EvalLoop is called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
             )
         self._rounds += 1
-        at = Event(checkpoint.step, self._rounds, HeldState.of(self._state(checkpoint)))
+        at = Event(checkpoint.step, self._rounds, FlatState.of(self._state(checkpoint)))
         # closed here: what is raised while Python throws a generator away, Ctrl-C for example, is lost
-        with closing(eval_events(self._program, at, {self._group: self._feed}, self._plan)) as events:  # type: ignore[type-var]
+        with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]
             for event in events:
                 if isinstance(event, EvalEnd):
                     found = {label: float(value) for label, value in event.metrics.items()}
                     return summarised(checkpoint, self._group, found)
-        raise self._feed.used_up(self._rounds)
+        raise self._data_source.used_up(self._rounds)
 
     def _state(self, checkpoint: Checkpoint) -> TrainState:
         """What an evaluation needs, and nothing that differs between checkpoints for other reasons."""
         key = jax.random.key(0) if self._key is None else self._key
         step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
         return TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+
+
+def _measured(value: Any) -> Any:
+    """What a metric returned, as a mean over the batch; a `value` with a `count` says itself what it is a mean over."""
+    return value if isinstance(value, Mapping) else jnp.mean(value)
 
 
 def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
@@ -109,7 +115,7 @@ def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
         for label, metric in task.metrics.items():
             check_call(metric, f"metrics[{label!r}]", *("outputs" for _ in outputs), *("targets" for _ in targets))
             check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
-        measured = {label: jnp.mean(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
+        measured = {label: _measured(metric(*outputs, *targets)) for label, metric in task.metrics.items()}
         return as_metrics(measured, batch_weight(batch))
 
     def never(*_: Any) -> Any:

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 from flax.core.scope import CollectionFilter, DenyList, in_filter
 from jax.sharding import Mesh
 
+from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import (
     Batch,
     Layout,
@@ -21,20 +23,21 @@ from jax_trainer.core import (
     PyTree,
     TrainState,
     check_call,
+    checked_int,
     checked_loss,
+    class_of,
     compile_program,
     kinds_of,
     make_program,
     readable_bytes,
     streams,
-    whole_number,
     with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
-from jax_trainer.engine import Standing
+from jax_trainer.engine import LoopState
 from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
 from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
@@ -145,7 +148,7 @@ class TrainLoop:
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        self._n_steps = whole_number("n_steps", value, 0)
+        self._n_steps = checked_int("n_steps", value, 0)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -154,7 +157,7 @@ class TrainLoop:
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value, 1)
+        self._n_steps_per_checkpoint = checked_int("n_steps_per_checkpoint", value, 1)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         self._say_if_done(self.n_steps)
@@ -172,7 +175,7 @@ class TrainLoop:
 
     def run(self, n_steps: int) -> Iterator[Checkpoint]:
         """The same as calling the loop."""
-        self._say_if_done(whole_number("n_steps", n_steps, 0))
+        self._say_if_done(checked_int("n_steps", n_steps, 0))
         return iter(partial(self._up_to, n_steps), None)
 
     def next_step(self) -> Checkpoint:
@@ -207,13 +210,13 @@ class TrainLoop:
 
     def _found(
         self, init: Any, outline: Callable[[], TrainState], layout: Layout | None
-    ) -> tuple[TrainState, Position | Standing] | None:
+    ) -> tuple[TrainState, Position | LoopState] | None:
         """The state to go on from, and where in the data it stands; None begins with the first step."""
         if isinstance(init, Checkpoint):
             state = state_of(init)
             _check_fits(state, outline())
             placed = state if layout is None else jax.device_put(state, layout.state_shardings(state))
-            return placed, init.standing or Position()
+            return placed, init.loop_state or Position()
         if not isinstance(init, CheckpointFileReader):
             return None
         began = time.perf_counter()
@@ -243,7 +246,8 @@ def _program(
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         if isinstance(target, Checkpoint):
             return target.model_params, target.model_state
-        made = dict(target(streams(key, *collections.init), *split(batch)[0]))
+        told = mode_flags(target, train=False, only_required=True)
+        made = dict(target(streams(key, *collections.init), *split(batch)[0], **told))
         made.pop(SOWN, None)  # while initialising: of no use later
         return made.pop("params", {}), made
 
@@ -262,10 +266,10 @@ def _program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    def nothing_to_judge(state: TrainState, batch: Batch) -> Metrics:
+    def nothing_to_evaluate(state: TrainState, batch: Batch) -> Metrics:
         return Metrics({}, 0)
 
-    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_judge)
+    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_evaluate)
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
@@ -299,5 +303,12 @@ def _layout(devices: Sequence[Any] | None) -> Layout | None:
 def _check_function(name: str, given: Any, of_module: str = "") -> None:
     if of_module and isinstance(given, nn.Module):
         raise TypeError(f"`{name}` is the module {type(given).__name__}. Pass its method: `model.{of_module}`.")
+    if isinstance(given, nnx.Module) or (isinstance(given, type) and issubclass(given, nnx.Module)):
+        raise TypeError(
+            f"`{name}` is of nnx, and loops train linen modules and functions. Train an nnx module by `train_fn` or "
+            "`fit`."
+        )
     if not callable(given):
-        raise TypeError(f"`{name}` must be a function, got {given!r}, a {type(given).__name__}.")
+        raise TypeError(
+            f"`{name}` must be a function, such as `model.{of_module or 'apply'}`, got a {class_of(given)}."
+        )

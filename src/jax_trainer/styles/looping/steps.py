@@ -14,9 +14,9 @@ from jax_trainer.engine import (
     Event,
     Every,
     Interruption,
+    LoopState,
     Plan,
     SavePoint,
-    Standing,
     StepEnd,
     StepMetrics,
     Waiting,
@@ -31,7 +31,7 @@ NO_END = 2**62  # steps: the loop decides how far it goes each time it is asked
 class Steps:
     """Training that goes as far as it is asked to, and no further; `checkpoint` is the last one that it came to."""
 
-    def __init__(self, program: CompiledProgram, state: TrainState, data: Data, at: Position | Standing) -> None:
+    def __init__(self, program: CompiledProgram, state: TrainState, data: Data, at: Position | LoopState) -> None:
         self._goal, self._at = _Goal(), at
         plan = Plan(max_steps=NO_END, saves=(_AtGoal(goal=self._goal),))
         self._generator = cast(Generator[Event], train_events(program, state, data, plan, at))
@@ -79,7 +79,7 @@ class Steps:
         self._goal.step, self._seen.is_there, began = step, False, time.perf_counter()
         try:
             with driving((), self._seen.state, self._at) as driver:
-                self._feed(driver)
+                self._data_source(driver)
         except (KeyboardInterrupt, SystemExit) as signal:
             if not self._seen.is_there:
                 raise
@@ -92,10 +92,10 @@ class Steps:
         finally:
             self._seconds += time.perf_counter() - began
 
-    def _feed(self, driver: Driver) -> None:
+    def _data_source(self, driver: Driver) -> None:
         try:
             while not self._seen.is_there:
-                if driver.feed(self._events, until=SavePoint) is None:
+                if driver.consume(self._events, until=SavePoint) is None:
                     raise self._over()
         except Interruption as reason:
             self._come_to_rest(driver.event, reason)
@@ -124,7 +124,7 @@ class Steps:
             step=seen.step,
             rng=state.rng,
             extra=state.extra,
-            standing=seen.standing,
+            loop_state=seen.loop_state,
         )
         self._last, self._seconds = seen.step, 0.0
         return self.checkpoint
@@ -163,7 +163,7 @@ class _Seen:
         self.state, self.step = state, step_of(state)
         self.grads: PyTree = None
         self.loss = math.nan
-        self.standing: Standing | None = None
+        self.loop_state: LoopState | None = None
         self.is_there = False  # at the goal, or where it ended before
         self.reason: BaseException | None = None
 
@@ -175,6 +175,6 @@ class _Seen:
             case StepMetrics():
                 self.loss = float(event.rows.values_of("loss")[-1])
             case SavePoint(due=True):
-                self.state, self.step, self.standing = event.state, event.step, event.standing
+                self.state, self.step, self.loop_state = event.state, event.step, event.loop_state
                 self.is_there, self.reason = True, event.reason
         return event

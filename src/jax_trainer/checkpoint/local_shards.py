@@ -1,0 +1,61 @@
+"""What one of several processes has to write of a state, kept apart from it: its parts of what is split over them.
+
+What all have whole, and is small, the lead alone writes. What is whole and large, all write a part of.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jax_trainer.checkpoint.leaves import Spec
+from jax_trainer.checkpoint.packing import LARGEST
+from jax_trainer.checkpoint.snapshot import have_room, is_on_cpu
+from jax_trainer.core import copied
+
+
+def local_shard(leaves: Mapping[str, Any], *, is_primary: bool) -> dict[str, Any]:
+    """The values of `leaves` as they are now, as far as this process is to write them."""
+    full = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
+    shared = {name: leaf for name, leaf in full.items() if is_shared(leaf)}
+    taken = _copies(shared)
+    if is_primary:
+        taken |= {name: _local_copy(leaf) for name, leaf in full.items() if name not in shared}
+    return taken
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether all processes write a part of `leaf`."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return False
+    return not leaf.is_fully_replicated or Spec.of(leaf).nbytes > LARGEST
+
+
+def _copies(shared: dict[str, Any]) -> dict[str, Any]:
+    if not shared:
+        return {}
+    if is_on_cpu(shared):
+        return jax.block_until_ready(copied(shared))  # several of these in flight can stop the devices for ever
+    if have_room(shared):
+        return copied(shared)
+    return {name: _on_host(leaf) for name, leaf in shared.items()}
+
+
+def _on_host(leaf: jax.Array) -> jax.Array:
+    """The same array in the memory of the host, each part beside its device: orbax takes only arrays of JAX."""
+    parts = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind="pinned_host"))
+        for shard in leaf.addressable_shards
+    ]
+    sharding = leaf.sharding.with_memory_kind("pinned_host")
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, jax.block_until_ready(parts))
+
+
+def _local_copy(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    return jnp.copy(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))

@@ -1,0 +1,141 @@
+"""The tape: the metrics of the last steps, packed into one small device buffer.
+
+Every scalar a step reports is a 32-bit word (or two) of one row; a step appends its row and drops the oldest.
+So a step hands one array to the next whatever it reports, nothing waits for the device, and the host reads many
+steps with one fetch. Bits travel, not rounded values: integers come back exactly. The last word of a row counts
+the rows, which numbers the batches of an evaluation for free. What is large, or has no fixed shape (CONCAT),
+stays off the tape and is handed out step by step.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_trainer.core.metric_accumulator import Column, Columns
+from jax_trainer.core.metrics import LogMetricMode, Metric, Metrics
+
+LARGEST_IN_BUFFER = 64  # elements of one metric; a confusion matrix of 8 classes still fits
+
+
+class Field(NamedTuple):
+    """Where one array lies in a row, and what it was."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The values of this field in `rows`, as float64 (integers are exact up to 2^53)."""
+        words = np.ascontiguousarray(rows[:, self.start : self.stop])
+        return words.view(self.dtype).reshape(len(rows), *self.shape).astype(np.float64)
+
+
+class MetricBufferFormat(NamedTuple):
+    """Which metric lies where in a row."""
+
+    metrics: dict[str, Metric]  # of Fields instead of arrays; the static options are kept
+    default_weight: Field
+    off_buffer: tuple[str, ...]
+    width: int
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> "MetricBufferFormat":
+        """The format that fits `metrics` (arrays, tracers or shapes)."""
+        position = 0
+
+        def field(array: Any) -> Field:
+            nonlocal position
+            dtype = np.dtype(_travel_dtype(array.dtype))
+            start, position = position, position + int(np.prod(array.shape)) * max(dtype.itemsize // 4, 1)
+            return Field(start, position, tuple(array.shape), dtype)
+
+        default_weight = field(_array_like(metrics.weight))
+        placed = {
+            name: metric.replace(
+                value=field(metric.value) if _fits(metric) else None,
+                weight=None if metric.weight is None else field(_array_like(metric.weight)),
+            )
+            for name, metric in metrics.by_name.items()
+        }
+        off_buffer = tuple(name for name, metric in metrics.by_name.items() if not _fits(metric))
+        return cls(placed, default_weight, off_buffer, position + 1)
+
+    def blank(self, length: int, sharding: Any = None) -> jax.Array:
+        """An empty tape that holds the last `length` steps."""
+        return jax.device_put(np.zeros((length, self.width), np.uint32), sharding)
+
+    def append(self, buffer: jax.Array, metrics: Metrics) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The tape after one more step, and what did not fit on it."""
+        if MetricBufferFormat.of(metrics) != self:
+            raise ValueError(
+                f"The reported metrics changed while training, from {_describe(self)} "
+                f"to {_describe(MetricBufferFormat.of(metrics))}. Report the same names, shapes and options for "
+                "every batch."
+            )
+        words = [_words(metrics.weight)]
+        for metric in metrics.by_name.values():
+            words += [_words(metric.value)] if _fits(metric) else []
+            words += [] if metric.weight is None else [_words(metric.weight)]
+        row = jnp.concatenate([*words, buffer[-1, -1:] + 1])
+        loose = {name: jnp.asarray(metrics.by_name[name].value) for name in self.off_buffer}
+        # a select, not a concatenation: into that the compiler would pull the reductions behind the row (5 % of a step)
+        is_last = jnp.arange(len(buffer))[:, None] == len(buffer) - 1
+        return jnp.where(is_last, row, jnp.roll(buffer, -1, axis=0)), loose
+
+    def read(self, rows: np.ndarray, loose: Sequence[dict[str, np.ndarray]]) -> Columns:
+        """The columns of consecutive steps out of their rows."""
+        default = self.default_weight.read(rows)
+        return {
+            name: Column(
+                metric.mode,
+                metric.log_freq,
+                metric.log_mode,
+                metric.value.read(rows) if metric.value else self._loose(name, metric.mode, loose),
+                default if metric.weight is None else metric.weight.read(rows),
+            )
+            for name, metric in self.metrics.items()
+        }
+
+    @staticmethod
+    def _loose(name: str, mode: LogMetricMode, loose: Sequence[dict[str, np.ndarray]]) -> Any:
+        values = [step[name] for step in loose]
+        return values if mode is LogMetricMode.CONCAT else np.stack(values).astype(np.float64)
+
+
+def rows_written(buffer: jax.Array) -> jax.Array:
+    """How many rows this tape has taken so far: the number of the batch at hand."""
+    return buffer[-1, -1]
+
+
+def _fits(metric: Metric) -> bool:
+    return metric.mode is not LogMetricMode.CONCAT and np.prod(metric.value.shape) <= LARGEST_IN_BUFFER
+
+
+def _array_like(weight: Any) -> Any:
+    return weight if hasattr(weight, "dtype") else jnp.asarray(weight)
+
+
+def _travel_dtype(dtype: Any) -> Any:
+    if dtype.itemsize == 8:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.float32
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint32
+
+
+def _words(value: Any) -> jax.Array:
+    array = jnp.asarray(value)
+    array = array.astype(_travel_dtype(array.dtype))
+    return lax.bitcast_convert_type(array, jnp.uint32).ravel()
+
+
+def _describe(fmt: MetricBufferFormat) -> str:
+    return ", ".join(
+        f"{name} ({metric.value.dtype}{list(metric.value.shape)})" if metric.value else f"{name} ({metric.mode.value})"
+        for name, metric in fmt.metrics.items()
+    )

@@ -1,0 +1,184 @@
+"""The host's side of the tape: reading windows of it, late, and folding the rows of many steps."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_trainer.core.metric_accumulator import Columns, MetricAccumulator, reported_in
+from jax_trainer.core.metric_buffer import MetricBufferFormat
+from jax_trainer.core.metrics import LogFreq, LogMode
+
+FOLD_AFTER = 4096  # steps whose rows are kept until they are folded
+WINDOW_SECONDS = 1.0  # how often numbers of slow steps arrive
+FOLD_BYTES = 64 * 2**20  # the same, of what is off the tape: large arrays do not pile up
+
+
+@dataclass(frozen=True)
+class MetricWindow:
+    """What the steps `first` … `last` reported: their rows, read when somebody asks."""
+
+    first: int
+    format: MetricBufferFormat
+    words: np.ndarray  # a row per step
+    off_buffer: tuple[dict[str, np.ndarray], ...] = ()  # per step, where the format has something off the tape
+
+    @property
+    def last(self) -> int:
+        """The number of the last step."""
+        return self.first + len(self.words) - 1
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The values, by metric."""
+        return self.format.read(self.words, self.off_buffer)
+
+    def values_of(self, name: str) -> Any:
+        """The values of one metric, without reading the others."""
+        field = self.format.metrics[name].value
+        return self.columns[name].values if field is None else field.read(self.words)
+
+    def split(self, after: int) -> tuple["MetricWindow", "MetricWindow"]:
+        """The steps up to and with `after`, and those later."""
+        cut = max(0, after + 1 - self.first)
+        head = replace(self, words=self.words[:cut], off_buffer=self.off_buffer[:cut])
+        return head, replace(self, first=self.first + cut, words=self.words[cut:], off_buffer=self.off_buffer[cut:])
+
+
+class WindowAccumulator:
+    """A `MetricAccumulator` over rows, of what is reported in `phase` at any of `freqs`.
+
+    It collects, and folds late: reading many rows costs hardly more than reading one.
+    """
+
+    def __init__(self, phase: LogMode, freqs: Iterable[LogFreq] = LogFreq) -> None:
+        self._phase, self._freqs, self._meter = phase, tuple(freqs), MetricAccumulator()
+        self._rows: list[MetricWindow] = []
+        self._steps = self._bytes = 0
+
+    def add(self, rows: MetricWindow) -> None:
+        """Takes in more steps."""
+        self._rows.append(rows)
+        self._steps += len(rows.words)
+        self._bytes += sum(array.nbytes for step in rows.off_buffer for array in step.values())
+        if self._steps >= FOLD_AFTER or self._bytes >= FOLD_BYTES:
+            self._fold()
+
+    def compute(self) -> dict[str, Any]:
+        """One value per metric; starts over."""
+        self._fold()
+        return self._meter.compute()
+
+    def state(self) -> dict[str, Any]:
+        """What was taken in since it last started over, folded; as plain data and arrays."""
+        self._fold()  # to the same bits as later
+        return self._meter.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state` gave, and nothing else."""
+        self._rows, self._steps, self._bytes = [], 0, 0
+        self._meter.load(state)
+
+    def _fold(self) -> None:
+        rows, self._rows, self._steps, self._bytes = self._rows, [], 0, 0
+        if rows:
+            words = np.concatenate([part.words for part in rows])
+            columns = rows[0].format.read(words, list(chain.from_iterable(part.off_buffer for part in rows)))
+            self._meter.add(reported_in(columns, self._phase, freqs=self._freqs))
+
+
+class _Window(NamedTuple):
+    first: int
+    last: int
+    buffer: jax.Array
+    off_buffer: list[Any]
+    dispatched: int
+
+
+class MetricReader:
+    """Reads a tape in windows that end at multiples of `every` steps, `lag` dispatches after they are over.
+
+    By then the device has long written them, so reading does not hold the device up.
+
+    Args:
+        fmt: of the tape.
+        every: the most steps of a window.
+        lag: dispatches between the end of a window and reading it.
+        adapts: windows begin with one step, grow, and stay so small that one arrives about every second, however slow
+            steps are. Several processes must not: they read at the same steps, whatever their clocks say.
+    """
+
+    def __init__(self, fmt: MetricBufferFormat, every: int, lag: int, *, adapts: bool = False) -> None:
+        self._format, self._every, self._lag = fmt, every, lag
+        self._adapts, self._size, self._read_at, self._read_to = adapts, 1 if adapts else every, 0.0, 0
+        self._closed: deque[_Window] = deque()
+        self._buffer: jax.Array | None = None
+        self._off_buffer: list[Any] = []
+        self._first = self._last = self._closes_at = self._dispatched = 0
+
+    def wrote(self, buffer: jax.Array, off_buffer: Any, step: int, steps: int, *, stacked: bool) -> None:
+        """Takes note that `steps` rows were dispatched, the last of them for `step`."""
+        if self._buffer is None:
+            self._first = step - steps + 1
+            multiple = -(-self._first // self._every) * self._every
+            self._closes_at = min(multiple, self._first + self._size - 1)
+        self._buffer, self._last = buffer, step
+        self._dispatched += 1
+        if self._format.off_buffer:
+            self._off_buffer.append((off_buffer, steps if stacked else None))
+        if step >= self._closes_at:
+            self._close()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a window closed long enough ago to be read."""
+        return bool(self._closed) and self._dispatched - self._closed[0].dispatched >= self._lag
+
+    def ready(self) -> Iterator[MetricWindow]:
+        """The windows that closed long enough ago."""
+        while self.has_news:
+            yield self._read(self._closed.popleft())
+
+    def flush(self) -> Iterator[MetricWindow]:
+        """All that was written so far; waits for the device."""
+        if self._buffer is not None:
+            self._close()
+        windows = [*self._closed]
+        self._closed.clear()
+        for _, parts in groupby(windows, lambda window: -(-window.first // self._every)):
+            first, *more = map(self._read, parts)
+            words = np.concatenate([first.words, *(rows.words for rows in more)]) if more else first.words
+            yield replace(
+                first, words=words, off_buffer=tuple(chain(first.off_buffer, *(rows.off_buffer for rows in more)))
+            )
+
+    def _close(self) -> None:
+        assert self._buffer is not None
+        with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
+            self._buffer.copy_to_host_async()
+        self._closed.append(_Window(self._first, self._last, self._buffer, self._off_buffer, self._dispatched))
+        self._buffer, self._off_buffer = None, []
+
+    def _read(self, window: _Window) -> MetricWindow:
+        words = jax.device_get(window.buffer)[window.first - window.last - 1 :]
+        if self._adapts:
+            self._adapt(window.last)
+        off_buffer = (_unstack(jax.device_get(block), steps) for block, steps in window.off_buffer)
+        return MetricWindow(window.first, self._format, words, tuple(chain.from_iterable(off_buffer)))
+
+    def _adapt(self, step: int) -> None:
+        """Chooses the next window's size by how long the steps since the last one took."""
+        now, steps = time.perf_counter(), step - self._read_to
+        wanted = WINDOW_SECONDS * steps / max(now - self._read_at, 1e-9) if self._read_at else self._every
+        self._size = max(1, min(2 * self._size, self._every, int(wanted)))
+        self._read_at, self._read_to = now, step
+
+
+def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:
+    return [block] if steps is None else [{k: v[i] for k, v in block.items()} for i in range(steps)]

@@ -1,0 +1,84 @@
+"""What a user means by `mesh=`, as a `Layout`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_trainer.core.layout import Layout
+from jax_trainer.core.mesh import AXES, LayoutError, checked_mesh, make_mesh, usual_batch_axes
+from jax_trainer.core.partitioning import Partitioning, checked_spec
+
+MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
+
+
+def resolve_layout(
+    given: MeshLike | None,
+    partitioning: Partitioning | None = None,
+    *,
+    batch_spec: PartitionSpec | None = None,
+) -> Layout | None:
+    """The layout of a run; None: one device holds everything.
+
+    Args:
+        given: a mesh; its sizes, as in `{"data": -1, "fsdp": 4}`; the shardings of the model (the same for every
+            parameter that it fits) and of the data; a layout, which is taken as it is; or None: all devices share each
+            batch if there are several processes, and otherwise one has it.
+        partitioning: how parameters are split, where `given` does not say so.
+        batch_spec: how batches are split, where `given` does not say so.
+    """
+    if given is None:
+        return _on(make_mesh(), partitioning, batch_spec) if jax.process_count() > 1 else None
+    if isinstance(given, Layout):
+        return given
+    if isinstance(given, Mapping):
+        mesh = _sized(given)
+        return None if mesh.size == 1 else _on(mesh, partitioning, batch_spec)
+    if isinstance(given, Mesh):
+        return _on(checked_mesh(given), partitioning, batch_spec)
+    return _by_shardings(given)
+
+
+def _on(mesh: Mesh, partitioning: Partitioning | None, batch_spec: PartitionSpec | None) -> Layout:
+    axes = usual_batch_axes(mesh) if batch_spec is None else _batch_axes(batch_spec)
+    return Layout(mesh=mesh, batch_axes=axes, param_spec=partitioning or Partitioning())
+
+
+def _sized(sizes: Mapping[str, int]) -> Mesh:
+    unknown = [name for name in sizes if name not in AXES]
+    if unknown:
+        raise LayoutError(
+            f"A mesh that is given by its sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For others, pass a "
+            "`jax.sharding.Mesh`."
+        )
+    return make_mesh(**dict(sizes), devices=jax.devices())
+
+
+def _by_shardings(shardings: Any) -> Layout:
+    several = isinstance(shardings, tuple | list)
+    kinds = [type(one).__name__ for one in shardings] if several else f"a {type(shardings).__name__}"
+    if kinds != ["NamedSharding"] * 2:
+        raise TypeError(
+            "Devices are given as a jax.sharding.Mesh, its sizes ({'data': -1}), a Layout, or two NamedShardings, of "
+            f"the model and of the data; got {kinds}."
+        )
+    of_model, of_data = shardings
+    if of_model.mesh != of_data.mesh:
+        raise LayoutError(f"Both `shardings` must have the same mesh, got {of_model.mesh} and {of_data.mesh}.")
+    mesh = checked_mesh(of_model.mesh)
+
+    def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        try:
+            return checked_spec(of_model.spec, path, shape, mesh, "The sharding of the model")
+        except LayoutError:  # it does not fit this parameter
+            return PartitionSpec()
+
+    return Layout(mesh=mesh, batch_axes=_batch_axes(of_data.spec), param_spec=spec)
+
+
+def _batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    first, *others = spec if len(spec) else (None,)
+    if any(other is not None for other in others):
+        raise LayoutError(f"{spec} splits more than the first dimension of a batch. Name axes for that only.")
+    return () if first is None else (first,) if isinstance(first, str) else tuple(first)

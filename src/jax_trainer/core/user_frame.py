@@ -1,0 +1,219 @@
+"""What a failure in the user's code is reported with: the line, what the batch looks like, and the likely cure."""
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jax_trainer.core.metrics import Batch
+
+Error = TypeVar("Error", bound=BaseException)
+
+MOST_LEAVES = 12  # of a batch that a message describes
+_paths = sysconfig.get_paths()
+# jax and flax may be installed anywhere that is on the path; what is installed is not the user's own
+_OTHERS = tuple({str(Path(path)) for path in (_paths["stdlib"], _paths["purelib"], _paths["platlib"])})
+_OURS = str(Path(__file__).parent.parent)
+
+IN_UPDATE = "This happened in the optimizer's update."
+_OF_UPDATE = (
+    "Look at how the optimizer was made: with numbers or schedules, `optax.adam(1e-3)`, never with text; and, if it "
+    "has a state already, for the parameters of this model."
+)
+_COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes, but no values."
+# what an error of JAX, Flax or Optax most often comes from, by its type and text; the first that matches counts
+_CURES = {
+    "TracerArrayConversionError": f"{_COMPILED} Compute with `jax.numpy` (`jnp.…`) instead of numpy.",
+    "TracerBoolConversionError": (
+        f"{_COMPILED} Write `jnp.where(condition, a, b)` or `jax.lax.cond` instead of `if`, `and`, `or`, `not`."
+    ),
+    "TracerIntegerConversionError|NonConcreteBooleanIndexError": (
+        f"{_COMPILED} Sizes and Python indices must be known; use `jnp.where`, or take them from a shape."
+    ),
+    "ConcretizationTypeError": (
+        f"{_COMPILED} Leave out `float(…)`, `int(…)`, `.item()` and `.tolist()`: return the array itself."
+    ),
+    "UnexpectedTracerError": (
+        "An array of an earlier traced step was kept, for example on `self`. Return what is to be kept as a metric, or "
+        "as state of the model."
+    ),
+    r"subdtype of .*numpy\.integer.*got (?:float|bool)": (
+        "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
+    ),
+    r"subdtype of .*numpy\.floating.*got u?int": (
+        "Floats are expected here, and these are integers: are the arguments swapped?"
+    ),
+    r"ScopeParamShapeError|dot_general requires contracting dimensions": (
+        "The layer was made for inputs of another width than those of this batch. Give it the right number of "
+        "features, or flatten the inputs: `x.reshape(len(x), -1)`."
+    ),
+    r"indices and arr must have the same number of dimensions|with_integer_labels": (
+        "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
+        "many, and `labels.argmax(-1)` for one-hot labels."
+    ),
+    r"axis \d+ is out": (
+        "Integer labels have the shape of the logits without the last axis. Flatten or pool inside of the model "
+        "(`x.reshape(len(x), -1)`, `x.mean((1, 2))`) where it returns more axes than [n, classes]."
+    ),
+    r"[Ii]ncompatible shapes.*\((\d+),\), \(\1, \d+\)|[Ii]ncompatible shapes.*\((\d+), \d+\), \(\2,\)": (
+        "Outputs [n, k] do not go with targets [n]. For integer labels use "
+        "`optax.softmax_cross_entropy_with_integer_labels`, or `jax.nn.one_hot(labels, k)`; for one number per example "
+        "give the model one output, and squeeze it."
+    ),
+    r"[Ii]ncompatible shapes|must have the same shape|shapes must be equal|[Ss]hape mismatch": (
+        "The arrays in this line do not go together: compare the shapes of what the model returns with those of the "
+        "targets. Predictions [n, 1] against targets [n] want `predictions.squeeze(-1)`."
+    ),
+    r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
+        "Something here is None: does the model's call, or a function, lack its `return`?"
+    ),
+    r"'(tuple|list|dict)' object has no attribute '(?:input|target)'": (
+        "Batches of this trainer have `input` and `target`, as `SupervisedBatch` does, and this one is a {0}. Give "
+        "such batches, or override `batch_to_input` and the loss."
+    ),
+    r"'(?:tuple|list|dict)' object has no attribute '(?:apply_fn|params|batch_stats)'": (
+        "A batch stands where a state is expected: are the arguments in another order? It is `(state, batch)`."
+    ),
+    r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
+    r"Gradient only defined for scalar-output functions": (
+        "The loss that gradients are taken of must be one number: take its mean; and if it comes with metrics, pass "
+        "`has_aux=True`."
+    ),
+    r"grad requires real-valued outputs|grad requires real- or complex-valued|is not a valid JAX type": (
+        "The loss that gradients are taken of must be a real floating point number: counts, `argmax`, comparisons and "
+        "text have no gradient."
+    ),
+    r"(use_running_average|deterministic)\" must be passed": (
+        "Give the model's `__call__` a parameter `train: bool`, and pass `{0}=not train` to the layer: the trainer "
+        "sets `train`."
+    ),
+    r"no `rngs` argument was provided": "Make the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
+    r"unsupported format string passed to \w*Tracer": (
+        f"{_COMPILED} Print with `jax.debug.print`, or report the value as a metric."
+    ),
+    r"collection \"params\"": (
+        'Parameters are one collection of several: `model.apply({{"params": params}}, x)`, and an `init` returns them '
+        'as `{{"params": …}}`.'
+    ),
+    r"ScopeCollectionNotFound|ModifyScopeVariableError": (
+        'Pass the model all of its collections, and say which may change: `model.apply({{"params": params, '
+        '"batch_stats": …}}, x, mutable=["batch_stats"])`; `self.model_linen_apply` and `state.apply` do so.'
+    ),
+    r"ApplyScopeInvalidVariablesStructureError": (
+        'What `model.init` returns are all collections; `params` is one of them: `params=variables["params"]`.'
+    ),
+    r"InvalidRngError": (
+        'Pass the model its random keys: `model.apply(…, rngs={{"dropout": rng}})`; `self.model_linen_apply` and '
+        "`state.apply` do so."
+    ),
+    r"TraceContextError": (
+        "A step may change only what it is given. It returns the gradients, and the optimizer is updated with them "
+        "afterwards: leave out `optimizer.update(…)`."
+    ),
+    r"__call__\(\) got multiple values|__call__\(\) takes": (
+        "The model is called with the inputs, and there are more of them than it takes: leave out the targets."
+    ),
+    r"__call__\(\) missing": (
+        "The model is called with the inputs alone, and told whether it trains where it has a parameter `train`. Give "
+        "its other parameters a default, or call it in a loss of your own."
+    ),
+    r"mismatch in size of old and new data-descriptor": (
+        "A tuple stands where an array is expected: take apart what a call returns, as in "
+        "`logits, mutable = self.model_linen_apply(…)`."
+    ),
+    r"(tuple|list) indices must be integers": (
+        "A {0} is used as if it had names. If it is the batch, take it apart, `x, y = batch`, or give dicts."
+    ),
+    r"CallCompactUnboundModuleError": "Pass the module's method instead of the module: `model.apply`, `model.init`.",
+    r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
+}
+
+
+def with_user_frame(error: Error, batch: Batch = None) -> Error:
+    """`error` with first notes that say where in the user's code it was raised, on what batch, and the likely cure.
+
+    It stays as it is where it was not raised in the user's code; of the batch only shapes and dtypes are named.
+    """
+    notes = getattr(error, "__notes__", [])
+    added = [_user_frame(error), "" if batch is None else f"The batch: {described(batch)}.", _cure(error)]
+    new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
+    if new:
+        error.__notes__ = [*new, *notes]
+    return error
+
+
+@contextmanager
+def explaining(batch: Batch = None) -> Iterator[None]:
+    """Adds to whatever is raised inside what `with_user_frame` adds."""
+    try:
+        yield
+    except Exception as error:
+        with_user_frame(error, batch)
+        raise
+
+
+@contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Adds `text` to whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
+
+
+def described(batch: Batch) -> str:
+    """The shapes and dtypes of a batch.
+
+    >>> import numpy as np
+    >>> described((np.zeros((8, 4), np.float32), np.zeros(8, np.int32)))
+    'batch[0] float32[8, 4], batch[1] int32[8]'
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    told = [f"batch{jax.tree_util.keystr(path)} {_kind(leaf)}" for path, leaf in leaves[:MOST_LEAVES]]
+    more = [f"and {len(leaves) - MOST_LEAVES} more"] if len(leaves) > MOST_LEAVES else []
+    return ", ".join([*told, *more]) or "nothing"
+
+
+def _kind(leaf: Any) -> str:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+    return f"a {type(leaf).__name__}"
+
+
+def _user_frame(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f'In your code: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
+
+
+def _cure(error: BaseException) -> str:
+    if IN_UPDATE in getattr(error, "__notes__", []):
+        return f"Likely cure: {_OF_UPDATE}"
+    of_others = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
+    of_others |= "__call__()" in str(error)  # of a model, which Python could not call
+    if _raised_here(error) and not of_others:
+        return ""  # our own messages name the cure; the frames of Flax and JAX may be hidden
+    text = f"{type(error).__name__}: {error}"
+    for pattern, cure in _CURES.items():
+        if found := re.search(pattern, text):
+            return f"Likely cure: {cure.format(*found.groups())}"
+    return ""
+
+
+def _raised_here(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_OURS)
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    is_made = file == "<string>" and frame.name.startswith("__")  # a method that `dataclass` has made
+    return not (is_made or file.startswith((*_OTHERS, _OURS, "<frozen")) or "site-packages" in file)

@@ -1,0 +1,240 @@
+"""Dispatching training steps and collecting what they report."""
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_trainer.core import (
+    Batch,
+    BatchChangedError,
+    CompiledProgram,
+    FlatState,
+    LogFreq,
+    LogMode,
+    MetricReader,
+    MetricWindow,
+    NonFiniteError,
+    WindowAccumulator,
+    resized,
+    with_user_frame,
+)
+from jax_trainer.datasets import (
+    ArrayLoader,
+    BatchIterator,
+    Data,
+    DataError,
+    DataSource,
+    RowLoader,
+    StepBatch,
+    in_words,
+    resident_loader,
+)
+from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.engine.batches import Ready, check_divides, step_batches, steps_per_call, train_batches
+from jax_trainer.engine.plan import Plan
+
+READ_AFTER = 8  # steps between the end of a window of metrics and reading it: by then it is written
+
+
+class StepDispatcher:
+    """Dispatches training steps and collects what they report."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
+        self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
+        self._train_data = data.train
+        # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
+        self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
+        self._advance, self._store = program.flat_train_step, ()
+        self._rows = data_source  # where what is dispatched comes from: batches, or which rows of the store make them
+        self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        if self._loader is not None:
+            self._advance, self._store = program.flat_train_step_from, (program.store(self._loader.arrays),)
+            self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
+        self._buffer: Any = None
+        self._reader: MetricReader | None = None
+        self._meter = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
+        self._in_flight = InFlight(program, plan)
+        self._epoch = self._number = self._opened_at = 0
+
+    def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
+        """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
+        self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a step's batch, less the step's
+
+        def making(ready: Ready) -> Generator[StepBatch, None, None]:
+            return step_batches(
+                lambda: self._rows.open(epoch, epoch_step),
+                self._plan,
+                step,
+                epoch_step,
+                self._data_source.length,
+                self._chunk,
+                ready,
+                self._plan.skipped_in(epoch),
+            )
+
+        return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, making)
+
+    def dispatch(self, held: FlatState, taken: StepBatch, step: int) -> tuple[FlatState, Any]:
+        """Sends the steps after `step` to the device; returns the state after them and their gradients."""
+        batch, steps, stacked = taken[:3]
+        self._number, self._program.describe_batch = taken.number, self.where
+        try:
+            reader = self._reader or self._prepare(held, taken)
+            if stacked:
+                held, buffer, (loose, grads) = self._program.flat_train_chunk(
+                    held, self._buffer, batch, steps, *self._store
+                )
+            else:
+                held, buffer, (loose, grads) = self._advance(held, self._buffer, batch, *self._store)
+        except Exception as error:
+            raise with_context(error, self.where(), self._sample(taken))  # noqa: B904 - the same error, with a note
+        self._buffer = buffer
+        reader.wrote(buffer, loose, step + steps, steps, stacked=stacked)
+        self._in_flight.add(buffer)
+        return held, grads
+
+    @property
+    def last_dispatched(self) -> jax.Array:
+        """Is there when the last step that was dispatched is done."""
+        return self._buffer
+
+    @property
+    def notice(self) -> str:
+        """What else there is to say about how steps are dispatched."""
+        if self._chunk == 1 or not self._program.steps_one_by_one:
+            return ""
+        return (
+            "On the CPU, XLA runs convolutions inside a loop of steps about 20 times slower, so the "
+            f"{self._chunk} steps of a call are dispatched one by one. On an accelerator they go in one."
+        )
+
+    def where(self) -> str:
+        """The batch that was dispatched last, in words."""
+        return in_words(self._number, self._epoch, self._data_source.name)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether metrics of earlier steps can be read without waiting."""
+        return self._reader is not None and self._reader.has_news
+
+    def read(self, *, wait: bool) -> Iterator[Any]:
+        """The metrics that have arrived (or all, waiting for the device), checked and added to the epoch's."""
+        if self._reader is None:
+            return
+        for rows in self._reader.flush() if wait else self._reader.ready():
+            self._check(rows)
+            self._meter.add(rows)
+            yield rows
+
+    def epoch_metrics(self) -> dict[str, Any]:
+        """The metrics of the epoch that ends here."""
+        return self._meter.compute()
+
+    def metrics_state(self) -> dict[str, Any]:
+        """What the epoch's metrics are folded into so far."""
+        return self._meter.state()
+
+    def load_metrics(self, meter: Mapping[str, Any]) -> None:
+        """Goes on with the metrics of an epoch that was begun before."""
+        if meter:
+            self._meter.load(meter)
+
+    def _check(self, rows: MetricWindow) -> None:
+        try:
+            for check in self._program.checks:
+                check(rows)
+        except NonFiniteError as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: NonFiniteError) -> NonFiniteError:
+        """The error, saying what is wrong with the batch, if something is and the batch can be had again."""
+        number = self._opened_at + error.step - 1
+        batch = None if self._plan.skipped_in(self._epoch) else self._again(number)
+        if batch is None:
+            if self._program.index_ranges:
+                error.add_note(f"Labels and token ids out of range read NaN: {self._program.index_ranges}.")
+            return error
+        wrong = batch_faults(self._program, batch)
+        if not wrong:
+            return error
+        where = in_words(number, self._epoch, self._data_source.name)
+        found, _, _ = str(error).partition(". ")  # without the advice, which is for clean data
+        return NonFiniteError(f"{found}. In {where}, {wrong}", step=error.step)
+
+    def _again(self, number: int) -> Batch | None:
+        """A batch of this epoch once more, where that costs next to nothing."""
+        if isinstance(self._train_data, ArrayLoader):
+            return next(iter(self._train_data.epoch(self._epoch, number)), None)
+        if isinstance(self._train_data, list | tuple) and number < len(self._train_data):
+            return as_arrays(self._train_data[number], copy=False)
+        return None
+
+    def _prepare(self, held: FlatState, taken: StepBatch) -> MetricReader:
+        """Lays out the tape for what a step on such a batch reports; once, before the first step."""
+        batch = self._sample(taken)
+        check_divides(self._program.layout, batch, self.where())
+        fmt, self._buffer = self._program.train_buffer(held.state, batch, self._every + self._chunk - 1)
+        if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
+            self._program.check_indices(self._train_data.arrays)
+        self._reader = MetricReader(
+            fmt, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1
+        )
+        return self._reader
+
+    def _sample(self, taken: StepBatch) -> Batch:
+        """A batch that looks like each of those in `taken`."""
+        batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
+        if self._loader is None:
+            return batch
+        # these are rows; any batch of this size will do
+        return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
+
+
+def batch_faults(program: CompiledProgram, batch: Batch) -> str:
+    """What in a batch can make a loss not finite, and the cure; empty if nothing can."""
+    bad = [
+        f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
+    ]
+    cure = "Clean the data, or mask what is missing."
+    return f"{'; '.join(bad)}. {cure}" if bad else program.out_of_range(batch)
+
+
+class InFlight:
+    """Bounds how many dispatches wait for the devices: several CPU devices deadlock when too many do."""
+
+    def __init__(self, program: CompiledProgram, plan: Plan) -> None:
+        several = program.layout is not None and program.layout.mesh.size > 1
+        self._limit = plan.max_in_flight if several else None
+        self._waiting: deque[jax.Array] = deque()
+        self._last: Any = None
+
+    def is_empty(self) -> bool:
+        """Whether the devices have nothing left to do."""
+        return self._last is None or self._last.is_ready()
+
+    def add(self, buffer: jax.Array) -> None:
+        """One more dispatch, which writes to `tape`."""
+        self._last = buffer
+        if self._limit is not None:
+            self._waiting.append(buffer)
+            if len(self._waiting) > self._limit:
+                self._waiting.popleft().block_until_ready()
+
+
+def with_context(error: Exception, where: str, batch: Batch) -> Exception:
+    """The error, saying in which line of the user's code and on which batch it happened."""
+    if isinstance(error, BatchChangedError):
+        changed = DataError(f"The {where} differs from those before it: {error}")
+        changed.__cause__ = error
+        return changed
+    with_user_frame(error, batch).add_note(f"This happened on {where}.")
+    return error
+
+
+def _devices(program: CompiledProgram) -> list[Any]:
+    return jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]

@@ -1,0 +1,59 @@
+"""A model is told whether it trains, by whatever name its call has for it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from jax_trainer import TrainLoop, TrainTask, fit
+from jax_trainer.adapters.mode import mode_flags
+
+X, Y = np.ones((8, 4), np.float32), np.arange(8) % 3
+SEEN: list[Any] = []
+
+
+class Training(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, training: bool = False) -> jax.Array:
+        SEEN.append(training)
+        return nn.Dense(3)(x)
+
+
+class IsTraining(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
+        SEEN.append(is_training)
+        return nn.Dense(3)(x)
+
+
+class Deterministic(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        SEEN.append(not deterministic)
+        return nn.Dense(3)(x)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.parametrize("kind", [Training, IsTraining, Deterministic])
+@pytest.mark.parametrize("style", ["fit", "TrainLoop"])
+def test_a_call_is_told_whether_it_trains(kind: type[nn.Module], style: str, tmp_path: Any):
+    SEEN.clear()
+    model, tx = kind(), optax.sgd(0.1)
+    if style == "fit":
+        options = {"num_epochs": 1, "progress": False, "tensorboard": False, "log_dir": tmp_path}
+        fit(model, (X, Y), (X, Y), loss_fn=cross_entropy, optimizer=tx, **options)
+    else:
+        task = TrainTask(apply=model.apply, optimizer=tx, loss=cross_entropy, data=[(X, Y)])
+        list(TrainLoop(init=model.init, task=task, n_steps=1, stdout=False))
+    assert {*SEEN} == {True, False}
+
+
+def test_what_has_no_default_is_told_when_a_model_is_initialised():
+    assert mode_flags(Training().init, train=False, only_required=True) == {}
+    assert mode_flags(Deterministic().init, train=False, only_required=True) == {"deterministic": True}

@@ -1,0 +1,60 @@
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jax_trainer.checkpoint import disk, disk_check
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import TrainState
+
+STATE = TrainState(jnp.int32(3), {"w": jnp.zeros((1000, 100))}, {}, (), jnp.zeros(2, jnp.uint32), {})
+
+
+def prepare(folder: Path) -> None:
+    CheckpointStore(folder).prepare(STATE)
+
+
+def test_the_folder_is_made_private_and_left_empty(tmp_path):
+    prepare(tmp_path / "run" / "checkpoints")
+    assert (tmp_path / "run" / "checkpoints").stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_file_in_its_place_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file is a file, and no folder"):
+        prepare(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"No checkpoint can be written to .*file/checkpoints: Not a directory"):
+        prepare(tmp_path / "file" / "checkpoints")
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error():
+    with pytest.raises(CheckpointError, match=r"No checkpoint can be written to /proc/nowhere/checkpoints: .*Choose"):
+        prepare(Path("/proc/nowhere/checkpoints"))  # not even root can
+
+
+def test_too_little_room_is_an_error_with_the_sizes(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=300_000)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"needs about 466 kB \(465548 bytes\), and 300 kB \(300000 byt"):
+        prepare(tmp_path)
+    assert 400_012 + disk_check._BESIDES == 465_548
+
+
+def test_a_folder_that_everybody_may_write_to_is_told_of(tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        prepare(tmp_path)
+    [warning] = caplog.records
+    assert f"Everybody may write to {tmp_path}" in warning.getMessage()
+
+
+def test_what_a_dead_process_left_is_swept(tmp_path):
+    left = tmp_path / ".partial-0123abcd-7-x"
+    left.mkdir()
+    os.utime(left, (1e9, 1e9))
+    prepare(tmp_path)
+    assert not left.exists()

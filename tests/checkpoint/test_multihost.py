@@ -1,0 +1,507 @@
+"""Real processes that save and restore checkpoints together, and what one process makes of these."""
+
+import errno
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pairs
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_trainer.checkpoint.failures import MultiHostError
+from jax_trainer.checkpoint.multihost import HostBarrier, probe_all
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import TrainState
+from jax_trainer.datasets import DataError, DataSource, Position
+from jax_trainer.processes import ProcessGroup
+from jax_trainer.testing import assert_same_bits
+
+AT = Position(2, 7)
+
+# how each array is split over the devices; "local": every process has it to itself
+SPLIT = {
+    "split": ("data",),
+    "split_twice": ("data", "fsdp"),
+    "large_split": (None, ("data", "fsdp")),
+    "large_whole": (),
+    "small_whole": (),
+    "one": (),
+    "none": (),
+    "host": "local",
+    "large_host": "local",
+    "device": "local",
+    "committed": "local",
+}
+
+
+def values() -> dict[str, np.ndarray]:
+    """What the processes save, before a step is added to it."""
+    draw = np.random.default_rng(0).standard_normal
+    shapes = {
+        "split": (8, 3),
+        "split_twice": (4, 4, 3),
+        "large_split": (300, 80),
+        "large_whole": (200, 130),
+        "small_whole": (7,),
+        "one": (),
+        "none": (0, 3),
+        "host": (3,),
+        "large_host": (130, 140),
+        "device": (5,),
+        "committed": (6,),
+    }
+    return {name: np.asarray(draw(shape), np.float32) for name, shape in shapes.items()}
+
+
+COMMON = """
+import json, os, time
+from pathlib import Path
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_trainer.checkpoint import content, shares
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
+from jax_trainer.core import TrainState
+from jax_trainer.core.failpoints import arm
+from jax_trainer.datasets import DataError, DataSource, Position
+from jax_trainer.processes import peers
+
+FOLDER, SPLIT, GIVEN = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
+us, AT = peers(), Position(2, 7)
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+MESH = mesh_of(data=2, fsdp=2)
+def at(*spec, mesh=None):
+    return NamedSharding(mesh or MESH, P(*[tuple(one) if isinstance(one, list) else one for one in spec]))
+
+def put(value, sharding):
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+def placed(name, value, mesh, split):
+    if SPLIT[name] != "local":
+        return put(value, at(*(SPLIT[name] if split else ()), mesh=mesh))
+    if name == "committed":
+        return jax.device_put(value, jax.local_devices()[1])
+    return jnp.asarray(value) if name == "device" else value
+
+def state(step, mesh=None, split=True):
+    params = {name: placed(name, value + np.float32(step), mesh, split) for name, value in GIVEN.items()}
+    params["bf16"] = params["small_whole"].astype(jnp.bfloat16)
+    whole, spread = at(mesh=mesh), at("data", mesh=mesh) if split else at(mesh=mesh)
+    one = jax.random.wrap_key_data(put(np.array([3, step], np.uint32), whole))
+    many = jax.random.wrap_key_data(put(np.arange(8, dtype=np.uint32).reshape(4, 2) + np.uint32(step), spread))
+    return TrainState(put(np.int32(step), whole), params, {}, {"one": one, "many": many}, put(np.arange(2), whole), {})
+
+def abstract(tree):
+    def of(leaf):
+        if isinstance(leaf, np.ndarray) or leaf.is_fully_addressable:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return jax.tree.map(of, tree)
+
+def same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted)):
+        assert type(one) is type(other) and (one.dtype, one.shape) == (other.dtype, other.shape), path
+        if isinstance(one, np.ndarray):
+            assert one.tobytes() == other.tobytes(), path
+            continue
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim), (path, one.sharding, other.sharding)
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        for mine, yours in zip(one.addressable_shards, other.addressable_shards):
+            assert np.asarray(mine.data).tobytes() == np.asarray(yours.data).tobytes(), path
+
+def failure(work):
+    try:
+        work()
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+def say(what, answer=None):
+    print(json.dumps([what, answer]), flush=True)
+"""
+
+
+def state(step: int, sharding: dict[str, NamedSharding] | None = None) -> TrainState:
+    """What the processes save, in one process."""
+    params: dict[str, Any] = {name: value + np.float32(step) for name, value in values().items()}
+    params = {name: value if "host" in name else jnp.asarray(value) for name, value in params.items()}
+    params["bf16"] = params["small_whole"].astype(jnp.bfloat16)
+    params |= {name: jax.device_put(params[name], place) for name, place in (sharding or {}).items()}
+    one = jax.random.wrap_key_data(jnp.array([3, step], jnp.uint32))
+    many = jax.random.wrap_key_data(jnp.arange(8, dtype=jnp.uint32).reshape(4, 2) + jnp.uint32(step))
+    return TrainState(jnp.int32(step), params, {}, {"one": one, "many": many}, jnp.arange(2), {})
+
+
+def numbers(tree: Any) -> Any:
+    """The same with the words of typed keys in place of these."""
+    return jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, tree
+    )
+
+
+def shardings(devices: int) -> dict[str, NamedSharding]:
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    specs = {"split": PartitionSpec("data"), "large_split": PartitionSpec(None, "data")}
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+SAVING = """
+store = CheckpointStore(FOLDER, keep_latest=2, monitor="loss", patience=60)
+store.prepare(state(0))
+say("made", names(FOLDER))
+store.save(state(1), AT, {"loss": 0.1}, callbacks={"who": {"index": us.index}}, run=lambda: {"lead": us.index})
+found, saved = store.restore("latest", state(0))
+same(found, state(1))
+say("saved", [saved.step, saved.callbacks, saved.run, saved.metrics, store.verify(saved.path)])
+
+for mesh, split in ((None, True), (mesh_of(all=4), False), (mesh_of(data=1, fsdp=4), True)):
+    same(store.restore("latest", abstract(state(0, mesh, split)))[0], state(1, mesh, split))
+same(store.restore("latest", state(0, mesh_of(data=4, fsdp=1)))[0], state(1, mesh_of(data=4, fsdp=1)))
+
+for step, loss in ((2, 0.3), (3, 0.2), (4, 0.4)):
+    store.save(state(step), AT, {"loss": loss}, wait=False)
+store.wait()
+best, latest = store.best(), store.latest()
+say("kept", [store.steps(), best.step, latest.step, names(FOLDER)])
+say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.listed()])
+
+if us.is_primary:
+    file = max((store.folder / "step_00000004").rglob("*"), key=lambda file: file.stat().st_size)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+us.everyones("damaged")
+found, saved = store.restore("latest", state(0))
+same(found, state(3))
+say("passed over", saved.step)
+say("refused", [failure(lambda: store.restore(which, state(0))) for which in (4, 7, "no such")])
+say("does not fit", failure(lambda: store.restore(3, state(0).replace(params={}))))
+like = state(0).replace(params={}) if us.index else state(0)
+say("does not fit one", failure(lambda: store.restore(3, like)))
+store.goes_on_from(saved)
+say("went back", store.steps())
+store.save(state(5), AT, {"loss": 0.5})
+store.completed()
+say("completed", [store.steps(), names(FOLDER)])
+
+def without_split(step):
+    now = state(step)
+    return now.replace(params={"small_whole": now.params["small_whole"]}, opt_state={})
+
+small = CheckpointStore(FOLDER.parent / "small", patience=60)
+small.save(without_split(1), AT, {})
+same(small.restore("latest", without_split(0))[0], without_split(1))
+say("nothing is split", small.steps())
+
+slim = CheckpointStore(FOLDER.parent / "slim", keep_latest=1, monitor="loss", weights_only_best=True, patience=60)
+for step in (1, 2):
+    slim.save(state(step), AT, {"loss": step})
+weights = ("step", "params", "model_state", "rng", "extra")
+same(slim.restore("best", state(0), only=weights)[0], state(1).replace(opt_state=state(0).opt_state))
+say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.listed()]])
+
+shares.is_on_cpu, kept = lambda _: False, shares.is_on_cpu  # and no device says that it has room
+small.save(state(2), AT, {})
+shares.is_on_cpu = kept
+same(small.restore("latest", state(0))[0], state(2))
+small.save(state(3), Position(2, 7, {"drawn": [us.index, 5]}), {})
+say("position", small.restore("latest", state(0))[1].position.state)
+"""
+
+FAILING = """
+FOLDER = FOLDER.parent / "failing"
+
+def failing(step, spec, process):
+    arm(spec if us.index == process else None)
+    store.save(state(step), AT, {}, wait=False)
+    store.check()
+    told = failure(store.wait)
+    arm(None)
+    store.check()
+    us.everyones("to look")
+    found = names(FOLDER)
+    us.everyones("looked at")
+    return [told, found]
+
+same(CheckpointStore(FOLDER.parent / "of one", patience=60).restore("latest", state(0))[0], state(9))
+
+store = CheckpointStore(FOLDER, patience=60)
+store.save(state(1), AT, {})
+say("raised", failing(2, "mid_array:raise", 1))
+say("in the lead", failing(2, "before_rename:enospc", 0))
+say("passed", failing(2, "mid_array:eio", 1))
+say("lead passed", failing(3, "before_manifest:eio", 0))
+def no_room(arrays):
+    raise MemoryError("no room for the pack")
+
+if us.is_primary:
+    content.packed, kept = no_room, content.packed
+say("before the arrays", failing(4, None, 0)[0])
+if us.is_primary:
+    content.packed = kept
+bad = state(4).replace(params={"text": "none"}) if us.index else state(4)
+say("absent", failure(lambda: store.save(bad, AT, {})))
+say("other steps", failure(lambda: store.save(state(4 + us.index), AT, {})))
+store.save(state(4), AT, {})
+same(store.restore("latest", state(0))[0], state(4))
+say("went on", store.steps())
+
+hasty = CheckpointStore(FOLDER, patience=1)
+arm("mid_array:sleep=2.5" if us.index else None)
+say("late", failure(lambda: hasty.save(state(5), AT, {})))
+arm(None)
+us.everyones("to go on")
+store.save(state(5), AT, {})
+say("found each other again", [store.steps(), names(FOLDER)])
+(FOLDER.parent / "file").touch()
+say("no folder", failure(lambda: CheckpointStore(FOLDER.parent / "file", patience=60).prepare(state(0))))
+
+def on_devices(step):
+    now = state(step)
+    return now.replace(params={name: now.params[name] for name in now.params if SPLIT.get(name) != "local"})
+
+def one_step(now):
+    new = {name: leaf * 2 for name, leaf in now.params.items()}
+    return now.replace(step=now.step + 1, params=new), now.params["split"].sum()
+
+step, now, count = jax.jit(one_step, donate_argnums=0), on_devices(10), 0
+store.prepare(now)
+arm("before_manifest:sleep=0.5" if us.is_primary else None)
+for number in range(2):
+    wanted = jax.tree.map(jnp.copy, now)
+    store.save(now, AT, {}, wait=False)
+    for _ in range(20):
+        now, total = step(now)
+        total.block_until_ready()
+        count += us.everyones("is it saving", str(int(store.is_saving)))[0] == "1"
+    store.wait()
+    same(store.restore("latest", on_devices(0))[0], wanted)
+say("trained meanwhile", [count >= 20, store.steps()])
+
+others = [CheckpointStore(FOLDER.parent / name, patience=60) for name in ("left", "right")]
+for step in (1, 2, 3):
+    for other in others:
+        other.save(state(step), AT, {}, wait=False)
+for other in others:
+    other.wait()
+    same(other.restore("latest", state(0))[0], state(3))
+say("two at once", [other.steps() for other in others])
+"""
+
+KILLED = """
+FOLDER = FOLDER.parent / "killed"
+victim, spec = int(arguments[3]), arguments[4]
+CheckpointStore(FOLDER, patience=60).save(state(1), AT, {})
+store = CheckpointStore(FOLDER, keep_latest=1, patience=3)
+arm(spec if us.index == victim else None)
+began = time.monotonic()
+told = failure(lambda: store.save(state(2), AT, {}))
+say("missed", [told, time.monotonic() - began])
+os._exit(0)
+"""
+
+
+@dataclass
+class Spoken:
+    """What two processes said, and where they saved."""
+
+    folder: Path
+    lead: dict[str, Any]
+    other: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory) -> Spoken:
+    """One pair of processes for all of this: it takes a while until they have found each other."""
+    folder = tmp_path_factory.mktemp("together")
+    CheckpointStore(folder / "of one").save(state(9), AT, {})
+    ended = run(folder, SAVING + FAILING + KILLED, 1, "mid_array:kill")
+    assert ended[0].code == 0, ended[0].err
+    return Spoken(folder, *(dict(map(json.loads, pairs.lines(one))) for one in ended))
+
+
+def run(folder: Path, text: str, victim: int, spec: str) -> list[pairs.Ended]:
+    """Runs `text` in two processes, of which one kills itself at a point of the second save of `KILLED`."""
+    np.savez(folder / "values.npz", allow_pickle=False, **values())
+    given = (str(folder / "checkpoints"), json.dumps(SPLIT), str(folder / "values.npz"))
+    ended = pairs.ended(pairs.start(COMMON + text, *given, str(victim), spec, devices=2))
+    assert ended[victim].code == -9, "\n".join(one.out + one.err for one in ended)
+    return ended
+
+
+def left(folder: Path) -> list[int]:
+    """Which checkpoints are there after a process was killed while it saved the second one; the last must be whole."""
+    store = CheckpointStore(folder / "killed")
+    steps = store.steps()
+    assert_same_bits(numbers(store.restore("latest", state(0))[0]), numbers(state(steps[-1])))
+    store.save(state(3), AT, {})
+    assert all(re.fullmatch(r"step_\d+", path.name) for path in store.folder.iterdir())
+    return steps
+
+
+def test_two_processes_save_and_restore_one_checkpoint_and_look_at_the_same(spoken):
+    told, heard = spoken.lead, spoken.other
+    assert told["made"] == []
+    assert told["saved"] == [1, {"who": {"index": 0}}, {"lead": 0}, {"loss": 0.1}, ""]
+    assert told["kept"] == [[1, 3, 4], 1, 4, ["step_00000001", "step_00000003", "step_00000004"]]
+    assert told["listed"] == [[step, "", True, {"loss": loss}] for step, loss in ((1, 0.1), (3, 0.2), (4, 0.4))]
+    assert (told["passed over"], told["went back"]) == (3, [1, 3])
+    assert told["completed"] == [[1, 3, 5], ["step_00000001", "step_00000003", "step_00000005"]]
+    assert told["slim"] == [[1, 2], ["opt_state"], [["opt_state"], []]]
+    for what in ("saved", "kept", "listed", "passed over", "went back", "completed", "nothing is split", "slim"):
+        assert heard[what] == told[what]
+
+
+def test_a_checkpoint_that_one_cannot_restore_is_refused_by_all(spoken):
+    told, heard = spoken.lead, spoken.other
+    for message, repeated in zip(told["refused"], heard["refused"], strict=True):
+        assert repeated == f"CheckpointError: process 0 of 2: {message}"
+    assert "is damaged" in told["refused"][0] and "no checkpoint of step 7" in told["refused"][1]
+    assert told["does not fit"] == heard["does not fit"] and "not expected, found" in heard["does not fit"]
+    assert told["does not fit one"].startswith("CheckpointError: process 1 of 2: CheckpointError: The checkpoint")
+
+
+def test_one_process_restores_what_two_saved_wherever_it_is_to_be(spoken):
+    store = CheckpointStore(spoken.folder / "checkpoints")
+    one, saved = store.restore("latest", state(0))
+    assert_same_bits(numbers(one), numbers(state(5)))
+    assert (saved.step, saved.position) == (5, AT)
+    for devices in (8, 4, 1):
+        there = state(0, shardings(devices))
+        found = store.restore(1, there)[0]
+        assert_same_bits(numbers(found), numbers(state(1)))
+        assert found.params["large_split"].sharding == there.params["large_split"].sharding
+
+
+def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
+    told, heard = spoken.lead, spoken.other
+    for what in ("raised", "passed", "lead passed", "went on"):
+        assert heard[what] == told[what]
+    path = spoken.folder / "failing" / "step_00000002"
+    prefix = f"SaveError: The checkpoint of step 2 could not be saved as {path}: "
+    assert told["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'.", ["step_00000001"]]
+    for message, found in (told["in the lead"], heard["in the lead"]):
+        assert message.startswith(prefix + "the disk is full. It needs about")
+        assert "process 0 of 2: OSError: [Errno 28]" in message and found == ["step_00000001"]
+    assert told["passed"] == [None, ["step_00000001", "step_00000002"]]
+    assert told["lead passed"] == [None, ["step_00000002", "step_00000003"]]
+    assert "process 0 of 2: MemoryError: no room for the pack" in heard["before the arrays"]
+    assert "process 1 of 2: CheckpointError: params.text is 'none'" in told["absent"]
+    assert heard["absent"].startswith("CheckpointError: params.text is 'none'")
+    wrong = "process 1 of 2: CheckpointError: It saves step_00000005, and the lead step_00000004"
+    assert wrong in told["other steps"] and wrong in heard["other steps"]
+    assert told["went on"] == [3, 4]
+    assert "Not all of the 2 processes came as far as" in told["late"]
+    assert "Not all of the 2 processes came as far as" in heard["late"]
+    assert told["found each other again"] == [[4, 5], ["step_00000004", "step_00000005"]]
+    assert "is a file, and no folder" in told["no folder"] and told["no folder"] in heard["no folder"]
+
+
+def test_saving_goes_on_beside_collectives_and_beside_another_store(spoken):
+    told, heard = spoken.lead, spoken.other
+    assert told["trained meanwhile"] == heard["trained meanwhile"] == [True, [10, 30]]
+    assert told["two at once"] == heard["two at once"] == [[2, 3], [2, 3]]
+
+
+def test_a_process_that_is_killed_leaves_no_half_checkpoint_and_is_missed_in_time(spoken):
+    assert left(spoken.folder) == [1]
+    message, seconds = spoken.lead["missed"]
+    assert message.startswith("SaveError: The checkpoint of step 2 could not be saved as ")
+    assert re.search("Not all of the 2 processes came as far as 'checkpoints/.*/killed/saving'", message)
+    assert 2 < seconds < 20
+    assert "missed" not in spoken.other
+
+
+@pytest.mark.slow  # a pair of processes each
+@pytest.mark.parametrize(
+    ("point", "steps"),
+    [
+        ("after_tmp_dir", [1]),
+        ("mid_array", [1]),
+        ("before_rename", [1]),
+        ("after_rename", [1, 2]),
+        ("mid_delete", [2]),
+    ],
+)
+def test_whenever_the_lead_is_killed_what_is_left_is_whole(tmp_path, point, steps):
+    run(tmp_path, KILLED, 0, f"{point}:kill")
+    assert left(tmp_path) == steps
+
+
+class Scripted(ProcessGroup):
+    """One of two processes, which hears from the other one what a test says."""
+
+    def __init__(self, index: int, *heard: dict[str, Any]) -> None:
+        super().__init__(index, 2)
+        self._heard = [json.dumps(one) for one in heard]
+
+    def everyones(self, topic: str, word: str = "", *, patience: float = 1.0) -> list[str]:
+        other = self._heard.pop(0)
+        return [other, word] if self.index else [word, other]
+
+
+@pytest.fixture
+def exchange_of(monkeypatch, tmp_path):
+    """Gives the exchange of a process with such peers."""
+
+    def make(us: ProcessGroup) -> HostBarrier:
+        monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", lambda: us)
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        return HostBarrier(tmp_path, "asking", 1.0)
+
+    return make
+
+
+@pytest.mark.parametrize(("code", "agreed"), [(errno.EIO, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (None, None)])
+def test_all_try_again_only_where_every_failure_may_pass(exchange_of, code, agreed):
+    def fail() -> None:
+        raise OSError(errno.EIO, "for a moment")
+
+    exchange = exchange_of(Scripted(0, {"word": "", "problem": "what the other has", "errno": code}))
+    with pytest.raises(
+        MultiHostError, match="^process 0 of 2: OSError: .*for a moment; process 1 of 2: what the"
+    ) as error:
+        exchange.all_do(fail)
+    assert error.value.errno == agreed
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_process_that_does_not_see_the_folder_of_the_lead_says_so(exchange_of, tmp_path):
+    exchange = exchange_of(Scripted(1, {"word": str(tmp_path / "elsewhere")}, {"word": ""}))
+    with pytest.raises(CheckpointError, match="does not see .*elsewhere.* all processes must save to the same file"):
+        probe_all(exchange, tmp_path, lambda: None)
+
+
+def test_a_process_alone_asks_nobody(tmp_path, monkeypatch):
+    def ask(*_: Any, **__: Any) -> Any:
+        raise AssertionError("somebody was asked")
+
+    monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", ask)
+    monkeypatch.setattr(ProcessGroup, "everyones", ask)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.prepare(state(1))
+    path = store.save(state(1), AT, {})
+    _, saved = store.restore("latest", state(0))
+    store.mark_resumed_from(saved)
+    store.completed()
+    assert (store.steps(), len(store.infos()), store.verify(path)) == ([1], 1, "")
+
+
+def test_every_process_goes_on_where_its_own_loader_stood(spoken):
+    assert (spoken.lead["position"], spoken.other["position"]) == ({"drawn": [0, 5]}, {"drawn": [1, 5]})
+    saved = CheckpointStore(spoken.folder / "small").restore("latest", state(0))[1]
+    with pytest.raises(DataError, match="was kept by 2 processes, each with its own, and there are 1 now"):
+        DataSource([np.zeros(3)], "train").restore(saved.position.state)

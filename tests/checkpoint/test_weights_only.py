@@ -1,0 +1,289 @@
+"""The best checkpoints without the optimizer's state: small, as good as before to use, and refused to go on from."""
+
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
+from jax_trainer.core import TrainState, compile_program
+from jax_trainer.datasets import Position
+from jax_trainer.testing import FaultInjected, assert_same_bits, fault, numbered_data, tiny_program
+
+AT = Position(2, 7, {"offset": 3})
+USED = ("params", "model_state", "extra")
+BEST = "step_00000001"
+
+
+def state(step: int, **params: Any) -> TrainState:
+    params = params or {"w": jnp.arange(2_000.0) + step}
+    moments = jax.tree.map(lambda leaf: -leaf, params)
+    rng = jnp.array([0, step], jnp.uint32)
+    return TrainState(jnp.int32(step), params, {"mean": jnp.ones(3) * step}, moments, rng, {"ema": params})
+
+
+def slim_store(folder: Path, *, keep_latest: int = 1, **options: Any) -> CheckpointStore:
+    return CheckpointStore(folder, keep_latest=keep_latest, monitor="loss", weights_only_best=True, **options)
+
+
+def save(store: CheckpointStore, step: int, loss: float = 1.0) -> None:
+    store.save(state(step), AT, {"loss": loss}, callbacks={"EarlyStopping": {"waited": step}})
+
+
+def without(store: CheckpointStore, step: int) -> tuple[str, ...]:
+    return tuple(store.restore(step, state(0), only=USED)[1].without)
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def size(folder: Path) -> int:
+    return sum(map(len, all_bytes(folder).values()))
+
+
+@pytest.fixture(scope="module")
+def complaints_end_here() -> Iterator[None]:
+    """When orbax fails, it leaves work behind that complains about its closed loop, from a thread and later."""
+    yield
+    time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def one_whole(tmp_path_factory) -> Path:
+    """A folder with a whole checkpoint of step 1, which is the best of all that follow."""
+    folder = tmp_path_factory.mktemp("one") / "checkpoints"
+    save(slim_store(folder), 1, loss=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_slim(one_whole, tmp_path_factory) -> Path:
+    """A folder with a slim checkpoint of step 1, and a whole one of step 2."""
+    folder = Path(shutil.copytree(one_whole, tmp_path_factory.mktemp("slim") / "checkpoints"))
+    save(slim_store(folder), 2)
+    return folder
+
+
+@pytest.fixture
+def whole(one_whole, tmp_path) -> CheckpointStore:
+    return slim_store(Path(shutil.copytree(one_whole, tmp_path / "copy")))
+
+
+@pytest.fixture
+def slim(one_slim, tmp_path) -> CheckpointStore:
+    return slim_store(Path(shutil.copytree(one_slim, tmp_path / "copy")))
+
+
+def test_a_checkpoint_that_stays_only_as_one_of_the_best_loses_the_optimizers_state(one_whole, one_slim):
+    assert sorted(entry.name for entry in one_slim.iterdir()) == [BEST, "step_00000002"]
+    assert size(one_slim / BEST) < 0.8 * size(one_whole / BEST)
+    store = slim_store(one_slim)
+    best, latest = store.best(), store.latest()
+    assert best is not None and (best.step, best.without) == (1, ("opt_state",))
+    assert latest is not None and (latest.step, latest.without) == (2, ())
+    assert_same_bits(store.restore("latest", state(0))[0], state(2))
+
+
+def test_what_it_says_besides_stays_as_it_was(one_slim):
+    restored, saved = slim_store(one_slim).restore("best", state(0), only=(*USED, "step", "rng"))
+    assert_same_bits(restored, state(1).replace(opt_state=state(0).opt_state))
+    assert (saved.step, saved.position, saved.metrics) == (1, AT, {"loss": 0.1})
+    assert saved.callbacks == {"EarlyStopping": {"waited": 1}}
+    assert (one_slim / BEST).stat().st_mode & 0o077 == 0
+
+
+def test_every_kind_of_number_outlives_becoming_slim_bit_for_bit_wherever_it_was(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001], np.uint32).view(np.float32)
+    before = state(
+        1,
+        odd=jnp.asarray(odd),
+        split=jax.device_put(jnp.arange(16, dtype=jnp.bfloat16), split),
+        f8=jnp.asarray([1.5, -2], jnp.float8_e4m3fn),
+        complex=jnp.asarray([1 - 2j]),
+        scalar=jnp.bfloat16(3),
+        float64=np.asarray([0.1]),
+        none=jnp.zeros((0, 3), jnp.int8),
+        names={"a/b": jnp.ones(1), "../up": jnp.ones(2), "": jnp.ones(3)},
+    ).replace(opt_state={"mu": jnp.ones(3), "none": jnp.zeros((0, 2))})
+    store = slim_store(tmp_path)
+    store.save(before, AT, {"loss": 0.1})
+    store.save(before.replace(step=jnp.int32(2)), AT, {"loss": 0.2})
+    after, saved = store.restore("best", before, only=USED)
+    assert (saved.step, saved.without) == (1, ("opt_state",))
+    assert_same_bits(after, before)
+    assert after.params["split"].sharding == split
+    assert [type(leaf) for leaf in jax.tree.leaves(after)] == [type(leaf) for leaf in jax.tree.leaves(before)]
+    assert "opt_state" not in json.dumps(json.loads((saved.path / "checkpoint.json").read_text())["empty"])
+
+
+def test_the_weights_of_a_real_model_are_restored_and_its_optimizer_stays_as_it_is(flavour, tmp_path):
+    program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
+    first, other = (program.init(jax.random.key(seed), numbered_data(16)) for seed in (0, 1))
+    store = slim_store(tmp_path)
+    store.save(first, AT, {"loss": 0.1})
+    store.save(other.replace(step=other.step + 1), AT, {"loss": 0.2})
+    restored, saved = store.restore("best", other, only=USED)
+    assert saved.without == ("opt_state",)
+    for name in USED:
+        assert_same_bits(getattr(restored, name), getattr(first, name))
+    assert_same_bits(restored.opt_state, other.opt_state)
+
+
+def test_going_on_from_a_slim_one_is_an_error_that_names_the_setting_and_the_whole_ones(slim):
+    slim = slim_store(slim.folder, keep_latest=2)
+    save(slim, 3)
+    for which in ("best", 1):
+        with pytest.raises(CheckpointError) as error:
+            slim.restore(which, state(0))
+        assert f"{slim.folder / BEST} was stored without `opt_state`" in str(error.value)
+        assert "`save_optimizer_state: false`" in str(error.value)
+        assert "These are whole: the steps 2, 3." in str(error.value)
+        assert "deleted" not in str(error.value)
+
+
+def test_a_slim_one_that_is_the_latest_because_others_were_deleted_says_so(slim):
+    shutil.rmtree(slim.folder / "step_00000002")
+    latest = slim.latest()
+    assert latest is not None and latest.step == 1
+    with pytest.raises(CheckpointError) as error:
+        slim.restore("latest", state(0))
+    assert "There is no whole one. A later one was whole, and has been deleted." in str(error.value)
+    CheckpointStore(slim.folder).save(state(0), AT, {})
+    assert slim.restore("latest", state(0), only=("opt_state",))[1].step == 0
+    with pytest.raises(CheckpointError, match="These are whole: the steps 0. A later one was whole, and has been del"):
+        slim.restore(1, state(0), only=("opt_state",))
+
+
+def test_only_what_was_left_out_is_refused(slim):
+    restored, _ = slim.restore(1, state(0), only=("params",))
+    assert_same_bits(restored.params, state(1).params)
+    with pytest.raises(CheckpointError, match=r"params\.w: expected float32\[5\], found float32\[2000\]"):
+        slim.restore(1, state(0, w=jnp.zeros(5)), only=("params",))
+
+
+def test_a_slim_one_is_not_written_again(slim):
+    before = {path: path.stat().st_ino for path in (slim.folder / BEST).rglob("*")}
+    save(slim, 3)
+    assert {path: path.stat().st_ino for path in (slim.folder / BEST).rglob("*")} == before
+
+
+def test_as_long_as_one_of_the_best_is_among_the_latest_it_stays_whole(whole):
+    store = slim_store(whole.folder, keep_latest=2)
+    save(store, 2)
+    assert without(store, 1) == ()
+    save(store, 3)
+    assert (without(store, 1), without(store, 2), store.steps()) == (("opt_state",), (), [1, 2, 3])
+
+
+def test_of_several_best_each_becomes_slim(tmp_path):
+    store = slim_store(tmp_path, keep_best=2)
+    for step, loss in [(1, 0.1), (2, 0.2), (3, 0.15), (4, 0.3)]:
+        save(store, step, loss)
+    assert {step: without(store, step) for step in store.steps()} == {1: ("opt_state",), 3: ("opt_state",), 4: ()}
+
+
+def test_a_run_that_goes_back_to_a_slim_one_and_saves_there_again_has_a_whole_one(slim):
+    save(slim, 1, loss=0.1)
+    assert (slim.steps(), without(slim, 1)) == ([1, 2], ())
+    assert_same_bits(slim.restore(1, state(0))[0], state(1))
+    save(slim, 2)
+    assert without(slim, 1) == ("opt_state",)
+
+
+def test_unless_it_is_asked_for_every_checkpoint_stays_whole(whole):
+    store = CheckpointStore(whole.folder, monitor="loss")
+    save(store, 2)
+    assert_same_bits(store.restore("best", state(0))[0], state(1))
+
+
+def test_without_an_optimizers_state_there_is_nothing_to_leave_out(tmp_path):
+    store = slim_store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(state(step).replace(opt_state=()), AT, {"loss": float(step)})
+        inodes = {path: path.stat().st_ino for path in (tmp_path / BEST).rglob("*")}
+    assert {path: path.stat().st_ino for path in (tmp_path / BEST).rglob("*")} == inodes
+    restored, saved = store.restore("best", state(0).replace(opt_state=()))
+    assert saved.without == ()
+    assert_same_bits(restored, state(1).replace(opt_state=()))
+
+
+@pytest.mark.parametrize("point", ["mid_slim:raise", "before_manifest:enospc:2", "mid_replace:raise"])
+def test_a_failure_while_it_becomes_slim_costs_neither_it_nor_the_newest(whole, point):
+    with fault(point), pytest.raises(SaveError, match="The checkpoint of step 2 could not be saved") as error:
+        save(whole, 2)
+    assert isinstance(error.value.__cause__, FaultInjected | OSError)
+    for step in (1, 2):
+        assert_same_bits(whole.restore(step, state(0))[0], state(step))
+    save(whole, 3)
+    assert (whole.steps(), without(whole, 1)) == ([1, 3], ("opt_state",))
+    assert sorted(entry.name for entry in whole.folder.iterdir()) == [BEST, "step_00000003"]
+
+
+def flipped_bit(path: Path) -> None:
+    file = max((path / "state").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def missing_array(path: Path) -> None:
+    index = json.loads((path / "small.json").read_text())
+    del index["params.w"]
+    (path / "small.json").write_text(json.dumps(index))
+    write_manifest(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("complaints_end_here")
+@pytest.mark.parametrize("damage", [flipped_bit, missing_array])
+def test_a_damaged_one_is_left_alone_with_one_warning_and_the_run_goes_on(whole, caplog, damage):
+    damage(whole.folder / BEST)
+    before = all_bytes(whole.folder / BEST)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        save(whole, 2)
+        save(whole, 3)
+    [warning] = [record for record in caplog.records if record.name == "jax_trainer"]  # orbax may complain, too
+    assert "stays as it is, with the optimizer's state: " in warning.getMessage()
+    assert str(whole.folder / BEST) in warning.getMessage()
+    assert all_bytes(whole.folder / BEST) == before
+    assert_same_bits(whole.restore("latest", state(0))[0], state(3))
+
+
+def test_one_that_is_no_longer_whole_does_not_count_and_is_not_touched(whole):
+    (whole.folder / BEST / "state" / "manifest.ocdbt").unlink()
+    before = all_bytes(whole.folder / BEST)
+    save(whole, 2)
+    save(whole, 3)
+    assert all_bytes(whole.folder / BEST) == before
+    best = whole.best()
+    assert best is not None and best.step == 2 and best.without == ("opt_state",)
+
+
+def test_one_that_does_not_fit_the_run_is_not_read(whole, caplog):
+    store = slim_store(whole.folder)
+    with caplog.at_level(logging.WARNING, "jax_trainer"):
+        store.save(state(2, w=jnp.ones(3)), AT, {"loss": 1.0})
+    assert "params.w: expected float32[3], found float32[2000]" in caplog.text
+    assert_same_bits(store.restore("best", state(0))[0], state(1))
+
+
+def test_what_was_left_alone_and_is_saved_again_becomes_slim_in_its_time(whole):
+    whole.save(state(2, w=jnp.ones(3)), AT, {"loss": math.nan})
+    save(whole, 1, loss=0.1)
+    save(whole, 3)
+    assert without(whole, 1) == ("opt_state",)

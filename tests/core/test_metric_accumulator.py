@@ -1,0 +1,283 @@
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from jax_trainer.core import Column, Columns, LogFreq, LogMetricMode, LogMode, MetricAccumulator, reported_in
+
+FOLDED = [mode for mode in LogMetricMode if mode is not LogMetricMode.CONCAT]
+
+
+class Run(NamedTuple):
+    """The values of many steps, and where windows end."""
+
+    values: Any
+    weights: np.ndarray
+    cuts: list[int]
+
+    def windows(self, mode: LogMetricMode) -> Iterator[Columns]:
+        for start, stop in zip([0, *self.cuts], [*self.cuts, len(self.weights)], strict=True):
+            yield {"m": column(mode, self.values, self.weights).rows(start, stop)}
+
+
+def column(mode: LogMetricMode, values: Any, weights: Any = None) -> Column:
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
+    return Column(mode, LogFreq.ANY, LogMode.ANY, values, weights)
+
+
+def metered(windows: Iterator[Columns] | list[Columns]) -> dict[str, Any]:
+    meter = MetricAccumulator()
+    for window in windows:
+        meter.add(window)
+    return meter.compute()
+
+
+def oracle(mode: LogMetricMode, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """What the docs say, over all steps at once."""
+    values, weights = values[weights > 0], weights[weights > 0]
+    mean = np.average(values, axis=0, weights=weights)
+    return {
+        LogMetricMode.MEAN: mean,
+        LogMetricMode.STD: np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights)),
+        LogMetricMode.SUM: values.sum(0),
+        LogMetricMode.MAX: values.max(0),
+        LogMetricMode.MIN: values.min(0),
+        LogMetricMode.SINGLE: values[-1],
+    }[mode]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    steps, shape = draw(st.integers(1, 20)), draw(st.sampled_from([(), (3,), (2, 2)]))
+    values = draw(arrays(np.float64, (steps, *shape), elements=st.floats(-1e6, 1e6, width=32)))
+    weights = draw(arrays(np.float64, steps, elements=st.integers(0, 64).map(float)))
+    weights[draw(st.integers(0, steps - 1))] = 1
+    return Run(values, weights, sorted(draw(st.lists(st.integers(0, steps), max_size=5))))
+
+
+@pytest.mark.parametrize("mode", FOLDED)
+@settings(deadline=None, max_examples=50)
+@given(run=runs())
+def test_every_mode_agrees_with_numpy_however_the_steps_are_cut_into_windows(mode, run):
+    found = metered(run.windows(mode))["m"]
+    scale = np.abs(run.values).max()
+    np.testing.assert_allclose(found, oracle(mode, run.values, run.weights), rtol=1e-6, atol=1e-9 * scale)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    width=st.sampled_from([(), (2,)]),
+)
+def test_concat_keeps_every_value_bit_for_bit_and_in_order(sizes, cuts, width):
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(size, *width)).astype(np.float32) for size in sizes]
+    run = Run(values, np.ones(len(sizes)), sorted(min(cut, len(sizes)) for cut in cuts))
+    found = metered(run.windows(LogMetricMode.CONCAT))["m"]
+    np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
+
+
+def test_concat_takes_scalars():
+    values = [np.float32(1.5), np.float32(2.5)]
+    np.testing.assert_array_equal(metered([{"m": column(LogMetricMode.CONCAT, values)}])["m"], [1.5, 2.5])
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**16), cuts=st.lists(st.integers(0, 500), max_size=6), mean=st.sampled_from([1e4, -1e4]))
+def test_std_stays_accurate_when_the_spread_is_tiny_against_the_mean(seed, cuts, mean):
+    rng = np.random.default_rng(seed)
+    run = Run(mean + 1e-2 * rng.normal(size=500), rng.integers(1, 64, 500).astype(np.float64), sorted(cuts))
+    found = metered(run.windows(LogMetricMode.STD))["m"]
+    np.testing.assert_allclose(found, oracle(LogMetricMode.STD, run.values, run.weights), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "expected"),
+    [(LogMetricMode.MAX, [-3.0, -2.0, -5.0], -2.0), (LogMetricMode.MIN, [3.0, 2.0, 5.0], 2.0)],
+)
+def test_no_start_value_shines_through(mode, values, expected):
+    assert metered(Run(np.array(values), np.ones(3), [1]).windows(mode)) == {"m": expected}
+
+
+@pytest.mark.parametrize("mode", LogMetricMode)
+def test_a_second_epoch_starts_fresh(mode):
+    meter = MetricAccumulator()
+    meter.add({"m": column(mode, np.array([100.0, -100.0]))})
+    meter.compute()
+    meter.add({"m": column(mode, np.array([2.0, 2.0]))})
+    expected = {LogMetricMode.SUM: 4.0, LogMetricMode.STD: 0.0}.get(mode, 2.0)
+    np.testing.assert_array_equal(np.unique(meter.compute()["m"]), [expected])
+    assert meter.compute() == {}
+
+
+@pytest.mark.parametrize("mode", LogMetricMode)
+@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=str)
+def test_a_step_of_weight_0_is_left_out_even_if_it_is_nan(mode, cuts):
+    run = Run(np.array([1.0, np.nan, 3.0]), np.array([2.0, 0.0, 2.0]), cuts)
+    expected = {
+        LogMetricMode.MEAN: 2.0,
+        LogMetricMode.STD: 1.0,
+        LogMetricMode.SUM: 4.0,
+        LogMetricMode.MAX: 3.0,
+        LogMetricMode.MIN: 1.0,
+        LogMetricMode.SINGLE: 3.0,
+        LogMetricMode.CONCAT: [1.0, 3.0],
+    }[mode]
+    np.testing.assert_array_equal(metered(run.windows(mode))["m"], expected)
+
+
+def test_single_is_the_last_step_that_had_something_to_say():
+    run = Run(np.array([1.0, 2.0, np.nan]), np.array([1.0, 1.0, 0.0]), [2])
+    assert metered(run.windows(LogMetricMode.SINGLE)) == {"m": 2.0}
+
+
+@pytest.mark.parametrize("mode", LogMetricMode)
+def test_a_metric_no_step_had_anything_to_say_about_is_absent(mode):
+    assert metered([{"m": column(mode, np.array([np.nan, np.nan]), [0, 0])}]) == {}
+
+
+def test_a_nan_that_counts_is_seen():
+    assert np.isnan(metered([{"m": column(LogMetricMode.MEAN, np.array([1.0, np.nan]))}])["m"])
+
+
+@pytest.mark.parametrize("mode", FOLDED)
+def test_a_scalar_metric_comes_out_as_a_float_and_a_vector_as_an_array(mode):
+    columns = {"scalar": column(mode, np.ones(2)), "vector": column(mode, np.ones((2, 3)))}
+    found = metered([columns])
+    assert type(found["scalar"]) is float
+    assert found["vector"].shape == (3,)
+
+
+def test_each_metric_counts_with_its_own_weights():
+    mean = LogMetricMode.MEAN
+    values = np.array([0.0, 1.0])
+    columns = {"even": column(mean, values), "skewed": column(mean, values, [1, 3])}
+    assert metered([columns]) == {"even": 0.5, "skewed": 0.75}
+
+
+def test_a_metric_that_joins_late_counts_from_there():
+    a, b = column(LogMetricMode.MEAN, np.array([1.0])), column(LogMetricMode.MEAN, np.array([5.0]))
+    assert metered([{"a": a}, {"a": b, "b": b}]) == {"a": 3.0, "b": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("phase", "freqs", "names"),
+    [
+        (LogMode.TRAIN, list(LogFreq), {"plain", "per step", "per epoch"}),
+        (LogMode.TRAIN, [LogFreq.ANY, LogFreq.EPOCH], {"plain", "per epoch"}),
+        (LogMode.TRAIN, [LogFreq.ANY, LogFreq.STEP], {"plain", "per step"}),
+        (LogMode.VAL, list(LogFreq), {"plain", "per step", "per epoch", "val"}),
+        (LogMode.TEST, [LogFreq.ANY], {"plain"}),
+    ],
+)
+def test_reported_in_picks_by_phase_and_frequency(phase, freqs, names):
+    plain = column(LogMetricMode.MEAN, np.ones(1))
+    columns = {
+        "plain": plain,
+        "per step": plain._replace(log_freq=LogFreq.STEP),
+        "per epoch": plain._replace(log_freq=LogFreq.EPOCH),
+        "val": plain._replace(log_mode=LogMode.VAL),
+    }
+    assert set(reported_in(columns, phase, freqs=freqs)) == names
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_an_infinite_value_is_an_infinite_mean_in_any_window(cut):
+    values, meter = np.array([1.0, np.inf, 2.0]), MetricAccumulator()
+    for part in (values[:cut], values[cut:]):
+        meter.add({"m": Column(LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY, part, np.ones(len(part)))})
+    assert meter.compute() == {"m": np.inf}
+
+
+ANY_FLOAT = st.floats() | st.sampled_from([0.0, -0.0, 1e308, -1e308, np.inf])
+
+
+@st.composite
+def wild_runs(draw: st.DrawFn) -> Run:
+    steps, shape = draw(st.integers(1, 30)), draw(st.sampled_from([(), (3,)]))
+    values = draw(arrays(np.float64, (steps, *shape), elements=ANY_FLOAT))
+    weights = draw(arrays(np.float64, steps, elements=st.floats(0, 64) | st.just(0.0)))
+    return Run(values, weights, sorted(draw(st.lists(st.integers(0, steps), max_size=4))))
+
+
+def bits(value: Any) -> bytes:
+    found = np.array(value, np.float64)
+    found[np.isnan(found)] = np.nan  # there are many kinds of it, and all are written alike
+    return found.tobytes()
+
+
+@pytest.mark.parametrize("mode", LogMetricMode)
+@settings(deadline=None, max_examples=40)
+@given(run=wild_runs())
+def test_wherever_it_is_cut_saved_and_loaded_the_result_has_the_same_bits(mode, run):
+    meter = MetricAccumulator()
+    for window in run.windows(mode):
+        meter.add(window)
+        kept, meter = meter.state(), MetricAccumulator()
+        meter.load(kept)
+    once = metered([{"m": column(mode, run.values, run.weights)}])
+    assert {name: bits(value) for name, value in meter.compute().items()} == {k: bits(v) for k, v in once.items()}
+
+
+@pytest.mark.parametrize("mode", [LogMetricMode.MAX, LogMetricMode.MIN])
+def test_which_zero_is_larger_does_not_depend_on_the_windows(mode):
+    values = np.where(np.random.default_rng(0).random(40) < 0.5, 0.0, -0.0)
+    found = {bits(metered(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
+    assert found == {bits(0.0)}
+
+
+@pytest.mark.parametrize("steps", [7, 50, 1000])
+def test_steps_are_added_up_one_after_the_other(steps):
+    rng = np.random.default_rng(steps)
+    values, weights = rng.normal(size=steps), rng.uniform(1, 2, steps)
+    total, weighted, weight = values[0], values[0] * weights[0], weights[0]
+    for value, own in zip(values[1:], weights[1:], strict=True):
+        total, weighted, weight = total + value, weighted + value * own, weight + own
+    columns = {mode.value: column(mode, values, weights) for mode in (LogMetricMode.SUM, LogMetricMode.MEAN)}
+    assert metered([columns]) == {"sum": total, "mean": weighted / weight}
+
+
+@pytest.mark.parametrize("mode", FOLDED)
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come(mode, shape):
+    meter, more = MetricAccumulator(), {"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])}
+    meter.add(more)
+    kept = meter.state()
+    name, folded = kept["m"]
+    parts = folded if isinstance(folded, tuple) else (folded,)
+    before = [np.copy(part) for part in parts]
+    assert name == mode.value
+    assert all(type(part) is float or (part.shape == shape and part.base is None) for part in parts)
+    meter.add({"m": column(mode, -np.ones((5, *shape)))})
+    np.testing.assert_equal(list(parts), before)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int32])
+@pytest.mark.parametrize("sizes", [[2, 1], [0]])
+def test_concat_is_kept_as_one_array_of_its_own_type(dtype, sizes):
+    values = [np.asarray(np.arange(3 * size).reshape(size, 3), dtype) for size in sizes]
+    meter, second = MetricAccumulator(), MetricAccumulator()
+    meter.add({"m": column(LogMetricMode.CONCAT, values)})
+    mode, (kept,) = meter.state()["m"]
+    assert mode == "concat"
+    second.load(meter.state())
+    for found in (kept, second.compute()["m"], meter.compute()["m"]):
+        np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
+
+
+def test_a_metric_that_is_folded_in_another_way_than_before_is_refused():
+    meter = MetricAccumulator()
+    meter.load({"loss": ("mean", (1.0, 2.0))})
+    with pytest.raises(ValueError, match="'loss' has the mode 'sum', and its earlier steps were folded as 'mean'"):
+        meter.add({"loss": column(LogMetricMode.SUM, np.ones(1))})
+
+
+def test_std_stays_accurate_when_the_first_step_is_far_from_all_others():
+    values = np.concatenate([[1e6], 1 + 1e-3 * np.random.default_rng(0).normal(size=999)])
+    assert metered([{"m": column(LogMetricMode.STD, values)}])["m"] == pytest.approx(values.std(), rel=1e-9)

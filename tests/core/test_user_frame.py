@@ -1,0 +1,77 @@
+"""Where in the user's code an error came from is the first thing said about it."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_trainer.core import explaining, with_user_frame
+
+
+def mismatched(x):
+    return x @ jnp.ones((3, 7))
+
+
+def raised(function, *args):
+    with pytest.raises(TypeError) as caught:
+        function(*args)
+    return caught.value
+
+
+@pytest.mark.parametrize("call", [mismatched, jax.jit(mismatched)], ids=["plain", "compiled"])
+def test_the_innermost_line_of_the_users_code_is_the_first_note(call):
+    error = raised(call, np.ones((2, 2)))
+    error.add_note("said before")
+    first, *others = with_user_frame(error).__notes__
+    line = inspect.getsourcelines(mismatched)[1] + 1
+    assert first == f'In your code: File "{__file__}", line {line}, in mismatched\n    return x @ jnp.ones((3, 7))'
+    assert "said before" in others
+
+
+def test_it_is_said_once():
+    error = with_user_frame(raised(mismatched, np.ones((2, 2))))
+    said = list(error.__notes__)
+    assert with_user_frame(error).__notes__ == said
+
+
+def test_an_error_that_never_was_in_the_users_code_stays_as_it_is():
+    assert not hasattr(with_user_frame(ValueError("made, not raised")), "__notes__")
+
+
+def test_the_shapes_of_the_batch_are_named_once():
+    batch = {"x": np.ones((2, 2), np.float32), "y": np.ones(2, np.int32)}
+    error = raised(mismatched, batch["x"])
+    for _ in range(2):
+        with pytest.raises(TypeError), explaining(batch):
+            raise error
+    assert [note for note in error.__notes__ if "float32[2, 2]" in note and "int32[2]" in note] == error.__notes__[1:2]
+
+
+def branches(x):
+    return x if x.sum() > 0 else -x
+
+
+CURED = {
+    "numpy": (lambda x: np.sum(np.asarray(x)), "jnp"),
+    "if": (branches, "jnp.where"),
+    "float": (lambda x: float(x.sum()), "float"),
+    "a layer of another width": (mismatched, "width"),
+    "float labels": (lambda x: optax.softmax_cross_entropy_with_integer_labels(x, x[:, 0]), "astype"),
+    "one-hot labels": (
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, x.astype(int)),
+        "argmax",
+    ),
+    "predictions [n, 1] against targets [n]": (lambda x: optax.l2_loss(x[:, :1], x[:, 0]), "squeeze(-1)"),
+    "no return": (lambda x: None + x, "return"),
+}
+
+
+@pytest.mark.parametrize("name", CURED)
+def test_a_frequent_error_of_a_traced_step_comes_with_its_likely_cure(name):
+    function, cure = CURED[name]
+    with pytest.raises((TypeError, ValueError)) as caught, explaining(np.ones((2, 2), np.float32)):
+        jax.jit(function)(np.ones((2, 2), np.float32))
+    assert any(note.startswith("Likely cure: ") and cure in note for note in caught.value.__notes__)

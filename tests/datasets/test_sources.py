@@ -1,0 +1,130 @@
+"""Every kind of data goes on from every position with the batches that were still to come."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, shuffled
+
+from jax_trainer.adapters import function_program
+from jax_trainer.core import compile_program
+from jax_trainer.datasets import Data, DataError, DataSource, Position
+from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
+
+EPOCHS = 3
+
+
+def code_loss(params, batch, *, rng, train):
+    # one number that tells the ids of a batch and their order
+    return params * 0.0, {"code": (batch * 31 ** jnp.arange(len(batch))).sum()}
+
+
+@pytest.fixture(scope="module")
+def program():
+    program = function_program(lambda key, batch: jnp.zeros(()), code_loss, optax.sgd(0.0))
+    return compile_program(program, on_recompile="ignore", donate=False)
+
+
+@pytest.fixture(scope="module")
+def state(program):
+    return program.init(jax.random.key(0), IDS[:SIZE])
+
+
+def ledger(program, state, source, *, steps_per_call=1, prefetch=None, at=Position(), done=0):
+    """The batches that a run saw, by step, and the position after each of its events."""
+    state = state.replace(step=jnp.int32(done))
+    plan = Plan(max_epochs=EPOCHS, steps_per_epoch=6, steps_per_call=steps_per_call)
+    codes, positions = {}, {}
+    for event in train_events(program, state, Data(source, prefetch=prefetch), plan, at):
+        if isinstance(event, StepEnd | EpochEnd):
+            positions[event.step] = event.position  # the end of an epoch replaces that of its last step
+        if isinstance(event, StepMetrics):
+            rows = event.rows
+            codes |= dict(zip(range(rows.first, rows.last + 1), rows.columns["code"].values.tolist(), strict=True))
+    return codes, positions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_every_position_with_the_batches_that_were_to_come(program, state, kind):
+    whole, positions = ledger(program, state, KINDS[kind]())
+    assert len(whole) == 6 * EPOCHS
+    for step in (1, 4, 5, 6, 7, 12, 14):
+        rest, _ = ledger(program, state, KINDS[kind](), at=positions[step], done=step)
+        assert rest == {later: code for later, code in whole.items() if later > step}, f"after step {step}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, kind):
+    whole, positions = ledger(program, state, KINDS[kind](), prefetch=0)
+    for chunk, prefetch in [(1, 3), (4, 0), (4, 5)]:
+        seen, where = ledger(program, state, KINDS[kind](), steps_per_call=chunk, prefetch=prefetch)
+        assert seen == whole
+        for step, position in list(where.items())[::4]:
+            rest, _ = ledger(
+                program, state, KINDS[kind](), at=position, done=step, steps_per_call=chunk, prefetch=prefetch
+            )
+            assert rest == {later: code for later, code in whole.items() if later > step}, f"after step {step}"
+        assert {step: (p.epoch, p.epoch_step) for step, p in where.items()}.items() <= {
+            step: (p.epoch, p.epoch_step) for step, p in positions.items()
+        }.items()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_must_replay_says_so_at_the_start(program, state, kind):
+    events = train_events(program, state, KINDS[kind](), Plan(max_steps=2, steps_per_epoch=6))
+    said = [event.text for event in events if isinstance(event, Notice)]
+    assert bool(said) == (kind in REPLAYING)
+    assert all("'train' data" in text and "keeps no position" in text for text in said)
+
+
+def test_a_notice_that_nobody_shows_is_logged_once(program, state, caplog):
+    run(program, state, lambda: shuffled(1), Plan(max_epochs=3))
+    assert len([record for record in caplog.records if "keeps no position" in record.message]) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(STATEFUL))
+def test_the_state_that_is_saved_is_that_after_the_last_batch_that_was_used(program, state, kind):
+    ahead, _ = ledger(program, state, KINDS[kind](), prefetch=5)
+    plain, positions = ledger(program, state, KINDS[kind](), prefetch=0)
+    rest, _ = ledger(program, state, KINDS[kind](), at=positions[2], done=2, prefetch=5)
+    assert ahead == plain
+    assert rest[3] == plain[3]
+
+
+def test_torch_shuffles_anew_in_every_epoch_and_alike_in_every_process(program, state):
+    torch.manual_seed(7)
+    whole, _ = ledger(program, state, KINDS["torch"]())
+    torch.rand(100)  # whatever else draws numbers does not matter
+    again, _ = ledger(program, state, KINDS["torch"]())
+    torch.manual_seed(8)
+    other, _ = ledger(program, state, KINDS["torch"]())
+    assert whole == again != other
+    assert len(set(whole.values())) == len(whole)
+
+
+def test_set_epoch_is_called_where_there_is_one():
+    told = []
+
+    class Sampler:
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+        def __iter__(self):
+            return iter([IDS[:SIZE]])
+
+    data_source = DataSource(Sampler(), "train")
+    for epoch in (1, 2):
+        list(data_source.open(epoch))
+    assert told == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["array loader", "list", "stream"])
+def test_a_state_for_data_that_keeps_none_is_an_error(program, state, kind):
+    with pytest.raises(DataError, match="not the data that the run was started with"):
+        ledger(program, state, KINDS[kind](), at=Position(1, 2, {"at": 2}))
+
+
+def test_data_that_cannot_be_iterated_is_refused():
+    with pytest.raises(DataError, match="is a int, which cannot be iterated"):
+        DataSource(3, "train")

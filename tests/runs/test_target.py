@@ -1,0 +1,36 @@
+"""Which run a path means, and where it stood."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jax_trainer.checkpoint import RunFolder
+from jax_trainer.datasets import Position
+from jax_trainer.engine import LoopState
+from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = RunFolder.create(tmp_path, "some")
+    made.write_text("config.yaml", "a: 1\n")
+    return made
+
+
+def test_a_path_is_that_of_a_run_or_of_one_of_its_checkpoints(folder):
+    for path, step in ((folder.path, None), (folder.checkpoints / "step_00000120", 120)):
+        run, found = run_and_step(path)
+        assert (run.path, found) == (folder.path, step)
+
+
+def test_a_run_that_goes_on_elsewhere_is_a_fork(folder, tmp_path):
+    assert not RunTarget(folder).is_fork
+    assert not RunTarget(folder, RunFolder(folder.path)).is_fork
+    assert RunTarget(RunFolder(tmp_path / "other"), folder).is_fork
+
+
+def test_a_checkpoint_tells_where_the_run_stood_or_only_its_position():
+    loop_state = LoopState(position=Position(2, 3), has_ended=False, evaluated_step=7, seconds=1.5)
+    saved = SimpleNamespace(path="run", position=loop_state.position, run={"loop": loop_state.to_data()})
+    assert loop_state_of(saved) == loop_state  # type: ignore[arg-type]
+    assert loop_state_of(SimpleNamespace(position=Position(2, 3), run={})) == Position(2, 3)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""What can be asked of a model and its weights, and what the configuration adds to a step."""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from trainer_runs import (
+    EXAMPLE,
+    NUMBERS,
+    STEPS,
+    Plain,
+    digits,
+    first_examples,
+    plain_for,
+    rows,
+    settings,
+    train_plain,
+    trainer_for,
+    values,
+)
+
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+from jax_trainer.trainer import TrainerConfig
+
+
+def odd_examples() -> ArrayLoader:
+    """Batches of 32, 32 and 3."""
+    return ArrayLoader({name: array[:67] for name, array in NUMBERS.items()}, 32)
+
+
+def test_predictions_are_what_the_bound_model_says_to_every_example(flavour, tmp_path):
+    trainer = plain_for(flavour, tmp_path, norm=True)
+    train_plain(trainer)
+    outputs = trainer.predict(odd_examples())
+    assert outputs.shape == (67, 4) and isinstance(outputs, np.ndarray)
+    np.testing.assert_allclose(outputs, trainer.bind_model()(NUMBERS["x"][:67]), rtol=1e-5, atol=1e-6)
+    assert_same_bits(trainer.predict([EXAMPLE]), outputs[:32])
+    assert len(trainer.predict(odd_examples(), max_batches=2)) == 64
+
+
+def test_predictions_see_what_the_dataset_does_to_images(tmp_path):
+    trainer = trainer_for("nnx", tmp_path)
+    loader = digits().test_loader
+    guessed = trainer.predict(loader).argmax(-1)
+    labels = np.concatenate([batch.target for batch in loader])
+    assert (guessed == labels).mean() == pytest.approx(trainer.test_model(loader)["test/acc"])
+
+
+def test_a_bound_model_takes_images_as_the_dataset_gives_them(flavour, tmp_path):
+    trainer, test = trainer_for(flavour, tmp_path), digits().test
+    bound, expected = trainer.bind_model(), trainer.test_model(digits().test_loader)["test/acc"]
+    assert test.input.dtype == np.uint8
+    assert (bound(test.input).argmax(-1) == test.target).mean() == pytest.approx(expected)
+    assert (jax.jit(bound)(test.input[:5]).argmax(-1) == bound(test.input[:5]).argmax(-1)).all()
+    seen = digits().transforms.apply(jax.random.key(0), test, train=False).input
+    np.testing.assert_allclose(trainer.bind_model(transforms=False)(seen), bound(test.input), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AttributeError, match=r"no 'out'.*transforms=False"):
+        bound.out  # noqa: B018
+
+
+def test_a_model_whose_inputs_are_computed_cannot_take_them_as_the_dataset_gives_them(tmp_path):
+    class Scaled(type(trainer_for("nnx", tmp_path))):
+        """Computes its input."""
+
+        def batch_to_input(self, batch):
+            return batch.input * 2
+
+    trainer = trainer_for("nnx", tmp_path)
+    trainer.__class__ = Scaled
+    with pytest.raises(ValueError, match=r"`batch_to_input` computes.*transforms=False"):
+        trainer.bind_model()(digits().test.input)
+
+
+def test_what_is_judged_is_what_is_bound_and_predicted(flavour, tmp_path):
+    trainer = plain_for(flavour, tmp_path, ema=0.9)
+    train_plain(trainer)
+    bound = trainer.bind_model()(EXAMPLE["x"])
+    np.testing.assert_allclose(trainer.predict([EXAMPLE]), bound, rtol=1e-5, atol=1e-6)
+    trainer.state = trainer.state.replace(params=jax.tree.map(jnp.zeros_like, trainer.state.params))
+    np.testing.assert_allclose(trainer.predict([EXAMPLE]), bound, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bound_model_is_apart_from_training(tmp_path):
+    trainer = plain_for("nnx", tmp_path)
+    bound = trainer.bind_model()
+    before = np.array(bound.out.kernel[...])
+    train_plain(trainer)
+    np.testing.assert_array_equal(bound.out.kernel[...], before)
+
+
+def test_tables_show_modules_and_parameters(flavour, tmp_path, capsys):
+    trainer = plain_for(flavour, tmp_path, norm=True)
+    trainer.print_tabulate()
+    shown = capsys.readouterr().out
+    assert "hidden" in shown and "float32[" in shown
+    params = trainer.tabulate_params()
+    count = sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params))
+    assert "out.kernel" in params and f"{count:,}" in params
+
+
+def test_tables_of_a_model_whose_images_are_normalised(tmp_path):
+    assert "hidden" in trainer_for("linen", tmp_path).tabulate()
+
+
+def test_statistics_of_parameters_and_gradients_are_reported(flavour, tmp_path):
+    changes: dict[str, Any] = {"log_param_stats": True, "log_grad_stats": True, "grad_log_modes": ("max",)}
+    trainer = plain_for(flavour, tmp_path, check_val_every_n_epoch=0, max_steps=2, **changes)
+    train_plain(trainer)
+    last = [row for row in rows(trainer) if "param/out.kernel_mean_step" in row][-1]
+    kernel = np.asarray(trainer.state.params["out"]["kernel"])
+    plain = plain_for(flavour, tmp_path, check_val_every_n_epoch=0, max_steps=2)
+    train_plain(plain)
+    assert_same_bits(trainer.state, plain.state)
+    assert {name for name in last if name.startswith("param/out.kernel")} == {
+        f"param/out.kernel_{mode}_step" for mode in ("min", "max", "mean", "std")
+    }
+    assert {name for name in last if name.startswith("grad/out.kernel")} == {"grad/out.kernel_max_step"}
+    single = plain_for(flavour, tmp_path, check_val_every_n_epoch=0, max_steps=1, **changes)
+    train_plain(single)
+    (row,) = [row for row in rows(single) if "param/out.kernel_mean_epoch" in row]
+    kernel = np.asarray(single.state.params["out"]["kernel"], np.float64)
+    assert row["param/out.kernel_mean_epoch"] == pytest.approx(kernel.mean(), rel=1e-4)
+    assert row["param/out.kernel_std_epoch"] == pytest.approx(kernel.std(), rel=1e-4)
+
+
+class SowingLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(8)(x)
+        self.sow("intermediates", "hidden", x)
+        return nn.Dense(4)(x)
+
+
+class SowingNnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first, self.second = (
+            nnx.Linear(EXAMPLE["x"].shape[-1], 8, rngs=rngs),
+            nnx.Linear(8, 4, rngs=rngs),
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.first(x)
+        self.sow(nnx.Intermediate, "hidden", x)
+        return self.second(x)
+
+
+@pytest.mark.parametrize("model", [SowingLinen(), SowingNnx], ids=["linen", "nnx"])
+def test_what_a_model_sows_is_reported(model, tmp_path):
+    def trained(**changes: Any) -> Any:
+        config = TrainerConfig(**settings(tmp_path, train_epochs=1, check_val_every_n_epoch=0, **changes))
+        trainer = Plain(config, None, AdamWConfig(learning_rate=0.01), EXAMPLE, model=model)
+        train_plain(trainer)
+        return trainer
+
+    shown = trained(log_intermediates=True, interm_log_modes=("mean", "std"))
+    names = {name for row in rows(shown) for name in row if name.startswith("intermediate/")}
+    assert names == {f"intermediate/hidden_{mode}_{when}" for mode in ("mean", "std") for when in ("step", "epoch")}
+    assert_same_bits(shown.state, trained().state)
+
+
+def test_asking_for_intermediates_of_a_model_that_sows_none_is_told(tmp_path, caplog):
+    train_plain(plain_for("nnx", tmp_path, log_intermediates=True))
+    assert "`log_intermediates` is on, and the model sows nothing" in caplog.text
+
+
+def test_evaluations_draw_from_their_own_seed(tmp_path):
+    class Drawing(Plain):
+        """Reports what evaluation draws."""
+
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+            loss, (mutable, metrics) = super().loss_function_linen(params, state, batch, rng, train)
+            return loss, (mutable, {**metrics, "drawn": jax.random.uniform(rng)})
+
+    def drawn(**changes: Any) -> float:
+        return plain_for("linen", tmp_path, kind=Drawing, **changes).eval_model(first_examples(64))["val/drawn"]
+
+    assert drawn(seed=1) == drawn(seed=2) != drawn(seed=1, seed_eval=44)
+
+
+def test_limits_end_evaluations_early(tmp_path):
+    class Counting(Plain):
+        """Counts batches."""
+
+        def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+            loss, metrics = super().loss_function(model, batch, train)
+            return loss, {**metrics, "batches": {"value": 1, "mode": "sum"}}
+
+    trainer = plain_for("nnx", tmp_path, kind=Counting, limit_val_batches=2, limit_test_batches=1)
+    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(128), first_examples(128))
+    assert (results[1]["val/batches"], results["test"]["test/batches"]) == (2, 1)
+    assert trainer.eval_model(first_examples(128))["val/batches"] == 2
+    assert trainer.test_eval_function(first_examples(128))["val/batches"] == 1
+
+
+@pytest.mark.slow
+def test_a_breakpoint_in_the_loss_shows_values_in_debug_mode(tmp_path, monkeypatch):
+    seen: list[Any] = []
+
+    def stop_here() -> None:
+        frame = sys._getframe(1)
+        seen.append(frame.f_locals["loss"].item())  # what is traced for a compiler has no value
+
+    class Debugged(Plain):
+        """Stops in the loss."""
+
+        def _evaluate(self, logits: jax.Array, batch: Any) -> Any:
+            loss, metrics = super()._evaluate(logits, batch)
+            breakpoint()
+            return loss, metrics
+
+    monkeypatch.setattr(sys, "breakpointhook", stop_here)
+    debugged = plain_for("nnx", tmp_path, kind=Debugged, debug=True, max_steps=2)
+    compiled = plain_for("nnx", tmp_path, max_steps=2)
+    results = train_plain(debugged), train_plain(compiled)
+    assert len(seen) >= 2 + 2  # steps, and batches of the validation
+    assert_close(debugged.state.params, compiled.state.params, rtol=1e-4, atol=1e-6)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+
+
+def test_another_dataset_brings_its_transforms(tmp_path):
+    trainer, batches = trainer_for("nnx", tmp_path), list(digits().val_loader)  # which carry none themselves
+    before = trainer.eval_model(batches)
+    trainer.set_dataset(None)
+    assert trainer.eval_model(batches) != before
+    trainer.set_dataset(digits())
+    assert trainer.eval_model(batches) == before
+
+
+def test_values_of_a_run_are_in_its_hparams(tmp_path):
+    trainer = plain_for("nnx", tmp_path)
+    train_plain(trainer)
+    assert '"optimizer.learning_rate": 0.01' in (trainer.folder.path / "hparams.json").read_text()
+    assert list(values(trainer, "val/loss"))
