@@ -13,6 +13,7 @@ from jax_trainer import EvalLoop, TrainLoop, TrainTask, fit, train_fn
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.datasets import ArrayLoader
+from jax_trainer.logger import LoggerConfig
 from jax_trainer.models import MLPConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.runs import named_callbacks
@@ -177,3 +178,25 @@ def test_fit_takes_callbacks_as_they_are_written_in_a_file(tmp_path: Path):
     result = fitted(loss_fn=lambda y, t: ((y - t) ** 2).mean(), callbacks=stopping, **options)
     assert result.state.step == 1
     assert jax.tree.leaves(result.state.params)
+
+
+@pytest.mark.parametrize("logger", [{"class_name": "Logger", "log_steps_every": 1}, {"log_steps_every": 1}])
+def test_a_trainer_takes_the_logger_as_it_is_written_in_a_file(logger: dict[str, Any]):
+    assert trainer(logger=logger).config.logger == LoggerConfig(log_steps_every=1)
+    with pytest.raises(ConfigError, match=r"logger\.log_step_every.*`log_steps_every`"):
+        trainer(logger={"log_step_every": 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "message"),
+    [
+        (fit, (None, X, X, optax.sgd(0.1)), "fit .*`test_ds`.*got 4.*`loss_fn=`.*`optimizer=`"),
+        (train_fn, ((None, None), 10), "train_fn .*no positional.*got 2.*`fns=`.*`n_steps=`"),
+    ],
+    ids=["fit", "train_fn"],
+)
+def test_positional_arguments_that_must_be_keywords_are_answered_with_their_names(
+    call: Any, args: tuple[Any, ...], message: str
+):
+    with pytest.raises(TypeError, match=message):
+        call(*args)

@@ -25,7 +25,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.registration import same_section
-from jax_trainer.settings import ValueSettings, listed
+from jax_trainer.settings import SettingsError, ValueSettings, listed
 
 ModelMode = Literal["nnx", "linen"]
 
@@ -172,9 +172,20 @@ def build_model(config: ConfigInterface, exmp_input: Any, rngs: nnx.Rngs) -> nnx
     """
     mode, model = _registration(config)
     if mode == "linen":
+        _check_constructor(model, config)
         return model(config)
     example = {"exmp_input": exmp_input} if _takes(model, "exmp_input") else {}
+    _check_constructor(model, config, **example, rngs=rngs)
     return model(config, **example, rngs=rngs)
+
+
+def _check_constructor(model: type[Any], config: ConfigInterface, **keywords: Any) -> None:
+    try:
+        inspect.signature(model.__init__).bind(None, config, **keywords)
+    except TypeError as error:
+        signature = "__init__(self, config, *, rngs)" if keywords else "__init__(self, config)"
+        text = f"{model.__name__} cannot be built: {error}. Its constructor must be `{signature}`."
+        raise SettingsError([("model", text)]) from None
 
 
 def _registration(config: ConfigInterface) -> tuple[ModelMode, type[Any]]:

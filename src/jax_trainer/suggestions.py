@@ -37,6 +37,7 @@ _SAME = (  # words for one thing, ours among them
     ("exmp_input", "input_sample", "example_input", "example_batch", "input_shape"),
     ("save_top_k", "max_to_keep", "save_total_limit", "save_best_only"),
     ("hooks", "callbacks"),
+    ("class_name", "class_path", "_target_"),
     ("dataset", "data", "datamodule"),
     ("val/loss", "val_loss", "eval_loss"),
     ("val/acc", "val/accuracy", "val_acc", "val_accuracy"),
@@ -59,7 +60,9 @@ _ELSEWHERE = {  # what is said in another place here
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
     "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
     **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
-    "validation_split": "Split the arrays, and pass the second part as evaluation data: `test_ds` of `fit`, `val_loader` of `train_model`.",
+    "validation_split": (
+        "Split the arrays, and pass the second part as `test_ds` of `fit`, or as `val_loader` of `train_model`."
+    ),
     "num_sanity_val_steps": (
         "No sanity check is needed: shapes are checked before the first step, and `jax-trainer check` traces a step."
     ),
@@ -169,13 +172,28 @@ def checks_keywords(target: Checked) -> Checked:
         return target  # pyright: ignore[reportReturnType]  # the class that was given
     known = keywords_of(target) or []
     owner = target.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(target).parameters.values()
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    keyword_only = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
 
     @functools.wraps(target)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if keyword_only and len(args) > len(positional):
+            raise TypeError(_too_many_positional(owner, args, positional, keyword_only))
         check_keywords(owner, kwargs, known)
         return target(*args, **kwargs)
 
     return checked  # type: ignore[return-value]  # it is called in the same way
+
+
+def _too_many_positional(
+    owner: str, args: Sequence[Any], positional: Sequence[str], keyword_only: Sequence[str]
+) -> str:
+    own = positional[0] == "self" if positional else False
+    names, count = [f"`{name}`" for name in positional[own:]], len(args) - own
+    takes = f"at most {len(names)} positional arguments ({', '.join(names)})" if names else "no positional arguments"
+    others = ", ".join(f"`{name}=`" for name in keyword_only)
+    return f"{owner} takes {takes}, got {count}. Pass these by keyword: {others}."
 
 
 def _plain(word: str) -> str:

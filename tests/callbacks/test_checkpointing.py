@@ -1,9 +1,10 @@
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from callback_runs import STEPS, Saves, fit
+from callback_runs import STEPS, Saves, fit, run_in
 from compoconf import parse_config
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, logger_observers
@@ -266,3 +267,24 @@ def test_the_real_store_keeps_the_latest_where_nothing_is_judged(folder_run):
     last = fit(ModelCheckpoint(config, run), plan=Plan(max_epochs=2))
     assert_same_bits(store.restore("latest", like=last)[0], last)
     assert store.steps() == [STEPS, 2 * STEPS]
+
+
+class ScriptedLoss:
+    """Replaces the loss of each evaluation."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self._losses = iter(losses)
+
+    def handle(self, event):
+        if isinstance(event, EvalRoundEnd):
+            event.metrics["val"]["loss"] = next(self._losses)
+
+
+@pytest.mark.parametrize(("losses", "warnings"), [([math.nan, math.nan], 1), ([math.nan, 0.5], 0), ([0.5, 0.5], 0)])
+def test_a_run_without_a_best_checkpoint_reports_at_its_end_that_the_metric_was_nan(tmp_path, caplog, losses, warnings):
+    store = CheckpointStore(tmp_path / "checkpoints", monitor="val/loss")
+    with run_in(tmp_path) as context, caplog.at_level(logging.WARNING, "jax_trainer"):
+        fit(ScriptedLoss(losses), ModelCheckpoint(run=replace(context, checkpoints=store)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("val/loss" in message and "NaN" in message for message in messages) == warnings
+    assert (store.best() is None) == bool(warnings)

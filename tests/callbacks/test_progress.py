@@ -242,3 +242,34 @@ def test_the_end_says_why_and_the_beginning_from_where(monkeypatch):
         "Training ends after step 40: `max_time` (5 s) is over.",
         "EarlyStopping after step 40: `val/acc` is 1.",
     ]
+
+
+def test_the_latest_metrics_stay_until_an_epoch_has_its_own(monkeypatch):
+    told = Told(monkeypatch, terminal=True, refresh_seconds=0.0)
+    told(EpochStart, 10)
+    told.steps(10, 0.1)
+    told.metrics(loss=0.25)
+    told(EpochEnd, {"loss": 0.5}, 1.0, 0.0, None)
+    told(EpochStart, 10, epoch=2)
+    told.steps(3, 0.1)
+    drawn = told.screen.getvalue().split("\r")
+    assert all("loss 0.25" in line for line in drawn if "epoch 2  " in line)
+
+
+def test_a_run_that_had_ended_reports_that_no_steps_are_left(monkeypatch):
+    told = Told(monkeypatch)
+    told.step = 44
+    told(FitStart, epoch=2)
+    told(FitEnd, "completed", epoch=2)
+    assert told.lines[0] == "Resumed from step 44 (epoch 2)."
+    assert re.search("no steps are left.*step 44", told.lines[1])
+
+
+def test_a_resumed_run_with_steps_left_does_not_report_that_none_are(monkeypatch):
+    told = Told(monkeypatch)
+    told.step = 44
+    told(FitStart, epoch=2)
+    told(EpochStart, 10, epoch=3)
+    told.steps(1, 0.1)
+    told(FitEnd, "completed", epoch=3)
+    assert not any("no steps are left" in line for line in told.lines)

@@ -158,6 +158,14 @@ def test_a_place_for_runs_that_cannot_be_made_is_told(tmp_path: Path):
     assert "The run's folder cannot be made" in said.err and str(file) in said.err
 
 
+def test_labels_that_the_model_has_no_outputs_for_are_reported_without_a_traceback(tmp_path: Path):
+    for command in ("check", "train"):
+        said = ask(command, tiny_file(tmp_path), "trainer.num_classes=3", folder=tmp_path)
+        assert (said.code, said.out) == (1, "")
+        assert "Traceback" not in said.err
+        assert "batch.target holds 9" in said.err and "0 to 2" in said.err
+
+
 def test_checking_shows_what_would_be_trained(tmp_path: Path):
     said = ask("check", tiny_file(tmp_path), folder=tmp_path)
     assert (said.code, said.err) == (0, "")

@@ -37,6 +37,20 @@ def test_a_class_that_was_not_imported_is_told_with_how_to_do_so(folder: Path):
     assert "tiny.yaml:9: model.class_name: " in said.err and "'OwnWide'" in said.err and "--import" in said.err
 
 
+def test_a_model_with_another_constructor_is_reported_with_its_section(tmp_path: Path):
+    wrong = MODEL.replace("OwnWide", "OwnNarrow").replace("*, exmp_input: jax.Array, rngs: nnx.Rngs", "width: int")
+    (tmp_path / "own_narrow.py").write_text(wrong)
+    file = tiny_file(
+        tmp_path,
+        TINY.replace("class_name: MLP", "class_name: OwnNarrow")
+        .replace("hidden: [16]", "width: 4")
+        .replace("  dropout: 0.1\n", ""),
+    )
+    said = ask("check", file, "own_narrow.py", folder=tmp_path)
+    assert (said.code, "Traceback" in said.err) == (2, False)
+    assert f"{file}:8: model: OwnNarrow" in said.err and "`__init__(self, config, *, rngs)`" in said.err
+
+
 def test_a_class_in_a_file_is_trained(begun: Said, run: Path):
     assert begun.code == 0
     assert f"`jax-trainer test {run} --import own_models.py`" in begun.out
@@ -58,7 +72,8 @@ def test_the_same_class_in_a_package_tests_the_run(run: Path, folder: Path):
 def test_the_run_is_resumed_described_and_checked_with_its_file(run: Path, folder: Path):
     said = ask("resume", run, "own_models.py", "trainer.train_epochs=3", "--json", folder=folder)
     assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["1", "2", "3", "test"])
-    assert "  width: 24\n      how many units it has." in ask("describe", "OwnWide", folder=folder).out
+    for words in (["OwnWide"], ["OwnWide", "own_models.py"], ["own_models.py", "OwnWide"]):
+        assert "  width: 24\n      how many units it has." in ask("describe", *words, folder=folder).out
     wrong = ask("check", "tiny.yaml", "own_models.py", "model.width=0", "model.widht=1", folder=folder)
     assert wrong.code == 2
     assert "model.width: expected a whole number of at least 1, found 0." in wrong.err

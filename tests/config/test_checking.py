@@ -133,7 +133,9 @@ def test_all_problems_come_at_once_in_the_order_of_their_places(tmp_path: Path):
     text = (
         "pages: 1.5\nscal: 2\npaper:\n  width: x\n  hight: 3\nshapes:\n  a: {class_name: Nothing}\n  b: {radius: -1}\n"
     )
-    found = [(str(problem.place).rpartition("/")[2], problem.key) for problem in complaints(tmp_path, text, "lien=1")]
+    found = [
+        (str(problem.location).rpartition("/")[2], problem.key) for problem in complaints(tmp_path, text, "lien=1")
+    ]
     assert found == [
         ("sketch.yaml:1", "pages"),
         ("sketch.yaml:2", "scal"),
@@ -173,6 +175,12 @@ def test_one_class_alone_needs_no_name(tmp_path: Path):
 def test_a_class_is_not_guessed(tmp_path: Path, section: str, said: str):
     problem = complaint(tmp_path, f"shape: {section}\n")
     assert problem == f"sketch.yaml:1: shape.class_name: the key `class_name` is missing, and {said}"
+
+
+@pytest.mark.parametrize("key", ["_target_", "class_path", "classname"])
+def test_another_key_for_the_class_is_answered_with_ours(tmp_path: Path, key: str):
+    problem = complaint(tmp_path, f"shape: {{{key}: SketchCircle, radius: 1}}\n")
+    assert f"`class_name` instead of `{key}`" in problem
 
 
 def test_in_a_dict_of_parts_the_key_may_be_the_class_and_nothing_means_defaults(tmp_path: Path):

@@ -78,7 +78,7 @@ def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, i
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     (problem,) = complaints(tmp_path, f"title: x\ninclude: {include}\n")
-    assert problem.place.line == 2
+    assert problem.location.line == 2
     assert said in problem.text.replace(f"{tmp_path}/", "") or said[-20:] in problem.text
 
 
@@ -88,7 +88,7 @@ def test_a_pipe_that_is_included_is_refused_at_once(tmp_path: Path):
     (tmp_path / "null.yaml").symlink_to("/dev/zero")
     for name in ("pipe.yaml", "link.yaml", "null.yaml"):
         (problem,) = complaints(tmp_path, f"title: x\ninclude: {name}\n")
-        assert problem.place.line == 2
+        assert problem.location.line == 2
         assert name in problem.text and "pipe or a device" in problem.text
 
 
@@ -111,7 +111,7 @@ def test_the_error_for_an_included_link_does_not_show_what_is_behind_it(tmp_path
     (tmp_path / "secret.txt").write_text(secret)
     (tmp_path / "base.yaml").symlink_to("secret.txt")
     (problem,) = complaints(tmp_path, "title: x\ninclude: base.yaml\n")
-    assert "base.yaml" in str(problem.place) and "hunter2" not in str(problem)
+    assert "base.yaml" in str(problem.location) and "hunter2" not in str(problem)
 
 
 def test_few_files_that_include_each_other_often_are_refused_at_once(tmp_path: Path):

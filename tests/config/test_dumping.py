@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax_trainer.config import as_data, config_from, dump_config, dump_data, load_config, redact
 from jax_trainer.config.files import overridden
 from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import Place, Problems
+from jax_trainer.config.problems import Location, Problems
 from jax_trainer.config.yaml_text import parse
 from jax_trainer.redaction import is_secret
 from jax_trainer.settings import AtLeast, Settings
@@ -94,7 +94,7 @@ def test_a_text_survives_whatever_it_looks_like(tmp_path: Path, text: str):
 @given(plain)
 def test_a_value_that_is_written_is_the_same_as_an_override(value: Any):
     problems = Problems()
-    tree = overridden(Node({}, Place("nowhere")), [f"a.b={dump_data(value)}"], problems)
+    tree = overridden(Node({}, Location("nowhere")), [f"a.b={dump_data(value)}"], problems)
     found = tree.data()["a"]["b"]
     assert not problems
     assert found == value

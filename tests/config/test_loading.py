@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig, written
 
-from jax_trainer.config import ConfigError, Loaded, Place, config_from, dump_config, load_config
+from jax_trainer.config import ConfigError, Loaded, Location, config_from, dump_config, load_config
 from jax_trainer.datasets import DatasetConfig
 from jax_trainer.settings import SettingsError
 
@@ -48,8 +48,8 @@ def test_a_file_becomes_a_configuration_that_knows_its_places(tmp_path: Path):
         notes={"a": "b", "c": "d\te"},
         extra="some text\non lines\n",
     )
-    assert loaded.tree.place_of("shape.radius") == Place(str(file), 10)
-    assert loaded.tree.place_of("paper.width") == Place("command line")
+    assert loaded.tree.location_of("shape.radius") == Location(str(file), 10)
+    assert loaded.tree.location_of("paper.width") == Location("command line")
 
 
 def test_python_data_is_checked_like_a_file():
@@ -109,7 +109,7 @@ def test_keys_that_follow_from_others_stay_out_of_what_is_stored(tmp_path: Path)
     assert config.local_batch_size == 64
     again = load_config(written(tmp_path, dump_config(config)), DatasetConfig).value
     assert again == config
-    assert again.given == {"global_batch_size"}
+    assert again.explicit == {"global_batch_size"}
 
 
 def test_a_damaged_file_is_read_or_refused_and_never_anything_else(tmp_path: Path):

@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.config import ConfigError, ConfigProblem, Place
-from jax_trainer.config.problems import MOST, Problems, shown
+from jax_trainer.config import ConfigError, ConfigProblem, Location
+from jax_trainer.config.problems import MAX_PROBLEMS, Problems, shown
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import edit_distance, nearest, suggestion
 
-HERE = Place("f.yaml", 3)
+HERE = Location("f.yaml", 3)
 
 
 def test_an_error_tells_all_problems_once_in_the_order_of_their_places():
     problems = [
-        ConfigProblem(Place("f.yaml", 10), "a.b", "second."),
+        ConfigProblem(Location("f.yaml", 10), "a.b", "second."),
         ConfigProblem(HERE, "", "first."),
-        ConfigProblem(Place("command line"), "c", "zeroth."),
+        ConfigProblem(Location("command line"), "c", "zeroth."),
         ConfigProblem(HERE, "", "first."),
     ]
     error = ConfigError(problems)
@@ -27,17 +27,17 @@ def test_an_error_tells_all_problems_once_in_the_order_of_their_places():
 def test_problems_beyond_a_hundred_are_counted():
     problems = Problems()
     for line in range(250):
-        problems.add(Place("f.yaml", line + 1), "a", "wrong.")
+        problems.add(Location("f.yaml", line + 1), "a", "wrong.")
     error = problems.error()
     assert len(problems) == 250
-    assert len(error.problems) == MOST == 100
+    assert len(error.problems) == MAX_PROBLEMS == 100
     assert str(error).splitlines()[-1] == "… and 150 more problems."
 
 
 def test_errors_can_be_copied_as_other_processes_do():
     problems = Problems()
     for line in range(101):
-        problems.add(Place("f.yaml", line), "a", "wrong.")
+        problems.add(Location("f.yaml", line), "a", "wrong.")
     for error in (problems.error(), SettingsError([("a", "wrong.")])):
         again = copy.deepcopy(error)
         assert str(again) == str(error)

@@ -89,7 +89,7 @@ def test_a_circle_of_several_is_told_once(tmp_path: Path):
 
 def test_a_broken_reference_hides_nothing_else(tmp_path: Path):
     problems = complaints(tmp_path, "title: ${nothing}\npages: 0\nscal: 1\nshape: {class_name: '${nothing}'}\n")
-    assert [(problem.place.line, problem.key) for problem in problems] == [
+    assert [(problem.location.line, problem.key) for problem in problems] == [
         (1, "title"),
         (2, "pages"),
         (3, "scal"),

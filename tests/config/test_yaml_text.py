@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import ConfigError, Place, Problems
+from jax_trainer.config.problems import ConfigError, Location, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, MAX_VALUES, parse, scalar_of
 
 
@@ -93,14 +93,14 @@ def test_sections_lists_and_long_texts_are_read():
 
 def test_a_value_remembers_the_line_of_its_key_and_an_item_its_own():
     tree = parse("a:\n  b:\n\n    1\n  c:\n    - 1\n    - 2\n", "f.yaml", Problems())
-    lines = {path: tree.place_of(path) for path in ("a", "a.b", "a.c", "a.c.1", "a.c.7", "a.z.b")}
+    lines = {path: tree.location_of(path) for path in ("a", "a.b", "a.c", "a.c.1", "a.c.7", "a.z.b")}
     assert lines == {
-        "a": Place("f.yaml", 1),
-        "a.b": Place("f.yaml", 2),
-        "a.c": Place("f.yaml", 5),
-        "a.c.1": Place("f.yaml", 7),
-        "a.c.7": Place("f.yaml", 5),
-        "a.z.b": Place("f.yaml", 1),
+        "a": Location("f.yaml", 1),
+        "a.b": Location("f.yaml", 2),
+        "a.c": Location("f.yaml", 5),
+        "a.c.1": Location("f.yaml", 7),
+        "a.c.7": Location("f.yaml", 5),
+        "a.z.b": Location("f.yaml", 1),
     }
 
 
@@ -144,7 +144,7 @@ def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str
 
 def test_everything_that_is_not_plain_data_is_found_at_once_with_what_else_is_wrong(tmp_path: Path):
     text = "title: !!str x\ntags: &a [x]\nnotes: *a\npages: 0\npages: 1\n"
-    assert [(problem.place.line, problem.key) for problem in complaints(tmp_path, text)] == [
+    assert [(problem.location.line, problem.key) for problem in complaints(tmp_path, text)] == [
         (1, "title"),
         (2, "tags"),
         (3, "notes"),

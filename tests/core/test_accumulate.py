@@ -39,7 +39,7 @@ def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
         "min": {"value": each.min(), "mode": "min"},
         "single": {"value": batch["x"][-1, 0], "mode": "single"},
         "concat": {"value": batch["x"][:, 0], "mode": "concat"},
-        "columns": batch["x"].mean(0),
+        "columns": {"value": batch["x"].mean(0), "mode": "mean"},
         "masked": {"value": (each * mask).sum(), "count": mask.sum()},
     }
 

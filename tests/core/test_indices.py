@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from jax_trainer.core.indices import Use, index_uses, out_of_range
+from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range
 
 X, Y, WEIGHTS = np.ones((8, 4), np.float32), np.arange(8, dtype=np.int32) % 3, jnp.ones((4, 3))
 IDS = np.array([[1, 2], [3, 0]], np.int32)
@@ -67,6 +67,13 @@ def test_the_message_names_the_values_the_classes_and_the_cure(shift, cure):
     assert f"{shift} to {2 + shift}" in told
     assert "0 to 2" in told
     assert cure in told
+
+
+@pytest.mark.parametrize("name", INDEXING)
+def test_labels_out_of_range_name_the_line_of_the_users_code_that_uses_them(name):
+    with pytest.raises(ValueError, match=r"batch\[1\].*3") as caught:
+        check_range(uses_of(INDEXING[name], X, Y), (X, Y + 1))
+    assert caught.value.__notes__[0].startswith(f'In your code: File "{__file__}"')
 
 
 def test_a_batch_with_a_mask_may_have_any_labels():

@@ -97,10 +97,10 @@ def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, pr
 
     refuse(REFUSED)
     with pytest.raises(OutOfMemoryError, match="a batch of 8 examples 160 B"):
-        program.evaluate(FlatState.of(state), jnp.zeros(1), BATCH)
+        program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
     refuse(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        program.evaluate(FlatState.of(state), jnp.zeros(1), BATCH)
+        program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
     assert caught.value is other
 
 

@@ -221,3 +221,10 @@ def test_a_mean_over_nothing_is_finite_and_counts_for_nothing():
     metrics = as_metrics({"m": {"value": 0.0, "count": 0}}, 8)
     assert np.isfinite(metrics.by_name["m"].value)
     assert metrics.weight_of("m") == 0
+
+
+@pytest.mark.parametrize("shape", [(8,), (3,), (1,), (8, 3)])
+def test_an_array_metric_without_a_mode_is_an_error_that_names_its_shape(shape):
+    with pytest.raises(ValueError, match=rf"'per_class'.*\({shape[0]},.*8 examples.*'mode'"):
+        as_metrics({"per_class": jnp.ones(shape)}, weight=8)
+    assert as_metrics({"per_class": {"value": jnp.ones(shape), "mode": "mean"}}, weight=8).by_name

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_trainer.adapters import function_program
 from jax_trainer.core import explaining, with_user_frame
 
 
@@ -75,3 +76,36 @@ def test_a_frequent_error_of_a_traced_step_comes_with_its_likely_cure(name):
     with pytest.raises((TypeError, ValueError)) as caught, explaining(np.ones((2, 2), np.float32)):
         jax.jit(function)(np.ones((2, 2), np.float32))
     assert any(note.startswith("Likely cure: ") and cure in note for note in caught.value.__notes__)
+
+
+def per_example(params, batch, *, rng, train):
+    return jnp.mean(batch * params), {"per_example": batch * params}
+
+
+def swapped(params, batch, *, rng, train):
+    return {"loss": 0.0}, jnp.mean(batch * params)
+
+
+def counting(params, batch, *, rng, train):
+    return jnp.argmax(batch)
+
+
+@pytest.mark.parametrize("loss", [per_example, swapped, counting])
+@pytest.mark.parametrize("phase", ["train_step", "eval_step"])
+def test_a_wrong_result_of_a_loss_names_where_the_loss_is_defined(loss, phase):
+    program = function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1))
+    batch = jnp.ones(8)
+    with pytest.raises((TypeError, ValueError)) as caught, explaining(batch):
+        jax.eval_shape(getattr(program, phase), program.init(jax.random.key(0), batch), batch)
+    line = inspect.getsourcelines(loss)[1]
+    assert caught.value.__notes__[0].startswith(f'In your code: File "{__file__}", line {line}, in {loss.__name__}')
+
+
+def test_an_error_inside_a_loss_names_its_own_line_not_the_definition():
+    def failing(params, batch, *, rng, train):
+        return mismatched(jnp.ones((2, 2)))
+
+    program = function_program(lambda key, batch: jnp.zeros(()), failing, optax.sgd(0.1))
+    with pytest.raises(TypeError) as caught, explaining():
+        jax.eval_shape(program.eval_step, program.init(jax.random.key(0), jnp.ones(8)), jnp.ones(8))
+    assert "in mismatched" in caught.value.__notes__[0]

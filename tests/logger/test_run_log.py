@@ -2,6 +2,7 @@ import logging
 
 import pytest
 
+from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.logger.run_log import RunLog
 
 LOG = logging.getLogger("jax_trainer")
@@ -62,3 +63,15 @@ def test_a_file_that_cannot_be_written_is_told_of_once_and_fails_nobody(tmp_path
     said = [record.message for record in caplog.records]
     assert sorted(said)[1:] == ["one", "two"] and "run.log cannot be written" in sorted(said)[0]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_last_line_counts_no_rows_because_a_rollback_removes_some(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.write(1, {"loss": 1.0})
+    mark = logger.mark()()
+    logger.write(2, {"loss": 1.0})
+    logger.cut(mark)
+    logger.close("completed")
+    last = (tmp_path / "run.log").read_text().splitlines()[-1]
+    assert "Run completed" in last and str(tmp_path / "metrics.jsonl") in last
+    assert "rows" not in last

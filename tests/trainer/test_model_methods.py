@@ -24,7 +24,7 @@ from trainer_runs import (
     values,
 )
 
-from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
 from jax_trainer.trainer import TrainerConfig
@@ -238,3 +238,13 @@ def test_values_of_a_run_are_in_its_hparams(tmp_path):
     train_plain(trainer)
     assert '"optimizer.learning_rate": 0.01' in (trainer.folder.path / "hparams.json").read_text()
     assert list(values(trainer, "val/loss"))
+
+
+def test_evaluating_on_empty_data_is_an_error(tmp_path):
+    trainer = plain_for("nnx", tmp_path)
+    for evaluate, name in ((trainer.eval_model, "val"), (trainer.test_model, "test")):
+        for empty in ([], lambda: iter(())):
+            with pytest.raises(DataError, match=f"'{name}' data"):
+                evaluate(empty)
+    with pytest.raises(DataError, match="'test' data is empty"):
+        trainer.test_model([], apply_callbacks=True)

@@ -3,15 +3,16 @@
 import json
 
 import numpy as np
+import optax
 import pytest
-from trainer_runs import plain_for
+from trainer_runs import EXAMPLE, Plain, plain_for
 
-from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.callbacks import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.settings import SettingsError
-from jax_trainer.testing import assert_same_bits, numbered_data
+from jax_trainer.testing import TinyNNX, assert_same_bits, numbered_data
 
 BAD = (2, 5)  # batches of every epoch
 
@@ -83,3 +84,14 @@ def test_data_that_cannot_go_back_is_an_error_and_not_trained_on_at_another_plac
 def test_it_needs_something_that_saves(tmp_path):
     with pytest.raises(SettingsError, match="`rollback` goes back to a checkpoint: add"):
         trainer_for(tmp_path, callbacks={})
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [{"ModelCheckpoint": {}}, [ModelCheckpointConfig()], [ModelCheckpoint()]],
+    ids=["dict", "config", "object"],
+)
+def test_a_checkpoint_callback_passed_in_python_counts_for_rollback(callbacks):
+    options = {"model": lambda rngs: TinyNNX(rngs=rngs), "optimizer": optax.sgd(0.1), "exmp_input": EXAMPLE}
+    trainer = Plain(on_nonfinite="rollback", train_epochs=1, callbacks=callbacks, **options)
+    assert trainer.config.saver == ModelCheckpointConfig()

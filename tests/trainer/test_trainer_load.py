@@ -2,18 +2,33 @@ import shutil
 from typing import Any
 
 import pytest
-from trainer_runs import EPOCHS, EXAMPLE, STEPS, Plain, digits, first_examples, plain_for, rows, train_plain
+from trainer_runs import (
+    EPOCHS,
+    EXAMPLE,
+    MODELS,
+    STEPS,
+    Plain,
+    digits,
+    first_examples,
+    plain_for,
+    rows,
+    settings,
+    train_plain,
+)
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.config import ConfigError
+from jax_trainer.core import copy_state
 from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.logger import LoggerConfig
+from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
     LanguageModelTrainer,
+    TrainerConfig,
     TrainerModule,
     build,
     stored_run,
@@ -131,3 +146,14 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
     caplog.clear()
     ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, dataset=data)
     assert "device transforms" not in caplog.text
+
+
+def test_a_head_that_is_left_out_keeps_its_own_weights(plain, tmp_path):
+    trainer, _ = plain
+    model = MODELS["nnx"](c_hid=8, num_classes=3)
+    other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, AdamWConfig(learning_rate=0.01), EXAMPLE)
+    head = copy_state(other.state.params["out"])
+    other.load_weights(trainer.folder.path, which="latest", rename={"params.out.*": None})
+    assert_same_bits(other.state.params["out"], head)
+    assert head["kernel"].shape[-1] == 3
+    assert_same_bits(other.state.params["hidden"], trainer.state.params["hidden"])

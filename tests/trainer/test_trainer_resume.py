@@ -1,8 +1,10 @@
 import errno
 import os
+import signal
+import sys
 
 import pytest
-from trainer_runs import STEPS, callbacks, plain_for, rows, train, train_plain, trainer_for, values
+from trainer_runs import STEPS, Plain, callbacks, plain_for, rows, train, train_plain, trainer_for, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
@@ -102,3 +104,14 @@ def test_there_must_be_something_to_resume(tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoint, and nothing saves any: .*ModelCheckpoint"):
         train_plain(unsaved, resume=True)
     assert unsaved.folder.metrics_file.read_bytes() == before
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path, capsys):
+    class Slow(Plain):
+        def init_model(self, exmp_input):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="before the first step.*Nothing was saved") as caught:
+        train_plain(plain_for("nnx", tmp_path, kind=Slow))
+    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
+    assert capsys.readouterr().err == f"{caught.value}\n"

@@ -155,7 +155,7 @@ dataset.global_batch_size: [16, -4]
 def test_all_mistakes_of_a_space_come_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         tune(tiny_file(tmp_path), space_file(tmp_path, BAD), folder=tmp_path / "study", quiet=True)
-    told = [(problem.place.line, problem.key, problem.text) for problem in caught.value.problems]
+    told = [(problem.location.line, problem.key, problem.text) for problem in caught.value.problems]
     assert [(line, key) for line, key, _ in told] == [
         (1, "optimizer.learning_rate.peak_value.hihg"),
         (1, "optimizer.learning_rate.peak_value"),

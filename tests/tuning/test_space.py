@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from tuning_runs import space_file
 
-from jax_trainer.config import ConfigError, Place
+from jax_trainer.config import ConfigError, Location
 from jax_trainer.tuning import Choice, Range, read_space
 
 GOOD = """\
@@ -36,7 +36,7 @@ def test_a_file_has_ranges_and_choices_by_dotted_keys(tmp_path: Path):
         Range("seed", 0, 3),
         Choice("trainer.ema", (None, 0.9)),
     )
-    assert [one.place for one in space.dimensions] == [Place(str(file), line) for line in (2, 3, 4, 5, 9, 12, 13)]
+    assert [one.location for one in space.dimensions] == [Location(str(file), line) for line in (2, 3, 4, 5, 9, 12, 13)]
 
 
 def test_python_data_says_the_same_as_a_file(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_with_its_line(text: str, tmp_path: Path):
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         read_space(space_file(tmp_path, "a.b: 1\nc.d: []\ne.f: {low: 1, high: 2}\ng: {low: 2, high: 1}"))
-    assert [problem.place.line for problem in caught.value.problems] == [1, 2, 4]
+    assert [problem.location.line for problem in caught.value.problems] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(

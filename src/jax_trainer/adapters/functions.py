@@ -7,6 +7,7 @@ import jax
 import optax
 
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, loss_and_metrics, make_program
+from jax_trainer.core.user_frame import attribute_to
 
 
 class PureLoss(Protocol):
@@ -50,6 +51,7 @@ def function_program(
         value, reported = loss_and_metrics(returned, getattr(loss, "__name__", "loss"))
         return value, (model_state, reported)
 
+    attribute_to(loss_fn, loss)
     return make_program(lambda key, batch: (init(key, batch), {}), loss_fn, tx, **options)
 
 
@@ -71,4 +73,5 @@ def stateful_program(
         value, (changed, reported) = loss(params, model_state, batch, rng=rng, train=train)
         return value, (changed if train else model_state, reported)
 
+    attribute_to(loss_fn, loss)
     return make_program(init, loss_fn, tx, **options)

@@ -27,6 +27,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.user_frame import attribute_to
 
 SOWN = "intermediates"  # the collection that Flax keeps for what a model sows
 
@@ -235,4 +236,4 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
         told = sown_metrics((mutable or {}).get(SOWN, {}), modes) if train else {}
         return value, (kept if train else model_state, {**reported, **told})
 
-    return loss_fn
+    return attribute_to(loss_fn, loss)

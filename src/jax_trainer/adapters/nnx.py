@@ -46,6 +46,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.tracing import like_params
+from jax_trainer.core.user_frame import attribute_to, noting_definition
 from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 _METADATA = {"out_sharding", "sharding_names", "sharding"}  # what Flax calls, or called, how a variable is split
@@ -221,7 +222,7 @@ def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: S
         told = sown_metrics(_sown_by(model), modes) if modes else {}
         return value, (kept_state(model_state, changed), {**reported, **told})
 
-    return loss_fn
+    return attribute_to(loss_fn, loss)
 
 
 def _sown_by(model: Any) -> PyTree:
@@ -289,18 +290,19 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
         model = split.join(state.params, state.model_state, rng, train=True)
         with _sowing_is_fine(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
-        swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
-        if not isinstance(returned, tuple) or len(returned) != 2 or swapped:
-            raise TypeError(
-                f"`train_step` must return the loss and the gradients, got {kinds_of(returned)}. Return "
-                "`nnx.value_and_grad(loss_fn)(model, …)`: `(loss, grads)`, or `((loss, metrics), grads)`."
-            )
-        reported = _reported("train_step", returned[0], batch)
-        if "loss" not in reported:
-            raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
-        _, changed = split.arrays(model)
-        metrics = as_metrics(reported, batch_weight(batch))
-        grads = like_params(matching_grads(returned[1], state.params, split.trainable))
+        with noting_definition(train_step):
+            swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
+            if not isinstance(returned, tuple) or len(returned) != 2 or swapped:
+                raise TypeError(
+                    f"`train_step` must return the loss and the gradients, got {kinds_of(returned)}. Return "
+                    "`nnx.value_and_grad(loss_fn)(model, …)`: `(loss, grads)`, or `((loss, metrics), grads)`."
+                )
+            reported = _reported("train_step", returned[0], batch)
+            if "loss" not in reported:
+                raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
+            _, changed = split.arrays(model)
+            metrics = as_metrics(reported, batch_weight(batch))
+            grads = like_params(matching_grads(returned[1], state.params, split.trainable))
         return Gradients(grads, kept_state(state.model_state, changed), metrics)
 
     return grad_fn
@@ -314,7 +316,8 @@ def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
         model = split.join(state.params, state.model_state, rng, train=False)
         with _sowing_is_fine():
             returned = val_step(model, stream(rng, "user"), batch)
-        return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
+        with noting_definition(val_step):
+            return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
 
     return eval_step
 

@@ -1,6 +1,7 @@
 """Saves the state: after validations, every so many steps or minutes, and however a run ends."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -107,6 +108,7 @@ class ModelCheckpoint(Callback):
         self._first = 0  # step of this training
         self._mark: _Mark | None = None  # the last place that a run can go on from
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
+        self._saw_nan = False  # in the monitored metric
         self._wants = False  # to save at the next point
         self._saved: tuple[Any, ...] = ()  # what was saved last
         self._last = -1  # its step
@@ -136,7 +138,8 @@ class ModelCheckpoint(Callback):
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Saves soon what was judged; not before the first step, when there is nothing to save."""
         if self.run.monitors:
-            monitored(eval_metrics, self.config.monitor)  # a mistake in the name ends the run before training does
+            value = monitored(eval_metrics, self.config.monitor)  # a wrong name fails at the first validation
+            self._saw_nan |= math.isnan(value)
         self._evaluated, self._wants = (self.event.step, eval_metrics), self.event.step > 0
 
     def on_steps_reported(self, event: StepMetrics) -> None:
@@ -158,6 +161,11 @@ class ModelCheckpoint(Callback):
     def on_training_end(self) -> None:
         """Waits until everything is saved: a test may want the best state."""
         self._tolerating(self._checkpoints.wait)
+        if self._saw_nan and self._checkpoints.best() is None:
+            LOG.warning(
+                f"`{self.config.monitor}` was NaN in every validation: no checkpoint is the best, and the last weights "
+                "are used."
+            )
 
     def finalize(self, status: str) -> None:
         """Waits until everything is saved. Whatever the policy is, a run whose last state is lost has failed.

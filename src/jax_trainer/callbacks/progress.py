@@ -108,6 +108,8 @@ class ProgressBar:
         self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
         self._evaluated = WindowAccumulator(LogMode.VAL)
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
+        self._first_step = 0
+        self._train_metrics = ""  # the latest, shown until an epoch has its own
         self._spoken, self._patience = time.perf_counter(), FIRST_LINE
         self._lines: list[str] = [title] if title else []
 
@@ -124,15 +126,16 @@ class ProgressBar:
             return
         match event:
             case FitStart():
+                self._first_step = event.step
                 if event.step:
                     epoch = "" if self._in_steps else f" (epoch {event.epoch})"
                     self._lines.append(f"Resumed from step {event.step}{epoch}.")
             case EpochStart():
                 self._step = event.step
-                self._training = self._start("train", self._epoch(event), "steps", event.steps)
+                self._training = self._start("train", self._epoch(event), "steps", event.steps, self._train_metrics)
             case StepMetrics():
                 latest = {name: column.values[-1] for name, column in event.rows.columns.items()}
-                self._training.latest = _line(latest)
+                self._training.latest = self._train_metrics = _line(latest)
             case EvalStart():
                 if self._stage is self._training:
                     self._paused = time.perf_counter()
@@ -155,6 +158,10 @@ class ProgressBar:
             case FitEnd():
                 self._lines += [f"{when}  {text}" for when, text in self._reported.values()]
                 self._lines += [event.reason] if event.reason else []
+                if event.status == "completed" and 0 < event.step == self._first_step:
+                    self._lines.append(
+                        f"The run had already ended: no steps are left to train after step {event.step}."
+                    )
                 self._write("")
 
     def _report(self, event: Event, name: str, metrics: dict[str, Any]) -> None:
@@ -173,10 +180,10 @@ class ProgressBar:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
-    def _start(self, kind: str, name: str, unit: str, total: int | None) -> _Stage:
+    def _start(self, kind: str, name: str, unit: str, total: int | None, latest: str = "") -> _Stage:
         """Shows what comes next, before it does: compiling may take a while."""
         now = time.perf_counter()
-        self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen)
+        self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen, latest=latest)
         if self._stage.is_first:
             self._seen.add(kind)
             if self._screen.is_live:

@@ -39,6 +39,10 @@ class Checkpoints(Protocol):
         """Waits until everything is saved, and raises what went wrong."""
         ...
 
+    def best(self) -> Any | None:
+        """The best checkpoint; None where none can be compared."""
+        ...
+
     def completed(self) -> None:
         """The run is over, and nothing will be gone on from."""
         ...

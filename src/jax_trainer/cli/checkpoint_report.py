@@ -1,4 +1,4 @@
-"""What `ckpt` says about the checkpoints that it found."""
+"""The report of `ckpt` on the checkpoints of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,25 +7,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.direction import Direction, direction_words
+from jax_trainer.checkpoint.direction import Direction, describe_mode
 from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointInfo
 
-_MOST = 3  # metrics of a row, where none is monitored
-_MOST_STRAYS = 10
+_MAX_METRICS = 3  # per row, if none is monitored
+_MAX_STRAYS = 10
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """Checkpoints, and what is known about them.
+    """The checkpoints of a run with their metrics, sizes and problems.
 
     Args:
-        listed: by ascending step.
-        problems: of each, by its path: "" or why it cannot be used.
-        strays: names of what else is there.
-        verified: whether all of them were read.
-        monitor: the metric by which the run compares them.
-        mode: whether its smallest value is the best, or its largest.
+        listed: the checkpoints by ascending step.
+        problems: by path, why a checkpoint cannot be used; "" if it can.
+        strays: names of other entries in the folder.
+        verified: whether all bytes were read and compared with their digests.
+        monitor: the metric by which the run compares checkpoints.
+        mode: whether a lower (min) or a higher (max) value of it is better.
     """
 
     listed: Sequence[CheckpointInfo]
@@ -37,11 +37,11 @@ class CheckpointReport:
 
     @property
     def damaged(self) -> list[CheckpointInfo]:
-        """Those that cannot be used."""
+        """The checkpoints that cannot be used."""
         return [one for one in self.listed if self.problems[one.path]]
 
     def data(self) -> dict[str, Any]:
-        """All of it for scripts."""
+        """The report as JSON-serializable data."""
         checkpoints = [
             {
                 "step": one.step,
@@ -59,45 +59,45 @@ class CheckpointReport:
         return {"checkpoints": checkpoints, "strays": list(self.strays), "verified": self.verified, **compared}
 
     def rows(self) -> list[list[str]]:
-        """What people see of each: step, epoch, metric, bytes, what it lacks, what it is kept as, its state."""
+        """One row per checkpoint: step, epoch, metrics, bytes, missing parts, kept as, state."""
         return [self._row(one) for one in self.listed]
 
     def notes(self) -> list[str]:
-        """What people are told besides."""
+        """Lines below the table."""
         notes = [] if self.listed else ["Nothing was saved."]
         if self.monitor is not None and self._best is not None:
-            place = f"epoch {self._best.epoch}, step {self._best.step}"
-            notes.append(f"best: {place}, by {shown(self.monitor)} ({direction_words(self.mode)})")
+            position = f"epoch {self._best.epoch}, step {self._best.step}"
+            notes.append(f"best: {position}, by {shown(self.monitor)} ({describe_mode(self.mode)})")
         if any(one.without for one in self.listed):
-            notes.append("lacks: can be used and tested, and not be gone on from")
+            notes.append("weights only (see `lacks`): can be loaded and tested, but not resumed")
         if self.strays:
-            more = f" and {len(self.strays) - _MOST_STRAYS} more" if len(self.strays) > _MOST_STRAYS else ""
-            named = ", ".join(map(shown, self.strays[:_MOST_STRAYS]))
-            notes.append(f"no checkpoint, and left alone: {named}{more}")
+            more = f" and {len(self.strays) - _MAX_STRAYS} more" if len(self.strays) > _MAX_STRAYS else ""
+            named = ", ".join(map(shown, self.strays[:_MAX_STRAYS]))
+            notes.append(f"ignored, not a checkpoint: {named}{more}")
         return notes
 
-    def told_damage(self) -> str:
-        """How many cannot be used, and why."""
-        reasons = " ".join(f"{one.path.name}: {self._why(one)}" for one in self.damaged[:_MOST_STRAYS])
+    def damage_summary(self) -> str:
+        """How many checkpoints cannot be used, and why."""
+        reasons = " ".join(f"{one.path.name}: {self._why(one)}" for one in self.damaged[:_MAX_STRAYS])
         count = f"{len(self.damaged)} of {len(self.listed)}" if len(self.listed) > 1 else "The"
         return f"{count} checkpoint{'s' if len(self.listed) > 1 else ''} cannot be used. {reasons}"
 
     def _row(self, one: CheckpointInfo) -> list[str]:
         why, kept = self._why(one), ", ".join(self._kept_as(one))
         state = f"damaged: {why}" if why else "verified" if self.verified else "ok"
-        epoch = "" if one.problem else str(one.epoch)  # what cannot be read does not say
+        epoch = "" if one.problem else str(one.epoch)  # unknown for an unreadable checkpoint
         return [str(one.step), epoch, self._metrics(one), str(one.bytes), ", ".join(one.without), kept, state]
 
     def _why(self, one: CheckpointInfo) -> str:
         return self.problems[one.path].removeprefix(f"{one.path} is damaged: ").removeprefix(f"{one.path}: ")
 
     def _metrics(self, one: CheckpointInfo) -> str:
-        names = self._compared or sorted(one.metrics)[:_MOST]
+        names = self._compared or sorted(one.metrics)[:_MAX_METRICS]
         return ", ".join(f"{name[:60]} {one.metrics[name]:.6g}" for name in names if name in one.metrics)
 
     @cached_property
     def _compared(self) -> list[str]:
-        """The metric that is monitored, if anybody has it."""
+        """The monitored metric, if any checkpoint has it."""
         return [self.monitor] if self.monitor and any(self.monitor in one.metrics for one in self.listed) else []
 
     def _kept_as(self, one: CheckpointInfo) -> list[str]:
@@ -109,7 +109,7 @@ class CheckpointReport:
 
     @cached_property
     def _best(self) -> CheckpointInfo | None:
-        """As the store decides: NaN is never the best, and of equals the earlier is."""
+        """The best checkpoint by the store's rule: NaN is never best, and ties go to the earlier step."""
         if self.monitor is None:
             return None
         sign = -1 if self.mode == "max" else 1

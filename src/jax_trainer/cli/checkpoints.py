@@ -1,4 +1,4 @@
-"""The command `ckpt`: what a run has saved, and whether it is whole. It reads checkpoints, and builds nothing."""
+"""The command `ckpt`: lists and verifies the checkpoints of a run without building its model."""
 
 import argparse
 import os
@@ -26,84 +26,84 @@ from jax_trainer.trainer import TrainerConfig
 _SAVER = "ModelCheckpoint"
 
 
-def ckpt(asked: argparse.Namespace) -> Outcome:
-    """Lists the checkpoints of a run: what was measured, what they take on the disk, and whether they are whole.
+def ckpt(args: argparse.Namespace) -> Outcome:
+    """List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
-    Without `--verify` their names and sizes are looked at; with it, every byte is.
+    Without --verify only names and sizes are checked; with it, every byte is compared with its digest.
     """
-    place = _place(Path(asked.folder).absolute())
-    store = CheckpointStore(place.checkpoints)
+    target = _target(Path(args.folder).absolute())
+    store = CheckpointStore(target.checkpoints)
     everything = store.infos()
-    listed = [one for one in everything if place.only in (None, one.path)]
-    if place.only is not None and not listed:
-        raise WrongInput(f"{place.only} is not a checkpoint. {_offered(everything)}")
+    listed = [one for one in everything if target.only in (None, one.path)]
+    if target.only is not None and not listed:
+        raise WrongInput(f"{target.only} is not a checkpoint. {_available(everything)}")
     problems = {one.path: one.problem for one in listed}
-    if asked.verify:
-        problems = {one.path: one.problem or store.verify(one.path) for one in _shown_on_the_way(listed, asked)}
-    compared = _comparison(RunFolder(place.checkpoints.parent))
-    found = CheckpointReport(listed, problems, _strays(place, everything), verified=asked.verify, **compared)
-    run = redact(str(place.path), secrets=asked.secrets)
+    if args.verify:
+        problems = {one.path: one.problem or store.verify(one.path) for one in _with_progress(listed, args)}
+    compared = _comparison(RunFolder(target.checkpoints.parent))
+    report = CheckpointReport(listed, problems, _strays(target, everything), verified=args.verify, **compared)
+    run = redact(str(target.path), secrets=args.secrets)
     return Outcome(
-        {"status": "failed" if asked.verify and found.damaged else "completed", "run": run, **found.data()},
-        lambda console: tables.checkpoints(console, found.rows(), found.notes()),
-        problem=f"{run}: {found.told_damage()}" if asked.verify and found.damaged else "",
+        {"status": "failed" if args.verify and report.damaged else "completed", "run": run, **report.data()},
+        lambda console: tables.checkpoints(console, report.rows(), report.notes()),
+        problem=f"{run}: {report.damage_summary()}" if args.verify and report.damaged else "",
     )
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where to look: the folder of checkpoints, and which of them, if only one was asked for."""
+class _Target:
+    """The path from the command line, its folder of checkpoints, and the one checkpoint if the path is one."""
 
     path: Path
     checkpoints: Path
     only: Path | None = None
 
 
-def _place(path: Path) -> _Place:
+def _target(path: Path) -> _Target:
     inside = RunFolder(path).checkpoints
     if inside.is_symlink():
-        raise WrongInput(f"{inside} is a link. In the folder of a run there are only files and folders.")
+        raise WrongInput(f"{inside} is a symbolic link. A run folder may contain only regular files and folders.")
     if inside.is_dir():
-        return _Place(path, inside)
+        return _Target(path, inside)
     if path.is_dir() and path.name == inside.name:
-        return _Place(path, path)
+        return _Target(path, path)
     if path.parent.name == inside.name and path.parent.is_dir():
-        return _Place(path, path.parent, path)
+        return _Target(path, path.parent, path)
     try:
-        return _Place(path, RunFolder.open(path).checkpoints)  # nothing was saved
+        return _Target(path, RunFolder.open(path).checkpoints)  # nothing was saved
     except (OSError, ValueError) as error:
         raise WrongInput(str(error)) from None
 
 
-def _offered(listed: Sequence[CheckpointInfo]) -> str:
+def _available(listed: Sequence[CheckpointInfo]) -> str:
     names = ", ".join(one.path.name for one in listed)
-    return f"There are {names}." if names else f"Their names are like {name_of(120)}, and here is none."
+    return f"Available: {names}." if names else f"The folder has no checkpoints (named like {name_of(120)})."
 
 
-def _strays(place: _Place, listed: Sequence[CheckpointInfo]) -> list[str]:
-    """What else is there: left alone, and nobody's checkpoint. What has a hidden name is on its way in or out."""
-    if place.only is not None or not place.checkpoints.is_dir():
+def _strays(target: _Target, listed: Sequence[CheckpointInfo]) -> list[str]:
+    """Entries that are not checkpoints. Hidden ones are checkpoints that are being written or deleted."""
+    if target.only is not None or not target.checkpoints.is_dir():
         return []
     known = {one.path.name for one in listed}
-    return sorted(name for name in os.listdir(place.checkpoints) if name not in known and not name.startswith("."))
+    return sorted(name for name in os.listdir(target.checkpoints) if name not in known and not name.startswith("."))
 
 
-def _shown_on_the_way(listed: Sequence[CheckpointInfo], asked: argparse.Namespace) -> Iterable[CheckpointInfo]:
-    if asked.quiet or asked.json or not sys.stderr.isatty():
+def _with_progress(listed: Sequence[CheckpointInfo], args: argparse.Namespace) -> Iterable[CheckpointInfo]:
+    if args.quiet or args.json or not sys.stderr.isatty():
         return listed
     return track(listed, "Verifying", console=safe_console(), transient=True)
 
 
 def _comparison(run: RunFolder) -> dict[str, Any]:
-    """The metric by which a run says which checkpoint is the best, and its mode; nothing, where it does not say.
+    """The metric by which the run chooses its best checkpoint, and its mode; empty if it monitors none.
 
-    Only that section of its configuration is read: the classes that it names elsewhere need not be there.
+    Only that section of the configuration is read, so classes named elsewhere need not be imported.
     """
     if run.config_file.is_symlink() or not run.config_file.is_file():
         return {}
     try:
         tree = read_tree(run.config_file, (), Problems(), may_include=False)
-        section = _told_to_fit(tree) if tree.at("style") is not None else _saver_of(tree)
+        section = _fit_monitor(tree) if tree.at("style") is not None else _saver_of(tree)
         if section is None:
             return {}
         saver = config_from({"callbacks": {_SAVER: section}}, TrainerConfig).saver
@@ -118,7 +118,7 @@ def _saver_of(tree: Node) -> Any:
     return None if section is None else section.data()
 
 
-def _told_to_fit(tree: Node) -> dict[str, Any]:
-    metric, mode = tree.at("metric"), tree.at("mode")
-    given = {"monitor": metric, "mode": mode}
-    return {name: node.data() for name, node in given.items() if node is not None}
+def _fit_monitor(tree: Node) -> dict[str, Any]:
+    """The same of a run of `fit`, which stores its arguments."""
+    nodes = {"monitor": tree.at("metric"), "mode": tree.at("mode")}
+    return {name: node.data() for name, node in nodes.items() if node is not None}

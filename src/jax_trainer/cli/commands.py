@@ -1,4 +1,4 @@
-"""The commands that train nothing, and what all commands share. Each gives an outcome, for scripts and for people."""
+"""The commands `test`, `check`, `describe` and `schema`, and helpers for all commands."""
 
 import argparse
 import shlex
@@ -34,60 +34,67 @@ from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleC
 
 
 def version() -> str:
-    """The version of the package."""
+    """The installed version of the package."""
     try:
         return installed_version("jax-trainer")
     except PackageNotFoundError:  # a source tree on the path, not installed
         return "0.0.0"
 
 
-def test(asked: argparse.Namespace) -> Outcome:
-    """Judges the weights of a run on its test data."""
-    changes, source = changes_of(asked), select_run(asked, "best")
+def test(args: argparse.Namespace) -> Outcome:
+    """Evaluate a checkpoint of a run on its test data."""
+    changes, source = changes_of(args), select_run(args, "best")
     loaded, folder = stored(source, changes), source.folder
     if not CheckpointStore(folder.checkpoints).infos():
-        begin = shlex.join(["jax-trainer", "resume", str(folder.path)])
-        raise WrongInput(f"{folder.path} has no checkpoint: it saved nothing. Begin it again by `{begin}`.")
+        restart = shlex.join(["jax-trainer", "resume", str(folder.path)])
+        raise WrongInput(f"{folder.path} has no checkpoint. Train it from the start with `{restart}`.")
     source.check_saved()
-    with told_with_places(asked, loaded):
+    with located_errors(args, loaded):
         trainer = built(loaded, folder)
         if trainer.dataset.test_loader is None:
             raise WrongInput(f"The dataset of {folder.path} has no test data.")
         saved = trainer.load_model(which=source.which)
         metrics = scalars(trainer.test_model(trainer.dataset.test_loader))
-    run = redact(str(folder.path), secrets=asked.secrets)
+    run = redact(str(folder.path), secrets=args.secrets)
     data = {"status": "completed", "run": run, "which": source.which, "metrics": {"test": metrics}}
-    # a `load_model` of the user's own need not say what it loaded
+    # an overridden `load_model` may return nothing
     weights = str(source.which) if saved is None else f"epoch {saved.epoch}, step {saved.step}"
     return Outcome(data, lambda console: tables.metrics(console, {weights: metrics}))
 
 
-def check(asked: argparse.Namespace) -> Outcome:
-    """Reads a configuration, builds everything and traces one step; trains nothing and writes nothing."""
-    changes, _ = without_resume(changes_of(asked))  # whatever can be trained can be checked
-    loaded = load_experiment(asked.config, changes)
-    with told_with_places(asked, loaded):
+def check(args: argparse.Namespace) -> Outcome:
+    """Read a configuration, build everything and trace one step, without training or writing files."""
+    changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
+    loaded = load_experiment(args.config, changes)
+    with located_errors(args, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
         report = built(loaded).dry_run()
     return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
 
 
-def describe(asked: argparse.Namespace) -> Outcome:
-    """Shows a class that a configuration can name, with its keys; without a name, an index of all of them."""
-    _import(asked.imports)
+def describe(args: argparse.Namespace) -> Outcome:
+    """Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
+
+    Your own classes are listed if their files are imported: `jax-trainer describe MyModel my_models.py`.
+    """
+    names = [word for word in args.names if not word.endswith(".py")]
+    _import([*args.imports, *(word for word in args.names if word.endswith(".py"))])
+    if len(names) > 1:
+        raise WrongInput(f"`describe` takes one NAME, got {len(names)}: {', '.join(map(shown, names))}.")
+    wanted = names[0] if names else ""
     everything = [*_sections(), *registered_classes()]
-    chosen = [one for one in everything if asked.name in ("", one.name, one.interface)]
+    chosen = [one for one in everything if wanted in ("", one.name, one.interface)]
     if not chosen:
-        names = {name for one in everything for name in (one.name, one.interface)}
-        near = nearest(asked.name, names)
-        hint = f"Did you mean `{near}`?" if near else f"There are {', '.join(sorted(names))}."
-        raise WrongInput(f"There is no class or interface {shown(asked.name)}. {hint}")
-    show = tables.described if asked.name else tables.index
+        known = {name for one in everything for name in (one.name, one.interface)}
+        near = nearest(wanted, known)
+        hint = f"Did you mean `{near}`?" if near else f"Available: {', '.join(sorted(known))}."
+        raise WrongInput(f"Unknown class or interface {shown(wanted)}. {hint}")
+    show = tables.described if wanted else tables.index
     return Outcome({"classes": [tables.described_data(one) for one in chosen]}, lambda console: show(console, chosen))
 
 
 def _sections() -> Iterator[Described]:
-    """What has keys and is no registered class."""
+    """The configuration sections that are not registered classes."""
     for section in (Experiment, MeshConfig, ShardingConfig, ShardingRuleConfig, GroupConfig):
         yield Described(
             section.__name__.removesuffix("Config"),
@@ -97,24 +104,24 @@ def _sections() -> Iterator[Described]:
         )
 
 
-def schema(asked: argparse.Namespace) -> Outcome:
-    """Prints a JSON schema of configurations, by which editors check and complete them."""
-    _import(asked.imports)
-    whole = json_schema(Experiment)
-    return Outcome(whole, lambda console: console.print_json(data=whole))
+def schema(args: argparse.Namespace) -> Outcome:
+    """Print a JSON schema of configurations, for validation and completion in editors."""
+    _import(args.imports)
+    document = json_schema(Experiment)
+    return Outcome(document, lambda console: console.print_json(data=document))
 
 
-def changes_of(asked: argparse.Namespace) -> list[str]:
-    """The overrides; what else is given are files to import."""
-    files = [change for change in asked.changes if change.endswith(".py") and "=" not in change]
-    asked.imports = [*asked.imports, *files]
-    _import(asked.imports)
-    return [change for change in asked.changes if change not in files]
+def changes_of(args: argparse.Namespace) -> list[str]:
+    """The overrides `KEY=VALUE`; imports the `.py` files among the arguments."""
+    files = [change for change in args.changes if change.endswith(".py") and "=" not in change]
+    args.imports = [*args.imports, *files]
+    _import(args.imports)
+    return [change for change in args.changes if change not in files]
 
 
-def imports_of(asked: argparse.Namespace) -> list[str]:
-    """The words of a command that import the same as this one."""
-    return [word for name in asked.imports for word in ("--import", name)]
+def imports_of(args: argparse.Namespace) -> list[str]:
+    """The `--import` options of this command, to repeat in another one."""
+    return [word for name in args.imports for word in ("--import", name)]
 
 
 def _import(names: Sequence[str]) -> None:
@@ -123,19 +130,19 @@ def _import(names: Sequence[str]) -> None:
 
 
 def stored(source: RunSelector, changes: Sequence[str]) -> Loaded[StoredRun]:
-    """The configuration of a run that can be used from here. It may come from somebody else."""
+    """The stored configuration of a run, which must include its dataset. The run folder is not trusted."""
     loaded = stored_run(source.folder, changes)
     if loaded.value.dataset is None:
         raise WrongInput(
-            f"{source.folder.path} was begun in Python, with data that its configuration does not have. Go on there."
+            f"{source.folder.path} was started in Python, and its configuration has no `dataset`. Resume it in Python."
         )
     return loaded
 
 
 @contextmanager
-def told_with_places(asked: argparse.Namespace, loaded: Loaded[Any]) -> Iterator[None]:
-    """What a value of the configuration makes impossible is told with its place; its secrets are not told."""
-    asked.secrets |= secret_values(loaded.tree.data())
+def located_errors(args: argparse.Namespace, loaded: Loaded[Any]) -> Iterator[None]:
+    """Raises a `SettingsError` as a `ConfigError` with file and line, and hides the secrets of the configuration."""
+    args.secrets |= secret_values(loaded.tree.data())
     try:
         yield
     except SettingsError as error:
@@ -143,7 +150,7 @@ def told_with_places(asked: argparse.Namespace, loaded: Loaded[Any]) -> Iterator
 
 
 def built(loaded: Loaded[Any], folder: RunFolder | None = None) -> Any:
-    """The trainer of a configuration, with its data."""
+    """The trainer of a configuration, with its dataset."""
     try:
         return build(loaded.value, folder=folder)
     except OSError as error:  # a file of the dataset
@@ -151,5 +158,5 @@ def built(loaded: Loaded[Any], folder: RunFolder | None = None) -> Any:
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Those of `metrics` that are single numbers."""
+    """The scalar entries of `metrics`."""
     return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}

@@ -1,4 +1,4 @@
-"""The command `launch`: several processes on this machine that train one experiment together."""
+"""The command `launch`: starts several processes on this machine that train one experiment together."""
 
 import argparse
 import json
@@ -18,118 +18,119 @@ from jax_trainer.cli.multihost import seconds
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.processes import HEARTBEAT
 
-PATIENCE = 15.0  # seconds beyond the heartbeat in which the others must have ended
+GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def add_options(one: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
-    one.add_argument("--processes", type=_count, required=True, metavar="N", help="how many processes to start")
+    """Adds the options of `launch`."""
+    one.add_argument("--processes", type=_count, required=True, metavar="N", help="number of processes to start")
     one.add_argument("--devices", type=_count, metavar="D",
-                     help="devices per process: GPUs where there are some (default: all of them, shared evenly), "
-                     "otherwise CPU devices (default: 1)")  # fmt: skip
+                     help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
+                     "devices (default: 1)")  # fmt: skip
     one.add_argument("--restarts", type=_count, default=0, metavar="K",
-                     help="start again up to K times when a process is killed or fails, and go on with the run "
+                     help="if a process fails or is killed, restart all and resume the run, up to K times "
                      "(default: 0)")  # fmt: skip
     one.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
-                     help=f"silence after which a process counts as gone (default: {HEARTBEAT:g})")  # fmt: skip
+                     help="heartbeat timeout, after which a silent process counts as dead "
+                     f"(default: {HEARTBEAT:g})")  # fmt: skip
 
 
 def _count(text: str) -> int:
     if text.isdigit() and 0 <= int(text) <= 1024:
         return int(text)
-    raise argparse.ArgumentTypeError(f"expected a whole number, found {text[:40]!r}.")
+    raise argparse.ArgumentTypeError(f"expected an integer from 0 to 1024, found {text[:40]!r}.")
 
 
-def launch(asked: argparse.Namespace) -> Outcome:
-    """Starts N processes on this machine that train one experiment together: `train`, in each of them.
+def launch(args: argparse.Namespace) -> Outcome:
+    """Start N processes on this machine that train one experiment together, each running `train`.
 
-    The first one writes, and what it says is shown as it is; lines of the others begin with their number. A signal to
-    this command ends all of them at the same step, with one checkpoint.
+    The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
+    with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.
     """
-    if not asked.processes:
+    if not args.processes:
         raise WrongInput("`--processes` must be at least 1.")
-    changes, text = list(asked.changes), ""
-    for attempt in range(asked.restarts + 1):
-        ended, said = _run_all(asked, changes)
-        failed = {index: code for index, code in ended.items() if code}
+    changes, text = list(args.changes), ""
+    for attempt in range(args.restarts + 1):
+        exit_codes, output = _run_all(args, changes)
+        failed = {index: code for index, code in exit_codes.items() if code}
         if not failed:
-            return Outcome({**json.loads(said or "{}"), "processes": asked.processes}, lambda console: None)
+            return Outcome({**json.loads(output or "{}"), "processes": args.processes}, lambda console: None)
         first = next(iter(failed.values()))
-        text = f"{_told(failed)} Give the same command with `resume=auto` to go on."
+        text = f"{_failures(failed)} To resume, run the same command with `resume=auto`."
         if first in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             raise Interrupted(first, text, "")
         if first == _WRONG_INPUT:
-            raise WrongInput(_told(failed))
-        if attempt < asked.restarts:
-            left = asked.restarts - attempt
-            sys.stderr.write(f"jax-trainer: {_told(failed)} Starting again, {left} times at most.\n")
-            changes = [*asked.changes, "resume=auto"]
+            raise WrongInput(_failures(failed))
+        if attempt < args.restarts:
+            left = args.restarts - attempt
+            sys.stderr.write(f"jax-trainer: {_failures(failed)} Restarting ({left} restarts left).\n")
+            changes = [*args.changes, "resume=auto"]
     raise Failure(text)
 
 
-def _run_all(asked: argparse.Namespace, changes: list[str]) -> tuple[dict[int, int], str]:
-    """The exit codes of all processes, those that ended first in front; and what the lead said, if that is data."""
+def _run_all(args: argparse.Namespace, changes: list[str]) -> tuple[dict[int, int], str]:
+    """The exit codes by process index, in the order of exit, and the JSON output of the primary process."""
     port = _free_port()
-    children = {index: _started(asked, changes, index, port) for index in range(asked.processes)}
-    ended: dict[int, int] = {}
-    with _passing_on(children):
+    children = {index: _start(args, changes, index, port) for index in range(args.processes)}
+    exit_codes: dict[int, int] = {}
+    with _forward_signals(children):
         deadline = float("inf")
-        while len(ended) < len(children):
+        while len(exit_codes) < len(children):
             for index, child in children.items():
-                if index not in ended and child.poll() is not None:
-                    ended[index] = _code(child.returncode)
-                    deadline = min(deadline, time.monotonic() + asked.heartbeat + PATIENCE)
+                if index not in exit_codes and child.poll() is not None:
+                    exit_codes[index] = _code(child.returncode)
+                    deadline = min(deadline, time.monotonic() + args.heartbeat + GRACE_PERIOD)
             if time.monotonic() > deadline:
-                _end(children)
+                _kill(children)
             time.sleep(0.05)
-    lead = children[0].stdout
-    said = "" if lead is None else lead.read().strip()
-    return ended, said.rpartition("\n")[2]  # before that, the network library may have its say
+    primary = children[0].stdout
+    output = "" if primary is None else primary.read().strip()
+    return exit_codes, output.rpartition("\n")[2]  # the lines before it may come from the network library
 
 
-def _started(asked: argparse.Namespace, changes: list[str], index: int, port: int) -> subprocess.Popen[str]:
-    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(asked.processes), "--process", str(index)]
-    options = ["--heartbeat", f"{asked.heartbeat:g}", *(["--quiet"] if asked.quiet else [])]
-    options += ["--json"] if asked.json and not index else []
-    options += [word for name in asked.imports for word in ("--import", name)]
-    command = [sys.executable, "-m", "jax_trainer", "train", asked.config, *changes, *place, *options]
+def _start(args: argparse.Namespace, changes: list[str], index: int, port: int) -> subprocess.Popen[str]:
+    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(args.processes), "--process", str(index)]
+    options = ["--heartbeat", f"{args.heartbeat:g}", *(["--quiet"] if args.quiet else [])]
+    options += ["--json"] if args.json and not index else []
+    options += [word for name in args.imports for word in ("--import", name)]
+    command = [sys.executable, "-m", "jax_trainer", "train", args.config, *changes, *group, *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {}
-    if asked.json and not index:
+    if args.json and not index:
         pipes = {"stdout": subprocess.PIPE}
-    # sessions of their own: Ctrl-C reaches this process alone, which passes it on
-    child = subprocess.Popen(command, env=_environment(asked, index), text=True, start_new_session=True, **pipes)
+    # in new sessions, so that Ctrl-C reaches only this process, which forwards it
+    child = subprocess.Popen(command, env=_environment(args, index), text=True, start_new_session=True, **pipes)
     if index and child.stdout is not None:
-        threading.Thread(target=_passed_on, args=(child.stdout, index), daemon=True).start()
+        threading.Thread(target=_forward_output, args=(child.stdout, index), daemon=True).start()
     return child
 
 
-def _passed_on(lines: IO[str], index: int) -> None:
+def _forward_output(lines: IO[str], index: int) -> None:
     for line in lines:
         if not line.startswith("[Gloo]"):
             sys.stderr.write(f"[{index}] {line}")
 
 
-def _environment(asked: argparse.Namespace, index: int) -> dict[str, str]:
+def _environment(args: argparse.Namespace, index: int) -> dict[str, str]:
     gpus = _gpus()
     if not gpus or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        devices = asked.devices or 1
+        devices = args.devices or 1
         kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
         flags = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])
         return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(max(4, 2 * devices))}
-    each = asked.devices or max(1, len(gpus) // asked.processes)
-    if each * asked.processes > len(gpus):
+    each = args.devices or max(1, len(gpus) // args.processes)
+    if each * args.processes > len(gpus):
         raise WrongInput(
-            f"{asked.processes} processes with {each} GPU{'s' * (each > 1)} each need {each * asked.processes}, and "
-            f"this machine has {len(gpus)}. Start fewer, or set JAX_PLATFORMS=cpu."
+            f"{args.processes} processes with {each} GPU{'s' * (each > 1)} each need {each * args.processes} GPUs, but "
+            f"this machine has {len(gpus)}. Start fewer processes, or set JAX_PLATFORMS=cpu."
         )
     own = gpus[index * each : (index + 1) * each]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _gpus() -> list[str]:
-    """What the GPUs of this machine are called that may be used."""
+    """The ids of the visible GPUs, as in `CUDA_VISIBLE_DEVICES`."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in chosen.split(",") if name]
     return [str(number) for number in range(len(list(_GPUS.iterdir())))] if _GPUS.is_dir() else []
@@ -145,20 +146,20 @@ def _code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _told(failed: dict[int, int]) -> str:
-    def one(index: int, code: int) -> str:
+def _failures(failed: dict[int, int]) -> str:
+    def by_signal(index: int, code: int) -> str:
         with suppress(ValueError):
             return f"process {index} was ended by {signal.Signals(code - 128).name}" if code > 128 else ""
         return ""
 
-    parts = [one(index, code) or f"process {index} ended with exit code {code}" for index, code in failed.items()]
+    parts = [by_signal(index, code) or f"process {index} exited with code {code}" for index, code in failed.items()]
     text = "; then ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
 
 @contextmanager
-def _passing_on(children: dict[int, subprocess.Popen[str]]) -> Iterator[None]:
-    """A signal goes to all processes, which then stop together; a second one kills them."""
+def _forward_signals(children: dict[int, subprocess.Popen[str]]) -> Iterator[None]:
+    """Forwards the first SIGINT or SIGTERM to all processes, which stop together; a second one kills them."""
     seen: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -171,12 +172,12 @@ def _passing_on(children: dict[int, subprocess.Popen[str]]) -> Iterator[None]:
     try:
         yield
     finally:
-        _end(children)
+        _kill(children)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end(children: dict[int, subprocess.Popen[str]]) -> None:
+def _kill(children: dict[int, subprocess.Popen[str]]) -> None:
     for child in children.values():
         with suppress(ProcessLookupError):
             child.kill()

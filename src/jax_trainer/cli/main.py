@@ -1,7 +1,8 @@
-"""The command line: what can be asked, and how an end is told."""
+"""The command line: the parser, exit codes, and how outcomes and errors are printed."""
 
 import argparse
 import errno
+import inspect
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from rich.console import Console
 import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
 import jax_trainer.cli.launch as launching
-import jax_trainer.cli.multihost as together
+import jax_trainer.cli.multihost as multihost
 import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.lock import RunInUseError
@@ -28,40 +29,43 @@ from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, O
 from jax_trainer.cli.tables import tame
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.core import NonFiniteError
+from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.core.output import SafeStream, flush_output, reserve_standard_streams
+from jax_trainer.datasets import DataError
 from jax_trainer.processes import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or not writable, which no traceback mends
-_TRAININGS = ("train", "resume", "launch", "tune")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
+_TRAINING_COMMANDS = ("train", "resume", "launch", "tune")
 
 _DESCRIPTION = """\
-Train, test and resume experiments that are described by one YAML file.
+Train, test and resume experiments, each described by one YAML file.
 
-  jax-trainer train configs/digits.yaml                            train, then test the best weights
-  jax-trainer train configs/digits.yaml trainer.train_epochs=3     the same with another value
-  jax-trainer train mine.yaml my_models.py                         with classes of your own
-  jax-trainer check configs/digits.yaml                            everything but training
-  jax-trainer test runs/CNN/20261115-142311                        judge the best weights of a run
-  jax-trainer resume runs/CNN/20261115-142311                      go on from its latest checkpoint
-  jax-trainer train configs/digits.yaml resume=auto                begin a run, or go on with it
-  jax-trainer ckpt runs/CNN/20261115-142311 --verify               what was saved, and whether it is whole
+  jax-trainer train configs/digits.yaml                            train, then test the best checkpoint
+  jax-trainer train configs/digits.yaml trainer.train_epochs=3     override a value of the file
+  jax-trainer train mine.yaml my_models.py                         import your own classes
+  jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
+  jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
+  jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
+  jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
+  jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
-                                                                   look for better values
-  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes together
-  jax-trainer describe AdamW                                       what can be configured
+                                                                   search hyperparameters
+  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
+  jax-trainer describe                                             list all classes
+  jax-trainer describe AdamW                                       show the keys of a class
 """
 _EXIT_CODES = """\
-exit codes: 0 done, 1 failed, 2 the configuration or the command is wrong, 75 the run hangs (HangMonitor),
+exit codes: 0 success, 1 failure, 2 wrong configuration or command, 75 the run hangs (HangMonitor),
 130 Ctrl-C, 143 SIGTERM
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps line breaks in what it shows, and wrong commands apart from failures."""
+    """Keeps line breaks in help texts, and raises `WrongInput` for wrong commands."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kind = argparse.RawDescriptionHelpFormatter
@@ -72,50 +76,50 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """What can be asked."""
-    whole = _Parser(prog="jax-trainer", description=_DESCRIPTION, epilog=_EXIT_CODES)
-    whole.add_argument("--version", action="version", version=f"jax-trainer {commands.version()}")
-    kinds = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    """The parser of the command line."""
+    root = _Parser(prog="jax-trainer", description=_DESCRIPTION, epilog=_EXIT_CODES)
+    root.add_argument("--version", action="version", version=f"jax-trainer {commands.version()}")
+    subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[..., Outcome], help: str) -> argparse.ArgumentParser:
-        one = kinds.add_parser(name, help=help, description=(run.__doc__ or "").strip(), epilog=_EXIT_CODES)
+        description = inspect.cleandoc(run.__doc__ or "")
+        one = subparsers.add_parser(name, help=help, description=description, epilog=_EXIT_CODES)
         one.set_defaults(run=run, error=one.error, secrets=set())
         one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                         help="import a module, or a .py file, that registers classes of your own")  # fmt: skip
-        one.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
-        one.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
+                         help="import a module or .py file that registers your own classes")  # fmt: skip
+        one.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+        one.add_argument("--json", action="store_true", help="print the result as one JSON object")
         return one
 
-    train = command("train", training.train, "train what a file describes")
-    check = command("check", commands.check, "look for mistakes and show what would be trained")
-    test = command("test", commands.test, "judge the weights of a run on its test data")
-    resume = command("resume", training.resume, "go on with a run from a checkpoint")
-    ckpt = command("ckpt", checkpoints.ckpt, "list the checkpoints of a run, and verify them")
-    describe = command("describe", commands.describe, "show what can be configured")
+    train = command("train", training.train, "train the experiment of a YAML file, then test it")
+    check = command("check", commands.check, "dry run: find mistakes, show parameters, shapes and classes")
+    test = command("test", commands.test, "evaluate a checkpoint of a run on its test data")
+    resume = command("resume", training.resume, "resume a run from a checkpoint")
+    ckpt = command("ckpt", checkpoints.ckpt, "list and verify the checkpoints of a run")
+    describe = command("describe", commands.describe, "list the classes that a file can name, and their keys")
     command("schema", commands.schema, "print a JSON schema of configurations, for editors")
     launch = command("launch", launching.launch, "train in several processes on this machine")
-    tune = command("tune", tuning.tune, "look for the values with which an experiment does best")
+    tune = command("tune", tuning.tune, "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
-        one.add_argument("config", metavar="CONFIG", help="a YAML file")
+        one.add_argument("config", metavar="CONFIG", help="a YAML file that describes the experiment")
     for one in (test, resume, ckpt):
         one.add_argument("folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
-    given = "other values, such as trainer.train_epochs=3, and files with classes of your own"
+    overrides = "overrides, such as trainer.train_epochs=3, and .py files with your own classes"
     for one in (train, check, test, resume, tune, launch):
-        more = (
-            "; resume=auto: go on with a run of this configuration, if there is one" if one in (train, launch) else ""
-        )
-        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=given + more)
+        more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
+        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=overrides + more)
     for one, default in ((test, "best"), (resume, "latest")):
-        whose = f"which checkpoint: best, latest, or the number of a step (default: {default})"
-        one.add_argument("--which", type=_which, help=whose)
-    resume.add_argument("--fork", action="store_true", help="go on in a new folder, and leave RUN as it is")
-    ckpt.add_argument("--verify", action="store_true", help="read all of it, and compare with its digests")
+        which = f"the checkpoint: best, latest, or a step (default: {default})"
+        one.add_argument("--which", type=_which, help=which)
+    resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
+    ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     tuning.add_options(tune)
     launching.add_options(launch)
     for one in (train, resume, test):
-        together.add_options(one)
-    describe.add_argument("name", nargs="?", default="", metavar="NAME", help="a class, or a kind such as Callback")
-    return whole
+        multihost.add_options(one)
+    named = "a class, or an interface such as Callback; .py files with your own classes"
+    describe.add_argument("names", nargs="*", default=[], metavar="NAME | FILE.py", help=named)
+    return root
 
 
 def _which(text: str) -> str | int:
@@ -123,81 +127,91 @@ def _which(text: str) -> str | int:
         return text
     if re.fullmatch(r"[0-9]{1,18}", text):
         return int(text)
-    raise argparse.ArgumentTypeError(f"expected best, latest or the number of a step, found {text[:40]!r}.")
+    raise argparse.ArgumentTypeError(f"expected best, latest or a step, found {text[:40]!r}.")
 
 
-def _parsed(given: Sequence[str]) -> argparse.Namespace:
-    asked, rest = parser().parse_known_args(given)
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    args, rest = parser().parse_known_args(arguments)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
-    if unknown or (rest and not hasattr(asked, "changes")):
-        hint = " Values of the file are changed by `trainer.train_epochs=3`." if hasattr(asked, "changes") else ""
+    positional = next((getattr(args, name) for name in ("changes", "names") if hasattr(args, name)), None)
+    if unknown or (rest and positional is None):
+        hint = " To override a value of the file, write `trainer.train_epochs=3`." if hasattr(args, "changes") else ""
         if unknown[:1] == ["--config"]:
-            hint = " The file is given as it is: `jax-trainer train experiment.yaml`."
-        asked.error(f"there is no option {unknown[0]}.{hint}" if unknown else "there are too many arguments.")
-    if rest:  # argparse takes only those that stand together
-        asked.changes += rest
-    return asked
+            hint = " Pass the file without an option: `jax-trainer train experiment.yaml`."
+        args.error(f"unknown option {unknown[0]}.{hint}" if unknown else f"unexpected argument: {len(rest)} too many.")
+    if rest and positional is not None:  # argparse collects only consecutive positional arguments
+        positional += rest
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the command line asks; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """Runs the command line and returns its exit code.
+
+    Args:
+        arguments: without the name of the program; None: those of this process.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
     with _safe_output() as out:
-        code = _shown(next(iter(given), ""), _done(given), out)
+        code = _exit_code(next(iter(words), ""), _run(words), out)
     if arguments is not None:
         return code
     was_stopped = code in (CTRL_C, TERMINATED)
-    if was_stopped or (code and together.is_multi_process()):
-        # all of several processes were stopped; or one failed, and the others, which learn of it, may never come
+    if was_stopped or (code and multihost.is_multi_process()):
+        # all processes were stopped; or this one failed, and a barrier with the others may never be reached
         leave(15.0 if was_stopped else 2.0)
-        return _ended_at_once(code)
+        return _exit_now(code)
     return code
 
 
-def _done(given: Sequence[str]) -> int:
-    asked = argparse.Namespace(json="--json" in given, secrets=set())
+def _run(arguments: Sequence[str]) -> int:
+    args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
-        asked = _parsed(given)
-        together.join_others(asked)
-        with _one_line_each(asked):
-            outcome = asked.run(asked)
+        args = _parse(arguments)
+        multihost.join_others(args)
+        with _one_line_messages(args):
+            outcome = args.run(args)
     except (Interrupted, KeyboardInterrupt) as end:
         code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
-        return _tell(asked, code, str(end) or "Interrupted.", status="interrupted", run=run)
+        return _report_error(args, code, str(end) or "Interrupted.", status="interrupted", run=run)
     except ConfigError as error:
         count = len(error.problems) + error.more
         heading = f"{count} problems:\n" if count > 1 else ""
-        return _tell(asked, WRONG_INPUT, str(error), heading, problems=[one.as_data() for one in error.problems])
+        problems = [one.as_data() for one in error.problems]
+        return _report_error(args, WRONG_INPUT, str(error), heading, problems=problems)
     except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
-        return _tell(asked, WRONG_INPUT, str(error))
-    except (SaveError, NonFiniteError) as error:  # the notes say where the run is, and how to resume it
-        return _tell(asked, FAILED, " ".join((str(error), *getattr(error, "__notes__", ()))))
+        return _report_error(args, WRONG_INPUT, str(error))
+    except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
+        return _report_error(args, FAILED, _with_notes(error, str(error)))
     except (Failure, CheckpointError, RunInUseError) as error:
-        return _tell(asked, FAILED, str(error))
+        return _report_error(args, FAILED, str(error))
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""
-            return _tell(asked, FAILED, " ".join((f"{error.strerror}{where}.", *getattr(error, "__notes__", ()))))
-        sys.stderr.write(_without_secrets(asked, traceback.format_exc()))
-        return _tell(asked, FAILED, f"{type(error).__name__}: {error}")
-    if asked.json:
+            return _report_error(args, FAILED, _with_notes(error, f"{error.strerror}{where}."))
+        sys.stderr.write(_without_secrets(args, traceback.format_exc()))
+        return _report_error(args, FAILED, f"{type(error).__name__}: {error}")
+    if args.json:
         _write(outcome.data)
-    elif not asked.quiet:
+    elif not args.quiet:
         outcome.show(Console())
     if outcome.problem:
-        sys.stderr.write(f"jax-trainer: {tame(_without_secrets(asked, outcome.problem))}\n")
+        sys.stderr.write(f"jax-trainer: {tame(_without_secrets(args, outcome.problem))}\n")
     return FAILED if outcome.problem else DONE
 
 
-def _ended_at_once(code: int) -> NoReturn:
-    """Ends the process: a compiler that was interrupted goes on in a thread, and would crash while Python tidies up."""
+def _with_notes(error: Exception, text: str) -> str:
+    return " ".join((text, *getattr(error, "__notes__", ())))
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Exits without cleaning up: an interrupted compiler continues in a thread, and would crash the cleanup."""
     flush_output()
     os._exit(code)
 
 
-def _tell(asked: argparse.Namespace, code: int, text: str, heading: str = "", **more: Any) -> int:
-    text = tame(_without_secrets(asked, text))
-    if asked.json:
+def _report_error(args: argparse.Namespace, code: int, text: str, heading: str = "", **more: Any) -> int:
+    text = tame(_without_secrets(args, text))
+    if args.json:
         _write({"status": "failed", "error": text, **more})
     sys.stderr.write(f"jax-trainer: {heading}{text}\n")
     return code
@@ -209,7 +223,7 @@ def _write(data: dict[str, Any]) -> None:
 
 
 def _finite(data: Any) -> Any:
-    """JSON has no NaN: here it is text, as in `metrics.jsonl`."""
+    """`data` with NaN and infinity as text, which JSON cannot represent; as in `metrics.jsonl`."""
     if isinstance(data, dict):
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
@@ -219,7 +233,7 @@ def _finite(data: Any) -> Any:
 
 @contextmanager
 def _safe_output() -> Iterator[SafeStream]:
-    """Readers of the output may stop when they have seen enough, or have a full disk; user code writes there, too."""
+    """Replaces the standard streams by ones that survive a closed pipe or a full disk, also for prints of user code."""
     reserve_standard_streams()
     before = out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = made = SafeStream(lambda: out), SafeStream(lambda: err)  # type: ignore[assignment]
@@ -229,44 +243,44 @@ def _safe_output() -> Iterator[SafeStream]:
         sys.stdout, sys.stderr = before
 
 
-def _shown(command: str, code: int, out: SafeStream) -> int:
-    """The exit code, after a word where the result could not be written; a training is done all the same."""
+def _exit_code(command: str, code: int, out: SafeStream) -> int:
+    """The exit code of `command`: failed output fails a command, unless it trained something."""
     if code != DONE or out.failure is None or isinstance(out.failure, BrokenPipeError):
         return code
-    sys.stderr.write(f"jax-trainer: What this command shows is incomplete: standard output failed ({out.failure}).\n")
-    return DONE if command in _TRAININGS else FAILED
+    sys.stderr.write(f"jax-trainer: The output is incomplete: writing to standard output failed ({out.failure}).\n")
+    return DONE if command in _TRAINING_COMMANDS else FAILED
 
 
-def _without_secrets(asked: argparse.Namespace, text: str) -> str:
-    return redact_text(text, environment_secrets() | asked.secrets)
+def _without_secrets(args: argparse.Namespace, text: str) -> str:
+    return redact_text(text, environment_secrets() | args.secrets)
 
 
 @contextmanager
-def _one_line_each(asked: argparse.Namespace) -> Iterator[None]:
-    """Messages and warnings are one line each, told once, without secrets; so are those in a run's own log."""
-    told: set[str] = set()
+def _one_line_messages(args: argparse.Namespace) -> Iterator[None]:
+    """Prints log messages and warnings on one line, once, without secrets; the log of the run gets the same lines."""
+    seen: set[str] = set()
 
-    def put_on_a_line(record: logging.LogRecord) -> bool:
-        record.msg, record.args = tame(" ".join(_without_secrets(asked, record.getMessage()).split())), ()
+    def put_on_one_line(record: logging.LogRecord) -> bool:
+        record.msg, record.args = tame(" ".join(_without_secrets(args, record.getMessage()).split())), ()
         return True
 
     def is_new(record: logging.LogRecord) -> bool:
-        is_told = record.msg in told
-        told.add(record.msg)
-        return not is_told
+        is_first = record.msg not in seen
+        seen.add(record.msg)
+        return is_first
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("jax-trainer: %(message)s"))
-    handler.setLevel(logging.ERROR if asked.quiet else logging.WARNING)
+    handler.setLevel(logging.ERROR if args.quiet else logging.WARNING)
     handler.addFilter(is_new)
     log = logging.getLogger("jax_trainer")
     handlers, propagate = log.handlers, log.propagate
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)
         log.handlers, log.propagate = [handler], False
-        log.addFilter(put_on_a_line)
+        log.addFilter(put_on_one_line)
         try:
             yield
         finally:
-            log.removeFilter(put_on_a_line)
+            log.removeFilter(put_on_one_line)
             log.handlers, log.propagate = handlers, propagate

@@ -1,4 +1,4 @@
-"""How a command ends: what came out of it, or why nothing did."""
+"""How a command ends: its outcome, or the error that the command line reports without a traceback."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ CTRL_C, TERMINATED = 130, 143
 
 
 class WrongInput(Exception):
-    """The command asks for something that is not there."""
+    """An argument of the command is wrong; exit code 2."""
 
 
 class Failure(Exception):
-    """Something outside of the program is missing or broken, and the message says what."""
+    """Something outside of the program is missing or broken, such as a file; exit code 1."""
 
 
 class Interrupted(Exception):
-    """A person or the system ended the run; the message says how to go on."""
+    """Ctrl-C or SIGTERM ended the run; the message says how to resume it."""
 
     def __init__(self, code: int, text: str, run: str) -> None:
         super().__init__(text)
@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
-    """The exit code of an end that a person or the system asked for; any other end goes on: it is the user's own."""
+    """The exit code of Ctrl-C or SIGTERM; raises any other `SystemExit`, which comes from user code."""
     code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
     if code not in (CTRL_C, TERMINATED):
         raise end
@@ -35,7 +35,7 @@ def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: for scripts, and for people; and what is wrong with it, which is a failure, if anything is."""
+    """The result of a command: data for `--json`, a function that prints it, and a problem that fails the command."""
 
     data: dict[str, Any]
     show: Callable[[Console], None]

@@ -1,4 +1,4 @@
-"""Which run a command means, and where in it: a folder, one of its checkpoints, or the word `resume=…`."""
+"""Which run and checkpoint a command selects: by a folder, a checkpoint, or `resume=…`."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ from jax_trainer.runs import run_and_step
 
 Which = int | Literal["best", "latest"]
 
-_WORD = "resume"
-_POSSIBLE = (
-    "`resume=auto` (goes on with the newest run of exactly this configuration, or begins one), `resume=never` (begins "
-    "one), or `resume=` with the folder of a run or of one of its checkpoints"
+_KEY = "resume"
+_VALUES = (
+    "`resume=auto` (resumes the newest run with exactly this configuration, or starts a new one), `resume=never` "
+    "(starts a new one), or `resume=` with the folder of a run or checkpoint"
 )
 
 
 @dataclass(frozen=True)
 class RunSelector:
-    """A run that was begun before, and which of its checkpoints."""
+    """An existing run and one of its checkpoints."""
 
     folder: RunFolder
     which: Which
 
     def check_saved(self) -> None:
-        """Refuses a step that was never saved; one that is damaged is there, and whoever restores it says how."""
+        """Raises if no checkpoint of this step exists; a damaged one is reported when it is restored."""
         if not isinstance(self.which, int) or (self.folder.checkpoints / name_of(self.which)).is_dir():
             return
         steps = CheckpointStore(self.folder.checkpoints).steps()
-        there = f"There are {', '.join(map(str, steps))}." if steps else "There is none."
-        raise WrongInput(f"{self.folder.path} has no checkpoint of step {self.which}. {there}")
+        available = f"Saved steps: {', '.join(map(str, steps))}." if steps else "It has no checkpoint at all."
+        raise WrongInput(f"{self.folder.path} has no checkpoint of step {self.which}. {available}")
 
     def path(self, trainer: Any) -> Path:
-        """What `train_model` is to go on from; `trainer` knows which checkpoint is the best."""
+        """The path that `train_model` resumes from; `trainer` decides which checkpoint is the best."""
         match self.which:
             case "latest":
                 return self.folder.path
@@ -53,25 +53,23 @@ class RunSelector:
         better = {} if monitors else {"better": trainer.is_new_model_better}
         best = CheckpointStore(self.folder.checkpoints, **{**options, **better}).best()
         if best is None:
-            raise WrongInput(
-                f"{self.folder.path} has no checkpoint that can be called the best. Take `--which latest`."
-            )
+            raise WrongInput(f"{self.folder.path} has no best checkpoint. Use `--which latest`.")
         return best.path
 
 
-def select_run(asked: argparse.Namespace, otherwise: Which) -> RunSelector:
-    """The run that RUN and `--which` mean; `otherwise`, where neither names a checkpoint. It may be somebody else's."""
-    folder, step = _opened(asked.folder)
-    if step is not None and asked.which is not None:
-        raise WrongInput(f"{shown(asked.folder)} is the checkpoint of step {step} already. Leave out `--which`.")
-    return RunSelector(folder, step if step is not None else asked.which if asked.which is not None else otherwise)
+def select_run(args: argparse.Namespace, default: Which) -> RunSelector:
+    """The run and checkpoint of RUN and `--which`; `default` if neither names a checkpoint."""
+    folder, step = _opened(args.folder)
+    if step is not None and args.which is not None:
+        raise WrongInput(f"{shown(args.folder)} is already the checkpoint of step {step}. Leave out `--which`.")
+    return RunSelector(folder, step if step is not None else args.which if args.which is not None else default)
 
 
 def without_resume(changes: Sequence[str]) -> tuple[list[str], RunSelector | Literal["auto"] | None]:
-    """The overrides without the word `resume=…`, and what it asks for; None: a new run. Of two, the last one counts."""
-    words = [change for change in changes if change.partition("=")[0] == _WORD]
-    others = [change for change in changes if change not in words]
-    value = words[-1].partition("=")[2] if words else "never"
+    """The overrides without `resume=…`, and the run that it selects; None: a new run. The last one wins."""
+    resumes = [change for change in changes if change.partition("=")[0] == _KEY]
+    others = [change for change in changes if change not in resumes]
+    value = resumes[-1].partition("=")[2] if resumes else "never"
     match value:
         case "never":
             return others, None
@@ -80,7 +78,7 @@ def without_resume(changes: Sequence[str]) -> tuple[list[str], RunSelector | Lit
     try:
         folder, step = _opened(value or "no folder")
     except WrongInput as error:
-        raise WrongInput(f"expected {_POSSIBLE}, found {shown(value)}. {error}") from None
+        raise WrongInput(f"expected {_VALUES}, found {shown(value)}. {error}") from None
     return others, RunSelector(folder, "latest" if step is None else step)
 
 

@@ -1,4 +1,4 @@
-"""What the commands show to people."""
+"""The tables and lines that commands print."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from jax_trainer.trainer import DryRun
 
 
 def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> None:
-    """Numbers by name, a row each; `by_weights` has them by the weights that they are of."""
-    table = Table(Column("metric", overflow="fold"), "value", "of")
+    """One row per metric; `by_weights` has them by the weights that were evaluated."""
+    table = Table(Column("metric", overflow="fold"), "value", "weights")
     for weights, values in by_weights.items():
         for name, value in sorted(values.items()):
             table.add_row(escape(name), f"{value:.6g}", weights)
@@ -27,17 +27,17 @@ def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> 
 def trained(
     console: Console, by_weights: Mapping[str, Mapping[str, float]], best: Best | None, run: str, following: str
 ) -> None:
-    """The last validation, the test, which weights are the best and by what, and where to go from here."""
+    """The last validation, the test, the best checkpoint, the run folder, and the next command."""
     metrics(console, by_weights)
     if best is not None:
         _line(console, f"Best weights: {best.words}.")
     _line(console, f"Run folder: {run}")
     if following:
-        _line(console, f"Next: `{following}`, or look at its metrics.jsonl and config.yaml.")
+        _line(console, f"Next: `{following}`, or read its metrics.jsonl and config.yaml.")
 
 
 def dry_run(console: Console, report: DryRun) -> None:
-    """The parameters, what the state takes, and how long the run is."""
+    """The parameters, the size of the state, and the number of steps."""
     table = Table(Column("parameter", overflow="fold"), "shape", "type", "size", title="Parameters")
     for leaf in report.parameters:
         table.add_row(escape(leaf.path), " × ".join(map(str, leaf.shape)) or "–", leaf.dtype, _bytes(leaf.bytes))
@@ -46,9 +46,9 @@ def dry_run(console: Console, report: DryRun) -> None:
         "parameters": f"{report.parameter_count:,} in {len(report.parameters)} arrays",
         "state": ", ".join(f"{name} {_bytes(size)}" for name, size in report.state_bytes.items()),
         "batch": ", ".join(f"{name} {shape}" for name, shape in report.batch.items()),
-        "training": f"reports {', '.join(report.reported)}",
-        "evaluation": f"reports {', '.join(report.evaluated)}",
-        "steps": "as many as the data gives" if report.steps is None else f"{report.steps:,}",
+        "training": f"logs {', '.join(report.reported)}",
+        "evaluation": f"logs {', '.join(report.evaluated)}",
+        "steps": "unknown: the data has no length" if report.steps is None else f"{report.steps:,}",
         "devices": report.devices,
     }
     for name, text in lines.items():
@@ -62,7 +62,7 @@ def dry_run(console: Console, report: DryRun) -> None:
 
 
 def described(console: Console, classes: Sequence[Described]) -> None:
-    """Every class with its keys: a line with the default, what it is for, and what may stand there."""
+    """Classes with their keys: default, help, and accepted values."""
     interface = ""
     for one in classes:
         if one.interface != interface:
@@ -77,7 +77,7 @@ def described(console: Console, classes: Sequence[Described]) -> None:
 
 
 def index(console: Console, classes: Sequence[Described]) -> None:
-    """Every class in a line, by what it implements."""
+    """One line per class, grouped by interface."""
     for interface in dict.fromkeys(one.interface for one in classes):
         table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
         for one in classes:
@@ -85,11 +85,11 @@ def index(console: Console, classes: Sequence[Described]) -> None:
                 table.add_row(f"  [bold]{escape(one.name)}[/bold]", escape(one.summary))
         console.rule(escape(interface), align="left")
         console.print(table)
-    _line(console, "\n`jax-trainer describe NAME` shows the keys of a class, or of every class of a kind.")
+    _line(console, "\n`jax-trainer describe NAME` shows the keys of a class, or of all classes of an interface.")
 
 
 def described_data(one: Described) -> dict[str, Any]:
-    """The same for scripts."""
+    """A class and its keys as JSON-serializable data."""
     keys = [
         {
             "name": key.name,
@@ -104,7 +104,7 @@ def described_data(one: Described) -> dict[str, Any]:
 
 
 def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
-    """What was saved, a row each, and what there is to say about all of it."""
+    """One row per checkpoint, and the notes below."""
     names = ("step", "epoch", "metric", "size", "lacks", "kept as", "state")
     table = Table(*(Column(name, overflow="fold") for name in names))
     for step, epoch, metric, size, *rest in rows:
@@ -116,8 +116,8 @@ def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence
 
 
 def tame(text: str) -> str:
-    """Without what would move the cursor of a terminal: the name of a file may have it."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+    """`text` with control characters escaped: names of files may contain terminal escape sequences."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def _below(console: Console, text: str, indent: int) -> None:

@@ -1,4 +1,4 @@
-"""The commands `train` and `resume`: where a run begins or goes on, and what is said when it ends early."""
+"""The commands `train` and `resume`, and how to resume a run that ended early."""
 
 import argparse
 import shlex
@@ -16,24 +16,27 @@ from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment
 
 
-def train(asked: argparse.Namespace) -> Outcome:
-    """Trains what a file describes, then tests the weights that were best in validation.
+def train(args: argparse.Namespace) -> Outcome:
+    """Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
-    With `resume=auto` the same command begins a run or goes on with it: with the newest of exactly this configuration.
+    With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.
     """
-    changes, source = without_resume(commands.changes_of(asked))
-    return _trained(asked, load_experiment(asked.config, changes), source)
+    changes, source = without_resume(commands.changes_of(args))
+    return _trained(args, load_experiment(args.config, changes), source)
 
 
-def resume(asked: argparse.Namespace) -> Outcome:
-    """Goes on with a run from one of its checkpoints, to the end that its configuration says."""
-    changes, source = commands.changes_of(asked), select_run(asked, "latest")
+def resume(args: argparse.Namespace) -> Outcome:
+    """Resume a run from one of its checkpoints, until the limits of its configuration.
+
+    Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer.
+    """
+    changes, source = commands.changes_of(args), select_run(args, "latest")
     loaded = commands.stored(source, changes)
-    return _trained(asked, loaded, source, fork=asked.fork)  # with other values, if there are any, from now on
+    return _trained(args, loaded, source, fork=args.fork)
 
 
 def _trained(
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     loaded: Loaded[Any],
     source: RunSelector | Literal["auto"] | None,
     *,
@@ -44,18 +47,18 @@ def _trained(
         own.check_free()  # before the data is loaded
     if isinstance(source, RunSelector):
         source.check_saved()
-    with commands.told_with_places(asked, loaded):
+    with commands.located_errors(args, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
         trainer = commands.built(loaded, own)
-        data, quiet = trainer.dataset, asked.quiet or asked.json
+        data, quiet = trainer.dataset, args.quiet or args.json
         start = source.path(trainer) if isinstance(source, RunSelector) else source or False
-        with _told_with_a_way_on(asked, trainer):
+        with _resume_hint_at_the_end(args, trainer):
             results = trainer.train_model(
                 data.train_loader, data.val_loader, data.test_loader, resume=start, fork=fork, quiet=quiet
             )
-    metrics = {str(place): commands.scalars(values) for place, values in results.items()}
-    run = redact(str(trainer.folder.path), secrets=asked.secrets)
-    following = _command(asked, "test", trainer.folder) if _saved(trainer.folder) else ""
+    metrics = {str(name): commands.scalars(values) for name, values in results.items()}
+    run = redact(str(trainer.folder.path), secrets=args.secrets)
+    following = _command(args, "test", trainer.folder) if _saved(trainer.folder) else ""
     best, tested = results.best, results.tested
     chosen = {"best": None if best is None else best.data(), "tested": tested}
     validations = [
@@ -68,7 +71,7 @@ def _trained(
 
 
 def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The metrics of the last validation and of the test, by the weights that they are of."""
+    """The metrics of the last validation and of the test, by the weights that were evaluated."""
     shown: dict[str, dict[str, float]] = {}
     if results.validations:
         last = results.validations[-1]
@@ -81,36 +84,36 @@ def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> 
 
 
 @contextmanager
-def _told_with_a_way_on(asked: argparse.Namespace, trainer: Any) -> Iterator[None]:
-    """Whatever ends a run, a person learns how to go on with it."""
+def _resume_hint_at_the_end(args: argparse.Namespace, trainer: Any) -> Iterator[None]:
+    """Adds the command that resumes the run to whatever ends it."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
         code = interrupting_code(end)
-        run = "" if trainer.folder is None else redact(str(trainer.folder.path), secrets=asked.secrets)
-        raise Interrupted(code, f"Interrupted. {_way_on(asked, trainer.folder)}", run) from None
+        run = "" if trainer.folder is None else redact(str(trainer.folder.path), secrets=args.secrets)
+        raise Interrupted(code, f"Interrupted. {_resume_hint(args, trainer.folder)}", run) from None
     except Exception as error:
         if trainer.folder is not None:
-            error.add_note(f"The run's folder is {trainer.folder.path}. {_way_on(asked, trainer.folder)}")
+            error.add_note(f"Run folder: {trainer.folder.path}. {_resume_hint(args, trainer.folder)}")
         elif isinstance(error, OSError):
             reason = f"{error.strerror}: {str(error.filename)[:200]}." if error.strerror else str(error)
-            raise WrongInput(f"The run's folder cannot be made. {reason}") from None
+            raise WrongInput(f"Cannot create the run folder. {reason}") from None
         raise
 
 
-def _way_on(asked: argparse.Namespace, folder: RunFolder | None) -> str:
+def _resume_hint(args: argparse.Namespace, folder: RunFolder | None) -> str:
     step = None if folder is None else resumable_step(folder)
     if folder is None or step is None:
         return "Nothing was saved."
-    return f"Go on from step {step} by `{_command(asked, 'resume', folder)}`."
+    return f"Resume from step {step} with `{_command(args, 'resume', folder)}`."
 
 
 def _saved(folder: RunFolder) -> list[CheckpointInfo]:
-    """The checkpoints of a run that look whole; what is damaged fails here no second time."""
-    # without asking the other processes, which may be gone
+    """The usable checkpoints of a run."""
+    # without synchronizing with the other processes, which may have exited
     return [one for one in checkpoint_infos(folder.checkpoints) if not one.problem]
 
 
-def _command(asked: argparse.Namespace, name: str, folder: RunFolder) -> str:
-    path = redact(str(folder.path), secrets=asked.secrets)
-    return shlex.join(["jax-trainer", name, path, *commands.imports_of(asked)])
+def _command(args: argparse.Namespace, name: str, folder: RunFolder) -> str:
+    path = redact(str(folder.path), secrets=args.secrets)
+    return shlex.join(["jax-trainer", name, path, *commands.imports_of(args)])

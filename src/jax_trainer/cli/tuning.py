@@ -1,4 +1,4 @@
-"""The command `tune`: its options, and what it does with them."""
+"""The command `tune` and its options."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.redaction import secret_values
 from jax_trainer.tuning import StorageError, StudyError, TuneResult
-from jax_trainer.tuning import tune as tuned
+from jax_trainer.tuning import tune as run_study
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 from jax_trainer.tuning.reporting import RESULTS
 from jax_trainer.tuning.storage import secrets_of
@@ -28,48 +28,51 @@ _OPTIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What can be said besides the experiment."""
+    """Adds the options of `tune`."""
 
     def option(name: str, help: str, **more: object) -> None:
         parser.add_argument(name, help=help, **more)  # type: ignore[arg-type]
 
-    option("--space", "what to try: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
-    option("--trials", "how many trials the study is to have in all (default: 20)", type=_positive, metavar="N")
-    option("--storage", "a journal file or the URL of a database, to share a study", metavar="FILE | URL")
-    option("--name", "of the study (default: that of CONFIG)", metavar="NAME")
-    option("--folder", "where results go (default: runs/tune/NAME)", metavar="DIR")
-    option("--monitor", "the metric to compare by (default: that of ModelCheckpoint, or val/loss)", metavar="METRIC")
-    option("--mode", "whether a small value is good or a large one (default: auto)", choices=("auto", "min", "max"))
-    option("--sampler", "who chooses values (default: tpe)", choices=SAMPLERS)
-    option("--pruner", "which trials are cut (default: median)", choices=PRUNERS)
-    option("--startup", "trials before any is cut or learnt from (default: 5)", type=_count, metavar="N")
-    option("--seed", "the same seed makes the same trials, in one process", type=_count, metavar="N")
-    option("--timeout", "no trial begins after so many seconds", type=_seconds, metavar="SECONDS")
+    option("--space", "the search space: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
+    option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
+    option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
+    option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")
+    option("--folder", "folder for the results (default: runs/tune/NAME)", metavar="DIR")
+    option("--monitor", "the metric to optimize (default: that of ModelCheckpoint, or val/loss)", metavar="METRIC")
+    option(
+        "--mode", "minimize or maximize it; auto: by ModelCheckpoint or its name (default)",
+        choices=("auto", "min", "max"),
+    )  # fmt: skip
+    option("--sampler", "how values are sampled (default: tpe)", choices=SAMPLERS)
+    option("--pruner", "how unpromising trials are stopped early (default: median)", choices=PRUNERS)
+    option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
+    option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
+    option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
 
 
-def tune(asked: argparse.Namespace) -> Outcome:
-    """Looks for the values with which an experiment does best; asked again, it adds the trials that are missing."""
-    changes = commands.changes_of(asked)
-    asked.secrets |= secrets_of(asked.storage or "")
-    asked.secrets |= secret_values(read_tree(Path(asked.config), changes, Problems()).data())
-    options = {name: value for name in _OPTIONS if (value := getattr(asked, name)) is not None}
-    with _told(asked):
-        quiet = asked.quiet or asked.json
-        done = tuned(asked.config, asked.space, overrides=changes, quiet=quiet, **options)
-    data = redact({"status": "completed", **done.data()}, secrets=asked.secrets)
-    following = shlex.join(["jax-trainer", "train", str(data["config"]), *commands.imports_of(asked)])
-    return Outcome(data, lambda console: _show(console, done, following))
+def tune(args: argparse.Namespace) -> Outcome:
+    """Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials."""
+    changes = commands.changes_of(args)
+    args.secrets |= secrets_of(args.storage or "")
+    args.secrets |= secret_values(read_tree(Path(args.config), changes, Problems()).data())
+    options = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
+    with _command_errors(args):
+        quiet = args.quiet or args.json
+        result = run_study(args.config, args.space, overrides=changes, quiet=quiet, **options)
+    data = redact({"status": "completed", **result.data()}, secrets=args.secrets)
+    following = shlex.join(["jax-trainer", "train", str(data["config"]), *commands.imports_of(args)])
+    return Outcome(data, lambda console: _show(console, result, following))
 
 
 @contextmanager
-def _told(asked: argparse.Namespace) -> Iterator[None]:
-    """What ends a study is told as what it is: a mistake in the command, something missing, or a person."""
+def _command_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Raises what ends a study as an error of the command: wrong input, a failure, or an interruption."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
         code = interrupting_code(end)
-        folder = redact(str(folder_of(asked.name or name_of(asked.config), asked.folder)), secrets=asked.secrets)
-        text = f"Interrupted. What was found is in {folder}; the same command resumes it."
+        folder = redact(str(folder_of(args.name or name_of(args.config), args.folder)), secrets=args.secrets)
+        text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
         raise Interrupted(code, text, folder) from None
     except StudyError as error:
         raise WrongInput(str(error)) from None
@@ -81,26 +84,26 @@ def _told(asked: argparse.Namespace) -> Iterator[None]:
         raise Failure(str(missing)) from None
 
 
-def _show(console: Console, done: TuneResult, following: str) -> None:
-    console.print(done)
-    if done.trial is None or done.value is None:
-        lines = ["No trial has come to its end."]
+def _show(console: Console, result: TuneResult, following: str) -> None:
+    console.print(result)
+    if result.trial is None or result.value is None:
+        lines = ["No trial has completed."]
     else:
-        best = f"Best: trial {done.trial}, {done.monitor} {done.value:.6g}"
-        lines = [best, f"Next: `{following}`, or look at {RESULTS} beside it."]
+        best = f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}"
+        lines = [best, f"Next: `{following}`, or read {RESULTS} in the same folder."]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number, found {text[:40]!r}.")
+        raise argparse.ArgumentTypeError(f"expected an integer, found {text[:40]!r}.")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if not _count(text):
-        raise argparse.ArgumentTypeError("expected a whole number of at least 1, found 0.")
+        raise argparse.ArgumentTypeError("expected an integer of at least 1, found 0.")
     return _count(text)
 
 

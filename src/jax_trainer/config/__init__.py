@@ -1,13 +1,13 @@
-"""From YAML to configurations: strict reading, references, includes, overrides, and errors that point at the line.
+"""Reads YAML into typed configurations: strict parsing, references, includes, overrides, and errors with file and line.
 
-Nothing in a file can name code: `class_name` is looked up in registries, and what is registered is decided by imports
-that a person asked for. Secrets are kept out of what is written.
+A file cannot run code: `class_name` is looked up in registries, and only explicit imports register classes. Secrets
+are redacted from everything that is written.
 """
 
 from jax_trainer.config.describing import Described, Key, describe, keys_of, registered_classes
 from jax_trainer.config.dumping import as_data, dump_config, dump_data
 from jax_trainer.config.loading import Loaded, config_from, load_config
-from jax_trainer.config.problems import ConfigError, ConfigProblem, Place
+from jax_trainer.config.problems import ConfigError, ConfigProblem, Location
 from jax_trainer.config.schema import json_schema
 from jax_trainer.config.user_code import UserCodeError, import_user_code
 from jax_trainer.redaction import redact, redact_text
@@ -18,7 +18,7 @@ __all__ = [
     "Described",
     "Key",
     "Loaded",
-    "Place",
+    "Location",
     "UserCodeError",
     "as_data",
     "config_from",

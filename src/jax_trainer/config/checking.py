@@ -1,4 +1,4 @@
-"""From written values to configurations: everything is checked, all problems are collected, nothing is guessed."""
+"""Builds configurations from parsed values: checks every value and collects all problems."""
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,22 +13,22 @@ from jax_trainer.settings import Candidate, SettingsError, candidates, expected,
 from jax_trainer.suggestions import elsewhere
 
 CLASS = "class_name"
-INVALID = object()  # stands for a value with problems, which are written down already
+INVALID = object()  # a value whose problems are collected already
 
 
 class Checker:
-    """Makes configurations out of nodes.
+    """Builds configurations from nodes.
 
     Args:
-        problems: where it says what is wrong with them.
-        secrets: what it must not show.
+        problems: collects what is wrong.
+        secrets: texts that messages must not contain.
     """
 
     def __init__(self, problems: Problems, secrets: Collection[str] = ()) -> None:
         self._problems, self._secrets = problems, secrets
 
     def make(self, hint: Any, node: Node, path: str, likely: str = "") -> Any:
-        """The value of `node` where `hint` is the annotation; `likely` names the class if nothing else does."""
+        """The value of `node` for the annotation `hint`; `likely` is the class if there is no `class_name`."""
         if node.value is BROKEN:
             return INVALID
         allowed = candidates(hint)
@@ -45,7 +45,7 @@ class Checker:
     def _plain(self, hint: Any, node: Node, path: str) -> Any:
         value = node.data()
         if _has_hidden(value):
-            return self._complain(node, path, "a secret was hidden here when this was stored. Give it again.")
+            return self._complain(node, path, "this secret was redacted when the configuration was stored. Set it.")
         if not fits(hint, value):
             near = "" if self._problems.is_full else meant(hint, value, path.rpartition(".")[2])
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
@@ -82,9 +82,9 @@ class Checker:
             if name in known:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
-                words = [*known, CLASS] if getattr(config, CLASS, "") else known
-                near = self._problems.suggestion(name, words) or _inside(name, node) or elsewhere(name)
-                near = near or f" There are {listed(known) or 'none'}."
+                keys = [*known, CLASS] if getattr(config, CLASS, "") else known
+                near = self._problems.suggestion(name, keys) or _inside(name, node) or elsewhere(name)
+                near = near or f" Its keys: {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():
             if _is_required(field) and name not in made:
@@ -97,28 +97,30 @@ class Checker:
         try:
             value = config(**made)
             if getattr(value, CLASS, ""):
-                value.class_name = owner  # the configuration may belong to several classes
+                value.class_name = owner  # several classes may share this configuration class
             return value
         except SettingsError as error:
             for key, text in error.problems:
-                whole = _under(path, key)
-                self._problems.add(node.place_of(key), whole, settings_problem(whole, text))
-        except (ValueError, TypeError, AssertionError) as error:  # a class of the user's, with checks of its own
-            self._complain(node, path, f"{owner} cannot be made of this: {str(error) or repr(error)}")
+                full = _under(path, key)
+                self._problems.add(node.location_of(key), full, settings_problem(full, text))
+        except (ValueError, TypeError, AssertionError) as error:  # a user's dataclass with custom checks
+            self._complain(node, path, f"{owner} rejects these values: {str(error) or repr(error)}")
         return INVALID
 
     def _choose(self, allowed: Sequence[Candidate], node: Node, path: str, likely: str) -> Candidate | None:
         named = node.section.get(CLASS)
         if named is not None:
             return self._choose_named(allowed, named, node, path)
-        allowed = [one for one in allowed if one.name != one.path]  # whoever lost its name must be asked for by path
+        allowed = [one for one in allowed if one.name != one.path]  # a class whose name was taken needs its full path
         likely_ones = [one for one in allowed if one.name == likely] or allowed
         fitting = [one for one in likely_ones if _could_be(one.config, node)]
         if len(likely_ones) == 1 or len(fitting) == 1:
             return [*fitting, *likely_ones][0]
-        why = "several classes have these keys:" if fitting else "no class has just these keys; there are"
+        why = "several classes have these keys:" if fitting else "no class has exactly these keys. Classes:"
         names = listed(one.name for one in fitting or likely_ones)
-        near = self._problems.suggestion(likely, [one.name for one in allowed])
+        other = next((name for name in node.section if self._problems.suggestion(name, [CLASS])), "")
+        near = f" Write `{CLASS}` instead of `{other}`." if other else ""
+        near = near or self._problems.suggestion(likely, [one.name for one in allowed])
         self._complain(node, _under(path, CLASS), f"the key `{CLASS}` is missing, and {why} {names}.{near}")
         return None
 
@@ -129,12 +131,12 @@ class Checker:
             return [*fitting, *namesakes][0]
         if namesakes:
             twins = listed(full_name(one.config) for one in namesakes)
-            self._complain(named, _under(path, CLASS), f"several classes have this name, those of {twins}. Rename one.")
+            self._complain(named, _under(path, CLASS), f"several classes have this name: {twins}. Rename one.")
         elif named.value is not BROKEN:
             names = [one.name for one in allowed]
-            # a path is that of a class which is not imported
-            word = named.value if isinstance(named.value, str) and "." not in named.value else ""
-            near = self._problems.suggestion(word, names) if word else ""
+            # a dotted path belongs to a class that is not imported: no similar name can help
+            name = named.value if isinstance(named.value, str) and "." not in named.value else ""
+            near = self._problems.suggestion(name, names) if name else ""
             found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")
         return None
@@ -143,16 +145,16 @@ class Checker:
         return "…" if self._problems.is_full else shown(value, path, self._secrets)
 
     def _complain(self, node: Node, path: str, text: str) -> Any:
-        self._problems.add(node.place, path, text)
+        self._problems.add(node.location, path, text)
         return INVALID
 
 
-_OWN_CLASS = " A class of your own is registered by importing it: `--import your_package.models`, or give its .py file."
+_OWN_CLASS = " To register your own class, import it: `--import your_package.models`, or add its .py file."
 
 
 def settings_problem(key: str, text: str) -> str:
-    """What `SettingsError` says about a key, unless it may have a secret in it."""
-    return "this value cannot be used; it is not shown, for it is called a secret." if is_secret(key) else text
+    """The message of a `SettingsError` about a key, without the value if the key names a secret."""
+    return "this value is invalid. It is not shown, because the key names a secret." if is_secret(key) else text
 
 
 def _under(path: str, name: str) -> str:
@@ -182,7 +184,7 @@ def _is(option: Any, kind: type) -> bool:
 
 
 def _inside(name: str, node: Node) -> str:
-    """A sentence about the section beside it that has a key which was not found."""
+    """A hint at a sibling section that has the unknown key."""
     sections = (section for section, part in node.section.items() if part.is_section and name in part.section)
     section = next(sections, "")
     return f" Did you mean `{section}.{name}`?" if section else ""
@@ -190,7 +192,7 @@ def _inside(name: str, node: Node) -> str:
 
 def _literals(hint: Any) -> list[str]:
     kinds = [option for option in map(_bare, options(hint)) if get_origin(option) is Literal]
-    return [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
+    return [value for kind in kinds for value in get_args(kind) if isinstance(value, str)]
 
 
 def _has_hidden(value: Any) -> bool:

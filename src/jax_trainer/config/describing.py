@@ -1,4 +1,4 @@
-"""What there is to configure, for people: every class, its keys, types, defaults and help."""
+"""Descriptions of the registered classes: keys, types, defaults and help, for `jax-trainer describe`."""
 
 import inspect
 import re
@@ -21,18 +21,18 @@ class Key:
 
     name: str
     expects: str
-    default: Any  # as plain data, without secrets; `MISSING` when there is none
+    default: Any  # plain data, secrets redacted; `MISSING` for a required key
     help: str
 
     @property
     def is_required(self) -> bool:
-        """Whether it has to be given."""
+        """Whether the key has no default."""
         return self.default is MISSING
 
 
 @dataclass(frozen=True)
 class Described:
-    """A registered class: what it implements, what it is for, its keys."""
+    """A registered class: its interface, a summary, and its keys."""
 
     name: str
     interface: str
@@ -41,7 +41,7 @@ class Described:
 
 
 def registered_classes() -> Iterator[Described]:
-    """Every registered class once, by interface and name; of two interfaces, by the more general one."""
+    """Every registered class once, by interface and name; under the most general of several interfaces."""
     seen: set[type] = set()
     interfaces = sorted(registered(), key=lambda interface: (len(interface.__mro__), interface.__name__))
     for interface in interfaces:
@@ -51,7 +51,7 @@ def registered_classes() -> Iterator[Described]:
 
 
 def describe(interface: type, cls: type, name: str = "") -> Described:
-    """What there is to know about a class that is registered for `interface`, under `name` or its own."""
+    """The description of a class that is registered for `interface`; `name` if it is registered under another name."""
     summary = (inspect.getdoc(cls) or "").partition("\n")[0]
     return Described(name or cls.__name__, interface.__name__, summary, keys_of(config_of(cls)))
 
@@ -69,15 +69,15 @@ def keys_of(config: type) -> tuple[Key, ...]:
 def _default(config: type, field: Field[Any]) -> Any:
     if field.default is MISSING and field.default_factory is MISSING:
         return MISSING
-    try:  # what a key is in the end, where it follows from others
+    try:  # the effective default, which `__post_init__` may derive from other keys
         value = getattr(config(), field.name)
-    except Exception:  # some other key has to be given, or has no default that can be used
+    except Exception:  # another key is required
         value = field.default if field.default_factory is MISSING else field.default_factory()
     return redact(_plain(as_data(value)), field.name)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as a file could have it; what no file can hold, such as a function, by its name."""
+    """`value` as YAML data; objects that YAML cannot represent, such as functions, by their name."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 def help_of(config: type) -> dict[str, str]:
-    """The line about each key, from the `Args:` of the class's docstring and of those it derives from."""
+    """The help text of each key, from the `Args:` in the docstrings of the class and its bases."""
     found: dict[str, str] = {}
     for cls in reversed(config.__mro__):
         lines = inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines()

@@ -1,4 +1,4 @@
-"""Writes configurations so that reading them gives the same again, without the secrets in them."""
+"""Writes configurations as YAML that reads back equal, with secrets redacted."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -13,7 +13,7 @@ from jax_trainer.settings import Settings, hints_of, options, plain
 
 
 def as_data(config: Any) -> Any:
-    """A configuration as nested dicts, lists and plain values, with `class_name` where it has one."""
+    """A configuration as nested dicts, lists and scalars, with `class_name` for registered classes."""
     if isinstance(config, Settings):
         return _named(config, _as_read(type(config), config.stored()))
     if is_dataclass(config) and not isinstance(config, type):
@@ -30,7 +30,7 @@ def _named(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_read(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` as they come back from a file: there, 1 is 1.0 for a key that takes floats only."""
+    """`values` as a file would give them: 1 becomes 1.0 for a key that takes only floats."""
     hints = hints_of(kind)
     return {
         name: float(value) if type(value) is int and name in hints and _is_float(hints[name]) else value
@@ -44,7 +44,7 @@ def _is_float(hint: Any) -> bool:
 
 
 def dump_config(config: Any) -> str:
-    """A configuration as YAML that `load_config` reads; secrets are hidden."""
+    """A configuration as YAML that `load_config` reads; secrets are redacted."""
     return dump_data(_escaped(redact(as_data(config))))
 
 
@@ -57,7 +57,7 @@ def _escaped(data: Any) -> Any:
     if isinstance(data, dict):
         for name in data:
             if key_problem(name):
-                raise ValueError(f"This configuration cannot be written to a file. {key_problem(name)}")
+                raise ValueError(f"The configuration cannot be written as YAML. {key_problem(name)}")
         return {name: _escaped(value) for name, value in data.items()}
     if isinstance(data, list):
         return [_escaped(value) for value in data]
@@ -65,19 +65,17 @@ def _escaped(data: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that our reading would take for something else; one line per key, lists of numbers on one line."""
+    """Quotes strings that our parser would read as another type; one line per key, lists of numbers on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """The same list in two places is written twice: there are no aliases in a configuration."""
-        return True
+        return True  # our parser reads no aliases
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
-        """A section, also a small one, has a line for every key."""
         return super().represent_mapping(tag, mapping, flow_style=not mapping)
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    # in double quotes every character can be written, and none is lost where a line ends
+    # double quotes can represent every character, and keep whitespace at line ends
     is_safe = text.isprintable() and isinstance(scalar_of(text), str)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_safe else '"')
 

@@ -1,4 +1,4 @@
-"""References: `${path.to.value}` stands for a value that is written elsewhere."""
+"""References: `${path.to.value}` is replaced by another value of the configuration."""
 
 import re
 from functools import cached_property
@@ -7,25 +7,25 @@ from jax_trainer.config.nodes import BROKEN, Broken, Node, Scalar
 from jax_trainer.config.problems import Problems
 from jax_trainer.settings import written
 
-MAX_CHAIN = 40  # references that lead to each other
-MAX_LETTERS = 100_000  # that references put into texts, in all of a configuration
+MAX_CHAIN = 40  # references in a chain
+MAX_CHARS = 100_000  # that references insert into strings, in total
 
 _REFERENCE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<path>[^{}]*)\}|(?P<unclosed>\$\{)")
 
 
 def resolved(tree: Node, problems: Problems) -> Node:
-    """`tree` with every `${path.to.value}` replaced by that value; `$${` is a plain `${`."""
+    """`tree` with every `${path.to.value}` replaced by that value; `$${` is a literal `${`."""
     return _Resolver(tree, problems).replaced(tree, "")
 
 
 class _Resolver:
-    """Replaces references, each value once, and notices circles."""
+    """Resolves each reference once, and detects circular ones."""
 
     def __init__(self, tree: Node, problems: Problems) -> None:
         self._tree, self._problems = tree, problems
         self._done: dict[str, Node] = {}
-        self._under_way: list[str] = []
-        self._letters_left = MAX_LETTERS
+        self._stack: list[str] = []  # paths that are being resolved
+        self._chars_left = MAX_CHARS
 
     @cached_property
     def _paths(self) -> list[str]:
@@ -34,19 +34,19 @@ class _Resolver:
     def replaced(self, node: Node, path: str) -> Node:
         if isinstance(node.value, dict | list):
             parts = [(name, self.replaced(part, f"{path}.{name}".lstrip("."))) for name, part in node.children()]
-            return Node(dict(parts) if node.is_section else [part for _, part in parts], node.place)
+            return Node(dict(parts) if node.is_section else [part for _, part in parts], node.location)
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         if path not in self._done:
-            self._under_way.append(path)
-            self._done[path] = Node(self._value(node.value, node, path), node.place)
-            self._under_way.pop()
+            self._stack.append(path)
+            self._done[path] = Node(self._value(node.value, node, path), node.location)
+            self._stack.pop()
         return self._done[path]
 
     def _value(self, text: str, node: Node, path: str) -> Scalar | Broken:
-        whole = _REFERENCE.fullmatch(text)
-        if whole is not None and whole["path"] is not None:
-            return self._target(whole["path"].strip(), node, path)
+        only = _REFERENCE.fullmatch(text)  # keeps the type of the value
+        if only is not None and only["path"] is not None:
+            return self._target(only["path"].strip(), node, path)
         parts, at = [], 0
         for match in _REFERENCE.finditer(text):
             piece = self._piece(match, node, path)
@@ -60,33 +60,33 @@ class _Resolver:
         if match["escaped"]:
             return "${"
         if match["unclosed"]:
-            return self._complain(node, path, "`${` begins a reference that `}` does not end. A plain `${` is `$${`.")
+            return self._complain(node, path, "`${` has no closing `}`. For a literal `${`, write `$${`.")
         value = self._target(match["path"].strip(), node, path)
         if isinstance(value, Broken):
             return value
         text = written(value)
-        self._letters_left -= len(text)
-        if self._letters_left < 0:
-            return self._complain(node, path, f"references make texts of more than {MAX_LETTERS:,} characters.")
+        self._chars_left -= len(text)
+        if self._chars_left < 0:
+            return self._complain(node, path, f"references expand to more than {MAX_CHARS:,} characters.")
         return text
 
     def _target(self, target: str, node: Node, path: str) -> Scalar | Broken:
         found = self._tree.at(target) if target else None
         if found is None:
             near = self._problems.suggestion(target, self._paths)
-            return self._complain(node, path, f"`${{{target}}}` stands for nothing.{near}")
+            return self._complain(node, path, f"`${{{target}}}` refers to a key that does not exist.{near}")
         if isinstance(found.value, dict | list):
-            return self._complain(node, path, f"`${{{target}}}` is a section or list; a reference is to one value.")
-        if target in self._under_way:
-            return self._complain(node, path, f"`${{{target}}}` refers to itself in a circle.")
-        if len(self._under_way) > MAX_CHAIN:
-            return self._complain(node, path, f"more than {MAX_CHAIN} references lead to each other.")
+            return self._complain(node, path, f"`${{{target}}}` is a section or list. Refer to a scalar.")
+        if target in self._stack:
+            return self._complain(node, path, f"`${{{target}}}` is a circular reference.")
+        if len(self._stack) > MAX_CHAIN:
+            return self._complain(node, path, f"a chain of references is longer than {MAX_CHAIN}.")
         value = self.replaced(found, target).value
         assert not isinstance(value, dict | list)
         return value
 
     def _complain(self, node: Node, path: str, text: str) -> Broken:
-        self._problems.add(node.place, path, text)
+        self._problems.add(node.location, path, text)
         return BROKEN
 
 

@@ -1,4 +1,4 @@
-"""A JSON schema of a configuration, for editors that check and complete while one types."""
+"""JSON schemas of configurations, for validation and completion in editors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -14,31 +14,31 @@ SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(root: type) -> dict[str, Any]:
-    """A JSON schema of the configuration `root`, for editors that check and complete while one types."""
+    """A JSON schema of the configuration class `root`."""
     writer = _SchemaWriter()
     section = writer.section(root, ())
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    include = {"include": {"description": "Files whose values this one changes.", **files}}
-    # what must be given may stand in an included file
+    include = {"include": {"description": "Base files, whose values this file overrides.", **files}}
+    # required keys may be in an included file
     required = {"anyOf": [{"required": ["include"]}, {"required": section.pop("required")}]}
     properties = {"properties": {**include, **section["properties"]}}
     return {"$schema": SCHEMA, **section, **properties, **required, "$defs": writer.definitions}
 
 
-_REFERENCE = {"type": "string", "pattern": r"^\$\{[^{}]*\}$"}  # may stand for any value
+_REFERENCE = {"type": "string", "pattern": r"^\$\{[^{}]*\}$"}  # allowed instead of any value
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
 _BOUNDS = {AtLeast: "minimum", Above: "exclusiveMinimum", AtMost: "maximum", Below: "exclusiveMaximum"}
 
 
 class _SchemaWriter:
-    """Collects the schemas of configuration classes, so that each is written once."""
+    """Collects the schema of each configuration class once."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self._names: dict[type, str] = {}
 
     def section(self, config: type, names: Sequence[str]) -> dict[str, Any]:
-        """The schema of a configuration's keys; `names` are those of the classes that it may stand for."""
+        """The schema of a configuration class; `names` are the values of `class_name`."""
         hints, keys = hints_of(config), keys_of(config)
         properties: dict[str, Any] = {"class_name": {"enum": list(names)}} if names else {}
         for key in keys:
@@ -49,7 +49,7 @@ class _SchemaWriter:
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
     def schema(self, hint: Any) -> dict[str, Any]:
-        """The schema of what may stand where `hint` is the annotation."""
+        """The schema of the values that the annotation `hint` allows."""
         if Any in options(hint):
             return {}
         return {"anyOf": [*(self._one(option) for option in options(hint)), _REFERENCE]}
@@ -69,7 +69,7 @@ class _SchemaWriter:
             return {"type": "array", "prefixItems": items, "items": False, "minItems": len(args)}
         if isinstance(origin, type) and issubclass(origin, Mapping):
             value = self.schema(args[1])
-            if config_classes(args[1]):  # without a value, all its keys have their defaults
+            if config_classes(args[1]):  # null: all keys have their defaults
                 value = {"anyOf": [value, {"type": "null"}]}
             return {"type": "object", "additionalProperties": value}
         if isinstance(origin, type) and issubclass(origin, Sequence):
@@ -85,6 +85,6 @@ class _SchemaWriter:
     def _reference(self, config: type, names: Sequence[str]) -> dict[str, Any]:
         if config not in self._names:
             twins = sum(known.__name__ == config.__name__ for known in self._names)
-            name = self._names[config] = f"{config.__name__}{twins or ''}"  # now, for it may contain itself
+            name = self._names[config] = f"{config.__name__}{twins or ''}"  # before the section, which may recurse
             self.definitions[name] = self.section(config, names)
         return {"$ref": f"#/$defs/{self._names[config]}"}

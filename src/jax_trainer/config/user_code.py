@@ -1,4 +1,4 @@
-"""Brings in classes of the user's: because a person asks for it, never because a file says so."""
+"""Imports user code that registers classes: only on explicit request, never because a file asks for it."""
 
 import importlib.util
 import sys
@@ -8,11 +8,11 @@ import compoconf
 
 
 class UserCodeError(ImportError):
-    """Code that was asked for and cannot be imported."""
+    """User code that cannot be imported."""
 
 
 def import_user_code(what: str | Path) -> None:
-    """Imports a module by name (`my_package.models`) or a `.py` file, so that the classes in it are registered."""
+    """Imports a module by name (`my_package.models`) or a `.py` file, which registers its classes."""
     if str(what).endswith(".py"):
         _import_file(Path(what))
     else:
@@ -20,25 +20,25 @@ def import_user_code(what: str | Path) -> None:
 
 
 def _import_by_name(name: str) -> None:
-    missing = f"There is no module {name!r} to import. Give one that is installed or in this folder, or a .py file."
+    missing = f"No module {name!r} to import. Name one that is installed or in this folder, or a .py file."
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserCodeError(missing)
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the package beside the configuration is found
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, to find packages in the working directory
     try:
         compoconf.load(name, recurse=False)
     except ModuleNotFoundError as error:
         if f"{name}.".startswith(f"{error.name}."):
             raise UserCodeError(missing) from error
-        raise  # the module is there, and something that it needs is not
+        raise  # the module exists, but an import inside it fails
 
 
 def _import_file(file: Path) -> None:
     if not file.is_file():
-        raise UserCodeError(f"There is no file {file} to import.")
+        raise UserCodeError(f"File not found: {file}. It cannot be imported.")
     file, name = file.resolve(), file.stem
-    if _is_taken(name, file):
-        raise UserCodeError(f"{file} would be imported as {name!r}, which is another module. Rename the file.")
+    if _is_name_in_use(name, file):
+        raise UserCodeError(f"{file} cannot be imported as {name!r}: another module has this name. Rename the file.")
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, file)
@@ -53,8 +53,8 @@ def _import_file(file: Path) -> None:
         raise
 
 
-def _is_taken(name: str, file: Path) -> bool:
-    """Whether another module has this name: one that is imported, or one that would be."""
+def _is_name_in_use(name: str, file: Path) -> bool:
+    """Whether another module, imported or importable, has this name."""
     if name in sys.modules:
         origin = getattr(sys.modules[name], "__file__", None)
         return origin is None or Path(origin).resolve() != file

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_trainer.core.device_put import device_put
 from jax_trainer.core.executables import SharedExecutable
-from jax_trainer.core.indices import Use, index_uses, out_of_range, ranges_of
+from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import OomReporter, explain_oom
 from jax_trainer.core.metric_buffer import MetricBufferFormat, rows_written
@@ -245,13 +245,12 @@ class CompiledProgram:
 
     def check_indices(self, batch: Batch) -> None:
         """Refuses labels and token ids that are out of range in `batch`, or in all examples at once."""
-        if wrong := self.out_of_range(batch):
-            raise ValueError(wrong)
+        check_range(self._indices, batch)
 
     def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
         """Refuses labels and token ids in `examples` that an evaluation of batches like `batch` cannot use."""
-        if not self.debug and (wrong := out_of_range(_uses(self._eval_inner, state, batch), examples)):
-            raise ValueError(wrong)
+        if not self.debug:
+            check_range(_uses(self._eval_inner, state, batch), examples)
 
     def out_of_range(self, batch: Batch) -> str:
         """What is wrong with the integers of a batch that training steps use as indices; empty if nothing is."""

@@ -6,6 +6,7 @@ can be checked on the host, before the first step.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jax_trainer.core.metrics import Batch
+from jax_trainer.core.user_frame import line_of
 
 # what hands on its first operand with the same values, in another form
 _SAME_VALUES = {
@@ -21,14 +23,21 @@ _SAME_VALUES = {
     "sharding_constraint", "slice", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 _COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
+_CACHED = {"jit", "pjit"}  # traced once for all callers
 _MASKS = ("mask", "weight", "valid", "pad")
 
 
-class Use(NamedTuple):
-    """Entry `leaf` of the flat batch is an index into an axis of `size`."""
+class IndexRangeError(ValueError):
+    """Labels or token ids of a batch are out of range for the axis that they index."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Entry `leaf` of the flat batch is an index into an axis of `size`, in `line` of the user's code."""
 
     leaf: int
     size: int
+    line: str = field(default="", compare=False)
 
 
 def index_uses(jaxpr: Any, first: int) -> frozenset[Use]:
@@ -59,8 +68,12 @@ class _Uses:
         self.uses: set[Use] = set()
         self.compared: set[int] = set()
 
-    def follow(self, jaxpr: Any, known: dict[Any, Known]) -> list[Known | None]:
-        """Looks at every operation; returns what is known of the results."""
+    def follow(self, jaxpr: Any, known: dict[Any, Known], line: str = "") -> list[Known | None]:
+        """Visits every operation; returns what is known of the results.
+
+        Args:
+            line: of the user's code that calls this function, where JAX caches its trace and so the lines inside.
+        """
         columns: dict[Any, list[int | None]] = {}  # of indices that are put together, the leaf of each column
         for equation in jaxpr.eqns:
             name, operands, out = equation.primitive.name, equation.invars, equation.outvars
@@ -84,21 +97,27 @@ class _Uses:
                 widths = [operand.aval.shape[-1] for operand in operands]
                 columns[out[0]] = [leaf for leaf, width in zip(leaves, widths, strict=True) for _ in range(width)]
             elif name == "gather" and not _clips_on_purpose(equation, found[1]):
-                self._note(equation, leaves[1], joined[1])
+                self._note(equation, leaves[1], joined[1], line or _line_of(equation))
             else:
+                calls = line or (_line_of(equation) if name in _CACHED else "")
                 for inner, numbers in _inner(equation):
-                    given = zip(inner.invars, (found[number] for number in numbers), strict=True)
-                    results = self.follow(inner, {variable: one for variable, one in given if one is not None})
+                    inputs = zip(inner.invars, (found[number] for number in numbers), strict=True)
+                    results = self.follow(inner, {variable: one for variable, one in inputs if one is not None}, calls)
                     if len(results) == len(out):
                         known.update({new: old for new, old in zip(out, results, strict=True) if old is not None})
         return [None if hasattr(variable, "val") else known.get(variable) for variable in jaxpr.outvars]
 
-    def _note(self, equation: Any, leaf: int | None, columns: list[int | None] | None) -> None:
+    def _note(self, equation: Any, leaf: int | None, columns: list[int | None] | None, line: str) -> None:
         numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
         axes, shape = numbers.start_index_map, equation.invars[0].aval.shape
         for axis, source in zip(axes, columns or [leaf] * len(axes), strict=False):
             if source is not None:
-                self.uses.add(Use(source, shape[axis] - sizes[axis] + 1))
+                self.uses.add(Use(source, shape[axis] - sizes[axis] + 1, line))
+
+
+def _line_of(equation: Any) -> str:
+    trace = equation.source_info.traceback
+    return "" if trace is None else line_of(trace.as_python_traceback())
 
 
 def _is_zero(variable: Any) -> bool:
@@ -145,10 +164,23 @@ def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
 
     A batch with a mask or weights may have anything where these are 0.
     """
+    return next((text for _, text in _wrong_uses(uses, batch)), "")
+
+
+def check_range(uses: frozenset[Use], batch: Batch) -> None:
+    """Raises an `IndexRangeError` with the user's line for indices in `batch` that are out of range."""
+    for use, text in _wrong_uses(uses, batch):
+        error = IndexRangeError(text)
+        if use.line:
+            error.add_note(use.line)
+        raise error
+
+
+def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     if any(mask in name.lower() for name in names for mask in _MASKS):
-        return ""
+        return
     for use in sorted(uses, key=lambda use: (use.leaf, use.size)):
         values = leaves[use.leaf][1]
         if not _can_be_read(values):
@@ -156,8 +188,7 @@ def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
         values = np.asarray(jax.device_get(values))
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= use.size:
-            return _sentence(f"batch{names[use.leaf]}", low, high, use.size)
-    return ""
+            yield use, _sentence(f"batch{names[use.leaf]}", low, high, use.size)
 
 
 def _can_be_read(values: Any) -> bool:

@@ -88,9 +88,10 @@ _OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
 def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
     """Reads what a loss function returned: plain values, or dicts with options.
 
-    A plain value is the mean over the batch. A `value` with a `count` is a sum over that many items (tokens, pixels,
-    unmasked examples): the mean of an epoch is the sum of its values divided by the sum of its counts. In the modes
-    other than MEAN and STD the value is taken as it is. A count of 0 leaves the step out.
+    A plain value is a scalar, the mean over the batch; an array needs a dict with its `mode`. A `value` with a `count`
+    is a sum over that many items (tokens, pixels, unmasked examples): the mean of an epoch is the sum of its values
+    divided by the sum of its counts. The modes other than MEAN and STD use the value unchanged. A count of 0 excludes
+    the step.
 
     >>> as_metrics({"loss": 0.5, "worst": {"value": 2.0, "mode": "max"}}, weight=32).by_name["worst"].mode
     <LogMetricMode.MAX: 'max'>
@@ -115,10 +116,10 @@ def _name(name: Any) -> str:
 
 def _plain(name: str, entry: Any, weight: Any) -> jax.Array:
     value = _numeric(name, entry)
-    if isinstance(weight, int) and weight > 1 and value.shape[:1] == (weight,):
+    if isinstance(weight, int) and weight > 1 and value.ndim:
         raise ValueError(
-            f"Metric {name!r} has the shape {value.shape} in a batch of {weight} examples: one value per example. Take "
-            "its mean, or, if it is a vector on purpose, say so: `{'value': …, 'mode': 'mean'}`."
+            f"Metric {name!r} has shape {value.shape} in a batch of {weight} examples; a plain value must be a scalar. "
+            "Take its mean, or log an array elementwise: `{'value': …, 'mode': 'mean'}`."
         )
     return value
 

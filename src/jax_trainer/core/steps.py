@@ -15,7 +15,7 @@ from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
-from jax_trainer.core.user_frame import IN_UPDATE, noting
+from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting, noting_definition
 
 PARAMS_NORM = "optimizer/params_global_norm"
 LARGE = 2**14  # elements from which on a dot product pays
@@ -90,14 +90,15 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
         params, batch = cast_floats((params, batch), precision.compute)
         params = gathered(params)  # after the cast, as fewer bytes
         told = {"step": step} if wants_step else {}
-        loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
-        loss = checked_loss(loss, "loss")
-        check_loss(loss, {"batch": batch})
+        with noting_definition(loss_fn):
+            loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
+            loss = checked_loss(loss, "loss")
+            check_loss(loss, {"batch": batch})
         loss, reported = cast_floats((loss, dict(reported)), precision.output)
         # running statistics keep their own type: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), reported)
 
-    return cast_loss
+    return attribute_to(cast_loss, loss_fn)
 
 
 def grad_of(loss_fn: SteppedLossFn) -> GradFn:
@@ -108,7 +109,9 @@ def grad_of(loss_fn: SteppedLossFn) -> GradFn:
             return loss_fn(params, state.model_state, batch, rng, train=True, step=state.step)
 
         (loss, (model_state, reported)), grads = jax.value_and_grad(scalar_loss, has_aux=True)(state.params)
-        return Gradients(like_params(grads), model_state, _with_loss(loss, reported, batch))
+        with noting_definition(loss_fn):
+            metrics = _with_loss(loss, reported, batch)
+        return Gradients(like_params(grads), model_state, metrics)
 
     return grad_fn
 
@@ -183,7 +186,8 @@ def make_eval_step(loss_fn: SteppedLossFn) -> EvalStep:
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         rng = stream(state.key, "eval")
         loss, (_, reported) = loss_fn(state.params, state.model_state, batch, rng, train=False, step=state.step)
-        return _with_loss(loss, reported, batch)
+        with noting_definition(loss_fn):
+            return _with_loss(loss, reported, batch)
 
     return eval_step
 

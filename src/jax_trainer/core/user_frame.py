@@ -1,9 +1,10 @@
 """What a failure in the user's code is reported with: the line, what the batch looks like, and the likely cure."""
 
+import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,9 @@ import jax
 from jax_trainer.core.metrics import Batch
 
 Error = TypeVar("Error", bound=BaseException)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+_IN_YOUR_CODE, _USER_FUNCTION = "In your code", "user_function"
 MOST_LEAVES = 12  # of a batch that a message describes
 _paths = sysconfig.get_paths()
 # jax and flax may be installed anywhere that is on the path; what is installed is not the user's own
@@ -143,7 +146,7 @@ def with_user_frame(error: Error, batch: Batch = None) -> Error:
     added = [_user_frame(error), "" if batch is None else f"The batch: {described(batch)}.", _cure(error)]
     new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
     if new:
-        error.__notes__ = [*new, *notes]
+        error.__notes__ = sorted([*new, *notes], key=lambda note: not note.startswith(_IN_YOUR_CODE))
     return error
 
 
@@ -155,6 +158,30 @@ def explaining(batch: Batch = None) -> Iterator[None]:
     except Exception as error:
         with_user_frame(error, batch)
         raise
+
+
+def attribute_to(function: Function, user_function: Any) -> Function:
+    """Marks `function` as a wrapper of `user_function`, so that errors name the latter."""
+    setattr(function, _USER_FUNCTION, user_function)
+    return function
+
+
+@contextmanager
+def noting_definition(function: Any) -> Iterator[None]:
+    """Adds where the user's `function` is defined to errors that this library raises about its result."""
+    try:
+        yield
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        definition = _definition(function)
+        if definition and not _user_frame(error) and not any(note.startswith(_IN_YOUR_CODE) for note in notes):
+            error.__notes__ = [definition, *notes]
+        raise
+
+
+def line_of(trace: Any) -> str:
+    """The innermost line of the user's code in a traceback, as the text of a note; empty if it has none."""
+    return _line_of(traceback.extract_tb(trace))
 
 
 @contextmanager
@@ -187,11 +214,24 @@ def _kind(leaf: Any) -> str:
 
 
 def _user_frame(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
+    return _line_of(traceback.extract_tb(error.__traceback__))
+
+
+def _line_of(stack: traceback.StackSummary) -> str:
+    frames = [frame for frame in stack if _is_own(frame)]
     if not frames:
         return ""
     last = frames[-1]
-    return f'In your code: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
+    return f'{_IN_YOUR_CODE}: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
+
+
+def _definition(function: Any) -> str:
+    while hasattr(function, _USER_FUNCTION):
+        function = getattr(function, _USER_FUNCTION)
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    if code is None:  # a callable object, or a function written in C
+        return ""
+    return _line_of(traceback.StackSummary.from_list([(code.co_filename, code.co_firstlineno, code.co_name, None)]))
 
 
 def _cure(error: BaseException) -> str:

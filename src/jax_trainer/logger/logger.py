@@ -72,7 +72,7 @@ class Logger(RegistrableConfigInterface):
     def __init__(self, config: LoggerConfig, folder: Path, *, is_primary: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
         self.is_primary = jax.process_index() == 0 if is_primary is None else is_primary
-        self._rows = self._step = 0
+        self._step = 0
         self._is_closed = not self.is_primary
         self._own = DroppedRecords("Logger", "what could not be logged is left out")
         self._messages: RunLog | None = None
@@ -199,7 +199,7 @@ class Logger(RegistrableConfigInterface):
             self._own.add_failure(failure, f"could not log {name!r}")
 
     def _row(self, step: int, numbers: dict[str, float]) -> None:
-        self._rows, self._step = self._rows + 1, step
+        self._step = step
         self._hand_over(lambda tool: tool.write(step, numbers))
 
     def _sized(self, kind: str, step: int, name: str, thing: Any) -> None:
@@ -222,7 +222,7 @@ class Logger(RegistrableConfigInterface):
         return [self._own, *(tool.losses for tool in self._tools)]
 
     def _report(self, status: str) -> None:
-        line = f"Run {status}: {self._rows} rows in {self.folder / METRICS_FILE}."
+        line = f"Run {status}. Metrics: {self.folder / METRICS_FILE}."
         lost = [f"{name} lost {count} of what it was given." for name, count in self.failures.items()]
         (LOG.warning if lost else LOG.info)(" ".join([line, *lost]))
 

@@ -1,10 +1,24 @@
 """What a person gets who ends a run by Ctrl-C: what was reached, and how to resume, in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.info import checkpoint_infos
 from jax_trainer.engine import is_by_ctrl_c
+from jax_trainer.engine.stopping import by_ctrl_c
+
+
+@contextmanager
+def before_first_step() -> Iterator[None]:
+    """Reports a Ctrl-C during the setup of a run (tracing, compiling, initialisation) in one line."""
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        if is_by_ctrl_c(end):
+            raise
+        raise by_ctrl_c("Interrupted before the first step. Nothing was saved.") from None
 
 
 def resumable_step(folder: RunFolder) -> int | None:

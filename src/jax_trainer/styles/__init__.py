@@ -1,4 +1,4 @@
-"""Other ways to write a training: `fit`, `train_fn` and `TrainLoop`. Each is a translation, none has a loop."""
+"""The other APIs besides `TrainerModule`: `fit`, `train_fn` and `TrainLoop`. All of them run the engine's loop."""
 
 from jax_trainer.styles.fitting.fit import fit
 from jax_trainer.styles.fitting.result import FitResult

@@ -90,7 +90,7 @@ class CheckpointMethods(ModelMethods):
         saver = self.config.saver
         unknown = {saver.monitor: math.nan} if known and saver is not None else {}  # never the best
         at = LoopState.of(self._at, int(state.step))
-        seen = {"transforms": self.transforms_in_words} if self.device_transforms else {}
+        seen = {"transforms": self.describe_transforms} if self.device_transforms else {}
         run = {"loop": at.to_data(), **seen}
         return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=run)
 
@@ -125,7 +125,7 @@ class CheckpointMethods(ModelMethods):
         checkpoint: str | Path,
         *,
         which: Which = "best",
-        rename: Mapping[str, str] | None = None,
+        rename: Mapping[str, str | None] | None = None,
         partial: bool = False,
         cast: bool = False,
     ) -> None:
@@ -137,7 +137,8 @@ class CheckpointMethods(ModelMethods):
         Args:
             checkpoint: the other run's folder, or that of one of its checkpoints.
             which: "best" by what that run monitored (where it judged nothing: the latest), "latest", or a step.
-            rename: what becomes of names in the checkpoint: `{"params.encoder.*": "params.backbone.*"}`.
+            rename: names in the checkpoint to names in this model: `{"params.encoder.*": "params.backbone.*"}`; None
+                leaves them out, as in `{"params.head.*": None}`, and this model keeps its own.
             partial: what the checkpoint lacks stays as it is, and what only it has is left out; both are told.
             cast: convert numbers to this model's precision.
         """

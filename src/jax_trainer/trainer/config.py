@@ -9,6 +9,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.checkpoint.names import safe_join
+from jax_trainer.config import config_from
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
@@ -20,6 +21,11 @@ Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
 Statistic = Literal["min", "max", "mean", "std", "val"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+
+
+@dataclass
+class _LoggerSection(Settings):
+    logger: Logger.cfgtype
 
 
 @dataclass
@@ -107,8 +113,13 @@ class TrainerConfig(Settings):
     mesh: MeshConfig | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.logger, Mapping):  # its keys, as in a file
+            self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        super().__post_init__()
+
     def problems(self) -> Iterator[Problem]:
-        """What does not go together."""
+        """Yields settings that contradict each other."""
         savers = self._savers()
         if len(savers) > 1:
             yield "callbacks", f"One ModelCheckpoint can save, and there are {len(savers)}: {', '.join(savers)}."

@@ -13,11 +13,16 @@ from jax_trainer.trainer.model_methods import ModelMethods
 from jax_trainer.trainer.results import Results
 
 _LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}
-_STEPS = dict.fromkeys(("training_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen")
+_STEPS = dict.fromkeys(
+    ("training_step", "train_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen"
+)
 _FOREIGN = {  # methods of a LightningModule, and what does their work
     "configure_optimizers": "init_optimizer",
     "configure_callbacks": "init_callbacks",
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
+    "forward": "model_apply` or `model_linen_apply",
+    "predict_step": "predict",
+    "finalize": "on_training_end",
 }
 
 

@@ -39,7 +39,7 @@ from jax_trainer.core import (
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
-from jax_trainer.datasets.transforms import transforms_in_words
+from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
@@ -77,7 +77,7 @@ class ModelMethods(TrainerBase):
         self._held: FlatState | None = None
         self._kept_best: KeptBest | None = None  # of the run that has just ended
         self._state_is_in_use = False
-        self._given_callbacks: dict[str, Callback] = {}
+        self._callback_objects: dict[str, Callback] = {}
         self._carried: DeviceTransforms | None = None  # by the data; None: none was seen yet
         self._just_evaluated: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
 
@@ -237,9 +237,9 @@ class ModelMethods(TrainerBase):
         return bool(_Transforms(self))
 
     @property
-    def transforms_in_words(self) -> str:
+    def describe_transforms(self) -> str:
         """What `device_transforms` do; "" where there are none."""
-        words = transforms_in_words(self.device_transforms) if self.device_transforms else ""
+        words = describe_transforms(self.device_transforms) if self.device_transforms else ""
         return re.sub(r" at 0x[0-9a-f]+", "", words)  # where functions lie in memory differs between processes
 
     def _see_through(self, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> None:
@@ -297,7 +297,7 @@ class ModelMethods(TrainerBase):
 
     @property
     def _monitors_rate(self) -> bool:
-        given = (*self.config.callbacks.values(), *(one.config for one in self._given_callbacks.values()))
+        given = (*self.config.callbacks.values(), *(one.config for one in self._callback_objects.values()))
         return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in given)
 
     def _program_without_options(self) -> Program:

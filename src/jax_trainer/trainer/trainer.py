@@ -18,7 +18,7 @@ from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.callbacks.screen import people_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, FlatState, MeshLike, checked_int, copy_state, noting
-from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, Position, transforms_of
+from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, checked_evals, eval_events, run
 from jax_trainer.engine.batches import train_source
@@ -35,6 +35,7 @@ from jax_trainer.runs import (
     loop_state_of,
     restore_run,
 )
+from jax_trainer.runs.interrupted import before_first_step
 from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
 from jax_trainer.trainer.arguments import one_of
@@ -113,7 +114,7 @@ class TrainerModule(CheckpointMethods):
                 "by name: `model=…, optimizer=…`."
             )
         check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
-        config, objects = resolve_callbacks(kind(**settings) if config is None else config, callbacks)
+        config, objects = resolve_callbacks(config, callbacks, kind, settings)
         super().__init__(
             config,
             one_of(model_config, model, ("model_config", "model")),
@@ -126,7 +127,7 @@ class TrainerModule(CheckpointMethods):
         )
         self.logger: Logger | None = None  # of the last run; it takes something while that lasts
         self.callbacks: dict[str, Callback] = {}  # that watched it
-        self._given_callbacks = objects
+        self._callback_objects = objects
         self._session: TrainingRun | None = None
         self._has_optimizer = False
 
@@ -154,10 +155,12 @@ class TrainerModule(CheckpointMethods):
 
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Who watches the run, by name."""
-        made = {name: config.instantiate(Callback, run) for name, config in self.config.callbacks.items()}
-        for callback in self._given_callbacks.values():
+        objects = self._callback_objects
+        configured = {name: config for name, config in self.config.callbacks.items() if name not in objects}
+        made = {name: config.instantiate(Callback, run) for name, config in configured.items()}
+        for callback in objects.values():
             callback.attach(run)
-        return {**made, **self._given_callbacks}
+        return {**made, **objects}
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """The program that trains on this data; nothing has run yet."""
@@ -227,10 +230,10 @@ class TrainerModule(CheckpointMethods):
         own = type(self)
         may_add = own.on_validation_epoch_end is not TrainerBase.on_validation_epoch_end
         may_add |= own.eval_model is not ModelMethods.eval_model or any(
-            map(may_add_metrics, self._given_callbacks.values())
+            map(may_add_metrics, self._callback_objects.values())
         )
         if not (may_add or self.compares_itself):
-            others = {name: one.config for name, one in self._given_callbacks.items()}
+            others = {name: one.config for name, one in self._callback_objects.items()}
             self.config.check_monitored(evals, evaluated, others)
 
     # training
@@ -273,11 +276,12 @@ class TrainerModule(CheckpointMethods):
         train_source(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
-        program = self.prepare(train_loader, num_epochs)
-        self._see_evals({**evals, **tests})
-        evals, tests = self._check(program, evals, tests, num_epochs)
-        place = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
-        self._start(program, resume=place.resumes is not None)
+        with before_first_step():
+            program = self.prepare(train_loader, num_epochs)
+            self._see_evals({**evals, **tests})
+            evals, tests = self._check(program, evals, tests, num_epochs)
+            place = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
+            self._start(program, resume=place.resumes is not None)
         with place.locked():
             self.folder = place.folder
             data = self._data(train_loader, evals)
@@ -290,19 +294,22 @@ class TrainerModule(CheckpointMethods):
         self.logger = self.init_logger(place.folder)
         session = TrainingRun(self, work, place.folder, store, self.logger)
         try:
-            session.callbacks = self.callbacks = self.init_callbacks(session.run)
-            options: dict[str, Any] = {"logger": session.logger, "remember": session.load_states}
-            found = restore_run(place, store, self.state, saves=saves, **options)
-            write_configs(self, place)
-            if found is None:
-                self._introduce(session.logger)
-            else:
-                self.state, self._at = found[0], loop_state_of(found[1])
-            session.at = self._at
-            self._tell_of_layout(place, quiet=quiet)
+            with before_first_step():
+                session.callbacks = self.callbacks = self.init_callbacks(session.run)
+                options: dict[str, Any] = {"logger": session.logger, "remember": session.load_states}
+                found = restore_run(place, store, self.state, saves=saves, **options)
+                write_configs(self, place)
+                if found is None:
+                    self._introduce(session.logger)
+                else:
+                    self.state, self._at = found[0], loop_state_of(found[1])
+                session.at = self._at
+                self._tell_of_layout(place, quiet=quiet)
             self._session = session
             return session.run_all(quiet=quiet)
         except (KeyboardInterrupt, SystemExit) as end:
+            if self._session is None:  # before the first step: nothing was reached
+                raise
             call = f"train_model(…, resume={str(place.folder.path)!r})"
             # of several processes, others may be gone, and a store would ask them
             reached = session.results.metrics if process_group().is_multi_process else session.finish()
@@ -345,6 +352,8 @@ class TrainerModule(CheckpointMethods):
         """
         sets = named_sets("test", test_loader)
         if apply_callbacks and sets:
+            for name, loader in sets.items():
+                DataSource(loader, name)  # refuses empty data
             self._see_evals(sets)
             state = self._weights(which)
             at = Event(int(state.step), epoch_idx, FlatState.of(state))

@@ -96,7 +96,7 @@ class TrainingRun:
             checkpoints=self.store,
             dataset=self.trainer.dataset,
             validates=bool(self.data.evals),
-            transforms=self.trainer.transforms_in_words,
+            transforms=self.trainer.describe_transforms,
             trainer=self.trainer,
             callback_states=self._states,
             monitors=not self.trainer.compares_itself,
@@ -107,7 +107,7 @@ class TrainingRun:
     def run_all(self, *, quiet: bool) -> TrainResults:
         """Trains, tests the best weights, and returns all metrics of evaluations."""
         watching = self._observers(quiet)
-        self.plan = self.plan.seen_by(watching)
+        self.plan = self.plan.with_observers(watching)
         with driving(watching, self.trainer.state, self.at) as driver, closing(self._training()) as self._events:  # type: ignore[type-var]
             self._driver = driver
             try:

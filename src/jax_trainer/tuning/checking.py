@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Place
+from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location
 from jax_trainer.config.problems import shown
 from jax_trainer.tuning.dimensions import Dimension, Range, Space, Values
 
 Load = Callable[[Values], Loaded[Any]]  # the experiment with these values
-_NOT_IN_A_FILE = Place("command line")  # where values that were put into an experiment stand
+_NOT_IN_A_FILE = Location("command line")  # where values that were put into an experiment stand
 
 
 def checked(space: Space, load: Load) -> Loaded[Any]:
@@ -47,7 +47,7 @@ def _problems_of(
         between = (one.low + one.high) // 2 + 0.5
         if not list(_refused({**first, one.key: between}, space, load, "")):
             text = f"{one.low} and {one.high} are whole, and this key takes other numbers as well: write "
-            yield ConfigProblem(one.place, one.key, f"{text}`{one.low}.0` to try those, or add `step: 1`.")
+            yield ConfigProblem(one.location, one.key, f"{text}`{one.low}.0` to try those, or add `step: 1`.")
 
 
 def _refused(
@@ -64,6 +64,8 @@ def placed(error: ConfigError, space: Space) -> ConfigError:
 
 def _placed(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
     owner = space.owner(problem.key)
-    if owner is not None and problem.place == _NOT_IN_A_FILE:
-        return ConfigProblem(owner.place, problem.key, problem.text)
-    return ConfigProblem(problem.place, problem.key, f"{problem.text} (Trying {trying}.)" if trying else problem.text)
+    if owner is not None and problem.location == _NOT_IN_A_FILE:
+        return ConfigProblem(owner.location, problem.key, problem.text)
+    return ConfigProblem(
+        problem.location, problem.key, f"{problem.text} (Trying {trying}.)" if trying else problem.text
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from jax_trainer.config import Place
+from jax_trainer.config import Location
 
 MOST_ON_A_GRID = 10_000
 Values = dict[str, Any]  # by the dotted key of what they are values of
@@ -22,7 +22,7 @@ class Range:
     high: int | float
     step: int | float | None = None
     log: bool = False
-    place: Place = field(default=Place("space"), compare=False)
+    location: Location = field(default=Location("space"), compare=False)
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +71,7 @@ class Choice:
 
     key: str
     values: tuple[Any, ...]
-    place: Place = field(default=Place("space"), compare=False)
+    location: Location = field(default=Location("space"), compare=False)
 
     @property
     def extremes(self) -> tuple[Any, ...]:

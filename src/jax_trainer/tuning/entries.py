@@ -62,7 +62,7 @@ class _Reading:
         values = node.data()
         if not isinstance(values, list) or not 0 < len(values) <= MOST_CHOICES:
             return self._complain(f"expected a list of 1 to {MOST_CHOICES} values, found {shown(values)}.", inside)
-        choice = Choice(self._key, tuple(values), self._node.place)
+        choice = Choice(self._key, tuple(values), self._node.location)
         seen: list[Any] = []
         for value in values:
             if not _is_plain(value):
@@ -84,7 +84,7 @@ class _Reading:
             self._agree(known["low"], known["high"], step, log)
         if len(self._problems) > before:
             return None
-        return Range(self._key, known["low"], known["high"], step, log, self._node.place)
+        return Range(self._key, known["low"], known["high"], step, log, self._node.location)
 
     def _agree(self, low: float, high: float, step: float | None, log: bool) -> None:
         if low >= high:
@@ -112,8 +112,8 @@ class _Reading:
         return shown(self._node.data(), self._key)
 
     def _complain(self, text: str, inside: str = "") -> None:
-        place = self._node.place_of(inside) if inside else self._node.place
-        self._problems.add(place, f"{self._key}.{inside}".rstrip("."), text)
+        location = self._node.location_of(inside) if inside else self._node.location
+        self._problems.add(location, f"{self._key}.{inside}".rstrip("."), text)
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.config import ConfigError, Place
+from jax_trainer.config import ConfigError, Location
 from jax_trainer.config.files import read_dotted
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems, shown
@@ -32,7 +32,7 @@ def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Probl
     if not problems and not tree.section:
         found = "nothing" if tree.value in (None, {}) else shown(tree.data())
         text = f"expected keys of the experiment, such as `optimizer.learning_rate: {{…}}`, found {found}."
-        problems.add(tree.place, "", text)
+        problems.add(tree.location, "", text)
     read = [read_dimension(key, node, problems) for key, node in tree.section.items()]
     return Space(tuple(one for one in read if one is not None)), problems
 
@@ -50,7 +50,7 @@ def _are_related(key: str, other: str) -> bool:
 
 
 def _as_node(data: Any) -> Node:
-    place = Place("space")
+    location = Location("space")
     if isinstance(data, Mapping):
-        return Node({str(name): _as_node(value) for name, value in data.items()}, place)
-    return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else plain(data), place)
+        return Node({str(name): _as_node(value) for name, value in data.items()}, location)
+    return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else plain(data), location)

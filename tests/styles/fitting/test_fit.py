@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import traceback
 from typing import Any
 
@@ -496,3 +497,16 @@ def test_a_state_of_a_model_without_statistics_may_say_so(tmp_path):
     result = fit(state, [(x, np.zeros(8, np.int32))], loss_fn=loss_fn, **options)
     assert not result.state.batch_stats
     assert int(result.state.step) == 1
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path, capsys):
+    class Slow(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            signal.raise_signal(signal.SIGINT)
+            return nn.Dense(4)(x)
+
+    with pytest.raises(KeyboardInterrupt, match="before the first step.*Nothing was saved") as caught:
+        trained(tmp_path, state=Slow(), loss_fn=loss_fn, eval_step=None, optimizer=optax.sgd(0.1))
+    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
+    assert capsys.readouterr().err == f"{caught.value}\n"

@@ -40,7 +40,7 @@ def cut(data, **options):
 @pytest.mark.parametrize("data", [X, (X, Y), {"x": X, "y": Y}, ((X, X), Y), jnp.asarray(X), torch.from_numpy(X)])
 def test_arrays_are_cut_into_batches(data):
     given = cut(data)
-    assert given.is_cut
+    assert given.from_arrays
     assert len(list(given.data)) == 3
     assert np.shape(next(iter(given.data)) if is_arrays(X) and data is X else X[:4]) == (4, 2)
 
@@ -55,7 +55,7 @@ def test_arrays_for_training_come_in_another_order_every_epoch():
 @pytest.mark.parametrize("data", [[(X, Y)], ArrayLoader(X, 4), OwnLoader(X), iter([X]), lambda: iter([X])])
 def test_what_gives_batches_is_left_as_it_is(data):
     assert not is_arrays(data)
-    assert not cut(data).is_cut
+    assert not cut(data).from_arrays
 
 
 def test_a_batch_of_everything_as_a_dataclass_is_cut_too():
@@ -124,8 +124,8 @@ def test_single_examples_are_batched_by_who_gives_them():
 
 
 def test_a_number_beside_the_targets_makes_no_single_example():
-    assert not cut([{"x": X, "y": Y, "temperature": 0.5}]).is_cut
-    assert not cut([{"pixels": X[0], "class": Y[0]}]).is_cut  # which only the user can tell
+    assert not cut([{"x": X, "y": Y, "temperature": 0.5}]).from_arrays
+    assert not cut([{"pixels": X[0], "class": Y[0]}]).from_arrays  # which only the user can tell
 
 
 def test_single_examples_that_nobody_can_batch_are_an_error():

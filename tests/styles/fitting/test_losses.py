@@ -30,7 +30,7 @@ def anything(*args, **kwargs): ...
 
 
 @pytest.mark.parametrize(
-    ("function", "takes_batch", "wanted"),
+    ("function", "takes_batch", "optional"),
     [
         (on_outputs, False, ()),
         (jax.jit(on_outputs), False, ()),
@@ -47,9 +47,9 @@ def anything(*args, **kwargs): ...
         (optax.squared_error, False, ()),
     ],
 )
-def test_what_a_loss_wants_is_told_by_its_parameters(function, takes_batch, wanted):
+def test_what_a_loss_wants_is_told_by_its_parameters(function, takes_batch, optional):
     loss = Loss.of(function)
-    assert (loss.takes_batch, loss.wanted) == (takes_batch, wanted)
+    assert (loss.takes_batch, loss.optional) == (takes_batch, optional)
 
 
 def nothing(): ...
@@ -152,3 +152,13 @@ def test_a_mask_that_a_loss_of_one_number_cannot_see_is_refused(flavour, tmp_pat
 
     with pytest.raises(ValueError, match=r"`mask` of shape \(4,\).*one loss per example"):
         fit_masked(loss_fn, tmp_path, flavour)
+
+
+def keras_order(y_true, y_pred): ...
+def labels_first(labels, logits): ...
+
+
+@pytest.mark.parametrize("function", [keras_order, labels_first])
+def test_a_loss_whose_parameters_are_in_the_opposite_order_is_refused(function):
+    with pytest.raises(TypeError, match=r"loss_fn\((y_true, y_pred|labels, logits)\).*loss_fn\((y_pred|logits), "):
+        Loss.of(function)

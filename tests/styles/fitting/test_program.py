@@ -73,7 +73,7 @@ def test_a_state_of_flax_is_trained_as_one_of_ours_and_comes_back_as_what_it_was
     assert_same_bits(state.params, ours[0].params)
     assert evaluated == ours[1]
     assert_same_bits(outputs, ours[2])
-    back: Any = trained.as_given(state)
+    back: Any = trained.as_passed(state)
     assert type(back) is WithStatistics
     assert int(back.step) == 1
     assert_same_bits(back.batch_stats, state.model_state["batch_stats"])
@@ -108,7 +108,7 @@ def test_a_linen_module_begins_as_the_adapter_would():
     by_name = {"x": BATCH[0], "y": BATCH[1]}
     program = linen_program(MODEL, linen_loss, TX, to_input=lambda batch: batch["x"])
     assert_same_bits(state.params, compile_program(program).init(jax.random.key(0), by_name).params)
-    given = trained.as_given(state)
+    given = trained.as_passed(state)
     assert isinstance(given, FlaxState)
     assert given.apply_fn({"params": given.params, **given.model_state}, BATCH[0]).shape == (6, 4)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import Every
 from jax_trainer.styles.fitting.fit import fit
 from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, fault, tiny_program
@@ -161,3 +161,12 @@ def test_where_nothing_was_saved_there_is_no_best_state(result):
     lone._asked = replace(result._asked, kept=None)
     with pytest.raises(ValueError, match="There is no best checkpoint"):
         lone.best_state()
+
+
+def test_a_result_evaluates_other_data(result):
+    last = result.evaluate((X, Y), which="last")
+    assert last["test/loss"] == pytest.approx(result.history[2]["val/loss"])
+    batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    assert result.evaluate(batches)["test/loss"] == pytest.approx(result.evaluate((X, Y))["test/loss"], rel=1e-5)
+    with pytest.raises(DataError, match="'test' data is empty"):
+        result.evaluate([])

@@ -173,7 +173,7 @@ def test_where_nothing_is_saved_that_is_said_and_nothing_changes(tmp_path, caplo
     _, restore_best, restore_last = get_default_checkpointer(tmp_path / "none", save_every_n_steps=2)
     assert restore_best(*subject) == restore_last(*subject) == subject
     assert_same_bits(arrays(subject), arrays(fresh()))
-    assert caplog.text.count("model and optimizer stay as they are") == 2
+    assert caplog.text.count(f"checkpoint in {tmp_path / 'none'}") == 2
     with pytest.raises(TypeError, match="Pass a model and its nnx.Optimizer"):
         restore_last(subject[0])
 
@@ -285,3 +285,13 @@ def test_a_process_that_is_killed_goes_on_to_the_same_weights(whole, tmp_path):
     last.go()
     assert_same_bits(last.came_to, whole[0].came_to)
     assert min(last.calls.told) == 8
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_an_error_and_not_a_new_training(tmp_path):
+    Session(tmp_path).go()
+    for record in tmp_path.glob("*/checkpoint.json"):
+        record.write_text("{")
+    for name in ("restore_best", "restore_last"):
+        session = Session(tmp_path)
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            getattr(session, name)(*session.subject)

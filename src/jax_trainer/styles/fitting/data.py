@@ -1,4 +1,4 @@
-"""The data that `fit` is given: arrays become loaders, single examples batches, and batches inputs and targets."""
+"""The data passed to `fit`: converts arrays to loaders, batches single examples, and splits inputs from targets."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,52 +18,52 @@ SplitBatch = Callable[[Batch], tuple[Any, Any]]
 
 
 class Inputs(NamedTuple):
-    """Inputs without targets, apart from batches that have both."""
+    """A batch of inputs without targets."""
 
     value: Any
 
 
 class FitData(NamedTuple):
-    """Data as it can be trained on, its first batch, and whether it was cut out of arrays here."""
+    """Data to train on, its first batch, and whether `fit` made the batches from arrays."""
 
     data: Any
     example: Batch
-    is_cut: bool
+    from_arrays: bool
 
 
 def as_fit_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: bool, seed: int) -> FitData:
-    """`data` as something that gives batches: arrays are cut into them, in a new order every epoch if `shuffle`.
+    """Returns `data` as a source of batches; arrays are batched, and reshuffled every epoch if `shuffle`.
 
-    Data that gives single examples, whose targets are numbers, is asked to batch them, where it has a method `batch`,
-    as tf.data and Grain do.
+    Data that yields single examples (their targets are scalars) is batched by its method `batch`, if it has one, as
+    tf.data and Grain do.
     """
     if is_arrays(data):
         with noting(f"This is the {name!r} data."):
             loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
-        return FitData(loader, peeked(loader, name)[0], is_cut=True)
+        return FitData(loader, peeked(loader, name)[0], from_arrays=True)
     example, data = peeked(data, name)
     if not _is_single(example, split):
-        return FitData(data, example, is_cut=False)
+        return FitData(data, example, from_arrays=False)
     batch = getattr(data, "batch", None)
     if not callable(batch):
         raise DataError(
-            f"The {name!r} data ({type(data).__name__}) gives single examples and not batches: a target is one number. "
+            f"The {name!r} data ({type(data).__name__}) yields single examples, not batches: a target is a scalar. "
             "Pass a loader that batches them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
         )
     example, data = peeked(batch(batch_size), name)
-    return FitData(data, example, is_cut=False)
+    return FitData(data, example, from_arrays=False)
 
 
 def _is_single(example: Batch, split: SplitBatch) -> bool:
     try:
         targets = split(example)[1]
-    except DataError:  # it may be that nobody wants to split it
+    except DataError:  # a loss that takes the batch need not split it
         return False
     return any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(targets))
 
 
 def split_of(split_batch: SplitBatch | None) -> SplitBatch:
-    """What takes a batch apart into inputs and targets."""
+    """Returns the function that splits a batch into inputs and targets."""
     if split_batch is None:
         return _split
 
@@ -72,55 +72,53 @@ def split_of(split_batch: SplitBatch | None) -> SplitBatch:
             case (inputs, targets):
                 return inputs, targets
             case other:
-                raise TypeError(
-                    f"`split_batch` returns inputs and targets; this one returned a {type(other).__name__}."
-                )
+                raise TypeError(f"`split_batch` must return `(inputs, targets)`, got a {type(other).__name__}.")
 
     return split
 
 
 def inputs_of(split_batch: SplitBatch | None) -> Callable[[Batch], Any]:
-    """What finds the inputs in a batch, which need not have targets."""
+    """Returns the function that extracts the inputs from a batch, with or without targets."""
 
     def inputs(batch: Batch) -> Any:
         if isinstance(batch, Inputs):
             return batch.value
         if is_array(batch):
             return batch
-        return _found(batch, INPUTS, 0, "inputs") if split_batch is None else split_batch(batch)[0]
+        return _find(batch, INPUTS, 0, "inputs") if split_batch is None else split_batch(batch)[0]
 
     return inputs
 
 
 def _split(batch: Batch) -> tuple[Any, Any]:
-    return _found(batch, INPUTS, 0, "inputs"), _found(batch, TARGETS, 1, "targets")
+    return _find(batch, INPUTS, 0, "inputs"), _find(batch, TARGETS, 1, "targets")
 
 
-def _found(batch: Batch, names: tuple[str, ...], index: int, what: str) -> Any:
+def _find(batch: Batch, names: tuple[str, ...], index: int, what: str) -> Any:
     entries = _entries(batch)
     if entries is None:
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[index]
         kind = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else "a single array"
         raise DataError(
-            f"This batch is {kind}, so `fit` cannot tell which part are the {what}. {_ADVICE} All examples at once are "
-            "a tuple of arrays, `fit(model, (x, y), …)`, and a list is one of batches."
+            f"The batch is {kind}, so `fit` cannot find the {what}. {_HINT} For a complete dataset as arrays, use a "
+            "tuple, `fit(model, (x, y), …)`; a list is read as a list of batches."
         )
     matching = [name for name in names if name in entries]
     if len(matching) != 1:
-        found = f"{' and '.join(matching)} may both be" if matching else "none of its entries is called as"
+        found = f"{' and '.join(matching)} are both candidates for" if matching else "no entry is named like"
         raise DataError(
-            f"This batch has {', '.join(map(str, entries)) or 'nothing'}: {found} the {what}, which are expected as "
-            f"one of {', '.join(names)}. {_ADVICE}"
+            f"The batch has the entries {', '.join(map(str, entries)) or 'none'}: {found} the {what}, expected as one "
+            f"of {', '.join(names)}. {_HINT}"
         )
     return entries[matching[0]]
 
 
-_ADVICE = "Say what is what: `split_batch=lambda batch: (inputs, targets)`, or give batches as pairs `(x, y)`."
+_HINT = "Pass `split_batch=lambda batch: (inputs, targets)`, or batches that are pairs `(x, y)`."
 
 
 def _entries(batch: Batch) -> Mapping[str, Any] | None:
-    """The entries of a batch by name, where they have names."""
+    """The entries of a batch by name; None if they have no names."""
     if isinstance(batch, Mapping):
         return batch
     if dataclasses.is_dataclass(batch):

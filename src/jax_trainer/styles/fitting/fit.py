@@ -1,4 +1,4 @@
-"""`fit`: a model, data and a loss; everything else of a training is there."""
+"""`fit`: trains a model on data with a loss, in one call."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -27,6 +27,7 @@ from jax_trainer.engine.batches import train_source
 from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import broadcast_from_primary, named_callbacks
 from jax_trainer.runs.callback_list import CallbacksLike
+from jax_trainer.runs.interrupted import before_first_step
 from jax_trainer.styles.fitting.data import SplitBatch, as_fit_data, split_of
 from jax_trainer.styles.fitting.fit_run import (
     Resume,
@@ -39,11 +40,11 @@ from jax_trainer.styles.fitting.fit_run import (
     with_saver,
 )
 from jax_trainer.styles.fitting.metadata import name_of, plain_hparams
-from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target, maker_of, seen_through
+from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target, maker_of, with_data_transforms
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
-VAL = "val"  # what the evaluation set is called; names with "test" are for the end of a run
+VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
 Steps = int | Literal["epoch"]
 
 
@@ -77,60 +78,60 @@ def fit(
     detect_nans: bool = False,
     mesh: MeshLike | None = None,
 ) -> FitResult:
-    """Trains `model` on `train_ds`, judges it on `test_ds`, and keeps a record of it in a folder of its own.
+    """Trains `model` on `train_ds`, evaluates it on `test_ds`, and records the run in a new folder.
 
     Args:
-        model: a state (of `TrainState.create`, or of flax.training), which stays as it is; a linen module; an nnx
-            module, which has the trained weights afterwards; or a `Program`, which has its own loss.
-        train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or all examples
-            as arrays, `(x, y)`, a dict, or one array, which are shuffled anew in every epoch. Batches are pairs
-            `(x, y)`, dicts or dataclasses; see `split_batch`.
-        test_ds: the same for evaluating; arrays keep their order. None: nothing is judged.
-        loss_fn: `loss_fn(logits, labels)`, or one that calls the model itself: `loss_fn(params, batch)` for linen,
-            `loss_fn(model, batch)` for nnx. Told apart by names: a first parameter called `model` or `params`, or a
-            second one called `batch`, is of the second kind. Returns the loss, or the loss and a dict of what else to
-            report. It may ask for `train`, `rng` and `step` by name.
-        eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: a number, called "accuracy", or a
-            dict of numbers, each a mean over the batch.
-        eval_freq: epochs between two evaluations; the last state is always judged.
-        num_epochs: how long to train.
-        log_name: what the run is called, a folder in `log_dir`.
-        hparams: what TensorBoard shows as hyperparameters, and `config.yaml` keeps: plain data.
+        model: a state (of `TrainState.create`, or of flax.training), which is not modified; a linen module; an nnx
+            module, which is updated with the trained weights; or a `Program`, which has its own loss.
+        train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or the complete
+            dataset as arrays, `(x, y)`, a dict, or one array, reshuffled every epoch. Batches are pairs `(x, y)`, dicts
+            or dataclasses; see `split_batch`.
+        test_ds: the evaluation data, in the same forms; arrays are not shuffled. None: no evaluation.
+        loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
+            `loss_fn(model, batch)` for nnx. The second form is recognised by its parameter names: a first parameter
+            `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of metrics. It may
+            also have parameters `train`, `rng` and `step`.
+        eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
+            "accuracy", or a dict of numbers, each a mean over the batch.
+        eval_freq: epochs between two evaluations; the final state is always evaluated.
+        num_epochs: number of epochs.
+        log_name: name of the run: a folder in `log_dir`.
+        hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
         optimizer: for modules: an optax optimizer, or an optimizer's configuration.
-        batch_size: of arrays, and of data that gives single examples and can batch them.
-        metric: by which the best checkpoint is chosen: left out, "val/accuracy" if there is one, or "val/loss"; without
+        batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`.
+        metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
             `test_ds`, "train/loss".
-        mode: whether a small value of it is good or a large one; "auto": as its name says (loss, error, …: small;
-            accuracy, f1, …: large). A name that does not say needs "min" or "max".
-        callbacks: who else watches: callbacks, or configurations of them, in a list or by name.
-        resume: True: go on with the newest run of this name that was told the same; "auto": that, or a new one; a path:
-            with the run in that folder, or from that checkpoint of it.
+        mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
+            refuses a name that it does not know.
+        callbacks: callbacks or callback configurations, as a list or by name.
+        resume: True: resume the newest run of this name with the same configuration; "auto": resume it, or start a new
+            one; a path: resume the run in that folder, or from that checkpoint.
         save: True: write a checkpoint after every evaluation (after every epoch, without `test_ds`) and at the end, in
-            the background; the latest two and the best stay. `Every(epochs=10)`, `Every(minutes=5)`: that often. False:
-            write none, and keep the best weights in memory; such a run cannot be resumed.
-        seed: of the weights of a linen module, of what is random in training, and of the order of arrays. A state of
-            `TrainState.create` has a key of its own (`rng=`).
-        split_batch: `batch -> (inputs, targets)`, for batches that have other names; a tuple of inputs is several
+            the background; keeps the latest two and the best. `Every(epochs=10)`, `Every(minutes=5)`: save that often.
+            False: write none, and keep the best weights in memory; such a run cannot be resumed.
+        seed: for the weights of a linen module, all randomness in training, and the shuffling of arrays. A state of
+            `TrainState.create` has its own key (`rng=`).
+        split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
-        log_dir: the folder of all runs.
+        log_dir: the parent folder of all runs.
         tensorboard: write event files for TensorBoard.
         progress: show a progress bar.
-        steps_per_epoch: an epoch is at most this many batches; makes epochs of a generator that goes on.
-        steps_per_call: optimizer steps in one dispatch; "epoch": all of one. Small models train faster.
-        resident: keep arrays on the device, where they fit.
-        detect_nans: a step whose loss or gradient is not finite changes nothing, and its batch is kept; costs a little
-            time. A loss that is not finite ends the run in any case, as soon as it is known.
-        mesh: devices that share the work: a mesh, its sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one.
+        steps_per_epoch: maximum number of batches per epoch; defines an epoch for an endless generator.
+        steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch. Speeds up small models.
+        resident: keep arrays on the device if they fit.
+        detect_nans: skip the update of a step with a non-finite loss or gradient, and keep its batch; costs a little
+            time. A non-finite loss ends the run in any case, as soon as it is read.
+        mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
     batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
     check_save(save, resume)
     if eval_step is not None and test_ds is None:
         raise ValueError(
-            "`eval_step` evaluates `test_ds`, and there is none. Pass the data to evaluate on, or leave it out."
+            "`eval_step` needs `test_ds`, which is None. Pass the data to evaluate on, or leave out `eval_step`."
         )
-    _check_given(model, test_ds, log_name, log_dir)
-    told_hparams, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(mesh)
+    _check_arguments(model, test_ds, log_name, log_dir)
+    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(mesh)
     plan = Plan(
         max_epochs=num_epochs,
         steps_per_epoch=steps_per_epoch,
@@ -139,23 +140,24 @@ def fit(
         steps_per_call=steps_per_call,
     )
     if not is_arrays(train_ds):
-        train_source(Data(train_ds), plan)  # refuses data that would run dry, before any of it is drawn
+        train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
     split = split_of(split_batch)
-    train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
-    evals = {} if test_ds is None else {VAL: _for_evaluation(test_ds, split, batch_size, plan)}
-    total = _total_steps(train.data, plan)
-    trained = fit_target(model, FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example))
-    trained = seen_through(trained, transforms_of(train_ds), {VAL: test_ds})
-    program = _compiled(trained, layout, is_cut=train.is_cut, guarded=detect_nans)
-    # traced: what is wrong with the steps or the data shows before anything is written
-    state, training, evaluating = program.shapes(trained.key, train.example)
-    evals = checked_evals(program, state, evals, train.example)
+    with before_first_step():
+        train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
+        evals = {} if test_ds is None else {VAL: _for_evaluation(test_ds, split, batch_size, plan)}
+        total = _total_steps(train.data, plan)
+        options = FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example)
+        target = with_data_transforms(fit_target(model, options), transforms_of(train_ds), {VAL: test_ds})
+        program = _compiled(target, layout, from_arrays=train.from_arrays, guarded=detect_nans)
+        # traced: mistakes in the steps or the data show before anything is written
+        state, training, evaluating = program.shapes(target.key, train.example)
+        evals = checked_evals(program, state, evals, train.example)
     found = _metric(evaluating if evals else training, metric, named, validates=bool(evals))
-    saving = with_saver(named, found, mode, save, is_wish=metric is not None)
+    saving = with_saver(named, found, mode, save, metric_is_set=metric is not None)
     saver = find_saver(saving)
-    told = {
+    metadata = {
         "style": "fit",
-        "model": trained.name,
+        "model": target.name,
         "loss_fn": name_of(loss_fn),
         "eval_step": name_of(eval_step),
         "num_epochs": num_epochs,
@@ -165,21 +167,21 @@ def fit(
         "seed": seed,
         "metric": saver.monitor,
         "mode": saver.best_mode,
-        "hparams": told_hparams,
+        "hparams": plain,
     }
-    begin = partial(program.init, trained.key, train.example)
-    work = RunSpec(trained, program, begin, Data(train.data, evals, resident=resident), plan, batch_size)
-    recording = RunOutputs(told, saving, tensorboard, progress, writes_checkpoints=save is not False)
-    return run_fit(work, recording, broadcast_from_primary(lambda: resolve_target(log_dir, log_name, told, resume)))
+    init = partial(program.init, target.key, train.example)
+    spec = RunSpec(target, program, init, Data(train.data, evals, resident=resident), plan, batch_size)
+    outputs = RunOutputs(metadata, saving, tensorboard, progress, writes_checkpoints=save is not False)
+    return run_fit(spec, outputs, broadcast_from_primary(lambda: resolve_target(log_dir, log_name, metadata, resume)))
 
 
-def _check_given(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
-    """Refuses arguments that are in each other's place, before any data is drawn."""
+def _check_arguments(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
+    """Refuses swapped arguments before any data is read."""
     maker_of(model)
     if isinstance(test_ds, optax.GradientTransformation):
-        raise TypeError("`test_ds` is an optimizer. Pass it by name: `optimizer=optax.adam(1e-3)`.")
+        raise TypeError("`test_ds` is an optimizer. Pass it by keyword: `optimizer=optax.adam(1e-3)`.")
     if not isinstance(log_name, str) or not log_name.strip("/. "):
-        raise ValueError(f"`log_name` must be text, the name of a folder in `log_dir`, got {log_name!r}.")
+        raise ValueError(f"`log_name` must be a string, the name of a folder in `log_dir`, got {log_name!r}.")
     if not isinstance(log_dir, str | Path):
         raise TypeError(f"`log_dir` must be the path of a folder, got {log_dir!r}.")
 
@@ -190,14 +192,14 @@ def _for_evaluation(test_ds: Any, split: SplitBatch, batch_size: int, plan: Plan
     data_source = DataSource(test_ds, VAL, may_be_empty=True)  # refuses what cannot be iterated
     if data_source.is_one_shot and (plan.max_epochs or 0) > plan.eval_every.epochs:
         raise DataError(
-            f"`test_ds` is an iterator that can be used only once ({type(test_ds).__name__}), and there is more than "
-            "one evaluation. Pass a list, a loader, or a function that returns a fresh iterator."
+            f"`test_ds` is an iterator that can be used only once ({type(test_ds).__name__}), but the run evaluates "
+            "several times. Pass a list, a loader, or a function that returns a new iterator."
         )
     return test_ds
 
 
 def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses a callback that monitors what evaluations do not report; a callback's hook may add to that."""
+    """Refuses a callback that monitors an unknown metric, unless a callback may add metrics."""
     if any(map(may_add_metrics, callbacks.values())):
         return
     for name, one in callbacks.items():
@@ -205,7 +207,7 @@ def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None
         monitor = getattr(config, "monitor", None)
         if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
             raise ValueError(
-                f"`{name}` monitors {monitor!r}, and there are only {', '.join(sorted(names))}."
+                f"`{name}` monitors {monitor!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}."
                 f"{suggestion(monitor, names)}"
             )
 
@@ -215,16 +217,16 @@ def _total_steps(data: Any, plan: Plan) -> int | None:
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
 
 
-def _compiled(trained: FitTarget, layout: Layout | None, *, is_cut: bool, guarded: bool) -> CompiledProgram:
-    program = with_learning_rate(trained.program)
-    if not program.keeps_batches:  # a program that was given may have a guard of its own
+def _compiled(target: FitTarget, layout: Layout | None, *, from_arrays: bool, guarded: bool) -> CompiledProgram:
+    program = with_learning_rate(target.program)
+    if not program.keeps_batches:  # a user's program may have its own guard
         program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
-    # the last batch of arrays may be smaller, which nobody need be told of
-    return compile_program(program, layout=layout, on_recompile="ignore" if is_cut else "warn")
+    # the last batch of arrays may be smaller, which needs no warning
+    return compile_program(program, layout=layout, on_recompile="ignore" if from_arrays else "warn")
 
 
 def _metric(reported: Metrics, metric: str | None, callbacks: Mapping[str, Any], *, validates: bool) -> str:
-    """The metric that decides, among those that evaluations report, or training where there are none."""
+    """The metric that selects the best checkpoint, from evaluation if there is one, otherwise from training."""
     where = VAL if validates else "train"
     names = full_names(reported.by_name, where)
     if validates:
@@ -233,8 +235,8 @@ def _metric(reported: Metrics, metric: str | None, callbacks: Mapping[str, Any],
         return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
     full = metric if metric in names else f"{where}/{metric}"
     if full not in names:
-        more = "" if validates else " Without `test_ds` there are only those of training."
+        more = "" if validates else " Without `test_ds`, only training metrics are reported."
         raise ValueError(
-            f"No metric {metric!r} to choose the best state by. There are {', '.join(sorted(names))}.{more}"
+            f"`metric` is {metric!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}.{more}"
         )
     return full

@@ -1,4 +1,4 @@
-"""What `fit` was told, as plain data: for `config.yaml`, for the page of hyperparameters, and to find a run again."""
+"""The arguments of `fit` as plain data: for `config.yaml`, for the logged hyperparameters, and to find a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ import yaml
 from jax_trainer.redaction import redact
 
 
-def config_text(told: Mapping[str, Any]) -> str:
-    """`told` as the text of `config.yaml`; two runs that were told the same have the same text."""
-    return yaml.safe_dump(dict(told), sort_keys=False, allow_unicode=True)
+def config_text(metadata: Mapping[str, Any]) -> str:
+    """The text of `config.yaml`; equal metadata give equal text."""
+    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
 
 
 def plain_hparams(hparams: Any) -> dict[str, Any]:
-    """`hparams` as numbers, texts, lists and dicts of them, without secrets; an error names what is something else.
+    """Returns `hparams` as numbers, strings, lists and dicts, without secrets; refuses other types.
 
     >>> plain_hparams({"lr": np.float32(0.5), "layers": (8, 8), "api_key": "hunter2"})
     {'lr': 0.5, 'layers': [8, 8], 'api_key': '<hidden>'}
@@ -29,7 +29,7 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
 
 
 def name_of(function: Any) -> str | None:
-    """What a function that was given is called; None where none was given."""
+    """The qualified name of a function; None for None."""
     return None if function is None else getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -39,18 +39,18 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
-        return np.asarray(value).item()  # first, for numpy's float64 is a float
+        return np.asarray(value).item()  # first: numpy's float64 is also a float
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str | Path):
         return str(value)
     raise TypeError(
-        f"`{path}` is a {type(value).__name__}, which cannot be written down. Pass numbers, texts, and lists and dicts "
-        "of them."
+        f"`{path}` is a {type(value).__name__}, which cannot be saved. Pass numbers, strings, and lists and "
+        "dicts of them."
     )
 
 
 def _key(name: Any, path: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"`{path}` has the key {name!r}, a {type(name).__name__}. Use texts as keys.")
+        raise TypeError(f"`{path}` has the key {name!r}, a {type(name).__name__}. Use strings as keys.")
     return name

@@ -1,4 +1,4 @@
-"""`lr_schedule`: a learning rate that warms up and falls, for a run of so many epochs."""
+"""`lr_schedule`: linear warmup and cosine decay of the learning rate."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jax_trainer.optimizer import curves
 from jax_trainer.suggestions import checks_keywords
 
-START, END = 1 / 10, 1 / 100  # of the rate, where a schedule begins and ends
+START, END = 1 / 10, 1 / 100  # initial and final learning rate, relative to the peak
 
 
 @checks_keywords
@@ -21,34 +21,34 @@ def lr_schedule(
     lr: float | None = None,
     warmup: float | None = None,
 ) -> optax.Schedule:
-    """From a tenth of the rate in a straight line up to it, then along a cosine down to a hundredth of it.
+    """Linear warmup from a tenth of `base_lr`, then cosine decay to a hundredth of it.
 
-    The hundredth is reached exactly when all epochs are over, and stays. Use it wherever optax takes a schedule:
-    `optax.adam(lr_fn)`, or `optax.inject_hyperparams(optax.adam)(lr_fn)`, which lets `fit` show the rate.
+    The final value is reached after the last epoch, and stays constant. Use it wherever optax takes a schedule:
+    `optax.adam(lr_fn)`, or `optax.inject_hyperparams(optax.adam)(lr_fn)`, which lets `fit` log the learning rate.
 
     Args:
-        base_lr: the rate after warming up; `lr` is another name for it.
+        base_lr: peak learning rate, after warmup; alias: `lr`.
         steps_per_epoch: updates per epoch, such as `len(train_ds)`.
-        epochs: how long the run is.
-        warmup_epochs: how much of it is for warming up, 5 if left out; `warmup` is another name for it.
+        epochs: number of epochs of the run.
+        warmup_epochs: number of warmup epochs, default 5; alias: `warmup`.
 
     >>> lr_fn = lr_schedule(1e-3, steps_per_epoch=10, epochs=20)
     >>> [round(float(lr_fn(step)), 6) for step in (0, 50, 200, 300)]
     [0.0001, 0.001, 1e-05, 1e-05]
     """
     peak = _one_of("base_lr", base_lr, "lr", lr)
-    warming = _one_of("warmup_epochs", warmup_epochs, "warmup", warmup, default=5)
+    num_warmup = _one_of("warmup_epochs", warmup_epochs, "warmup", warmup, default=5)
     if not peak > 0:
         raise ValueError(f"`base_lr` must be above 0, got {peak}.")
     for name, value in (("steps_per_epoch", steps_per_epoch), ("epochs", epochs)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}. `steps_per_epoch` is `len(train_ds)`.")
-    if not 0 <= warming < epochs:
+    if not 0 <= num_warmup < epochs:
         raise ValueError(
-            f"`warmup_epochs` must be at least 0 and below `epochs`, got {warming:g} of {epochs} epochs. Pass fewer, "
-            "or 0 to begin with the whole rate."
+            f"`warmup_epochs` must be at least 0 and below `epochs`, got {num_warmup:g} of {epochs} epochs. Pass "
+            "fewer, or 0 for no warmup."
         )
-    return _schedule(peak, round(warming * steps_per_epoch), epochs * steps_per_epoch)
+    return _schedule(peak, round(num_warmup * steps_per_epoch), epochs * steps_per_epoch)
 
 
 def _schedule(peak: float, warmup: int, total: int) -> optax.Schedule:
@@ -62,10 +62,10 @@ def _schedule(peak: float, warmup: int, total: int) -> optax.Schedule:
     return schedule
 
 
-def _one_of(name: str, value: float | None, other: str, same: float | None, default: float | None = None) -> float:
-    if value is not None and same is not None:
-        raise TypeError(f"`{name}` and `{other}` are two names of one thing. Pass one of them.")
-    found = next((given for given in (value, same, default) if given is not None), None)
+def _one_of(name: str, value: float | None, other: str, alias: float | None, default: float | None = None) -> float:
+    if value is not None and alias is not None:
+        raise TypeError(f"`{other}` is an alias of `{name}`. Pass one of them.")
+    found = next((one for one in (value, alias, default) if one is not None), None)
     if found is None:
-        raise TypeError(f"Pass `{name}`, the learning rate after warming up.")
+        raise TypeError(f"Pass `{name}`, the learning rate after warmup.")
     return found

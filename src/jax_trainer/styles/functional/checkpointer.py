@@ -73,8 +73,9 @@ def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects:
     if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
         raise TypeError("Pass a model and its nnx.Optimizer, or an nnx.ModelAndOptimizer.")
     store.wait()
-    if (store.best() if which == "best" else store.latest()) is None:
-        LOG.warning(f"There is no {which} checkpoint in {store.folder}: model and optimizer stay as they are.")
+    has_no_best = which == "best" and store.best() is None and store.all()
+    if has_no_best or not store.infos():  # where all are damaged, `restore` raises
+        LOG.warning(f"No {which} checkpoint in {store.folder}: model and optimizer are unchanged.")
     else:
         like = nnx_state(model, optimizer, jax.random.key(0))
         state, saved = store.restore(which, like, only=TRAINED, check=usable)

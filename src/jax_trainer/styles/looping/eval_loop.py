@@ -92,7 +92,7 @@ class EvalLoop:
                 if isinstance(event, EvalEnd):
                     found = {label: float(value) for label, value in event.metrics.items()}
                     return summarised(checkpoint, self._group, found)
-        raise self._data_source.used_up(self._rounds)
+        raise self._data_source.exhausted_error(self._rounds)
 
     def _state(self, checkpoint: Checkpoint) -> TrainState:
         """What an evaluation needs, and nothing that differs between checkpoints for other reasons."""

@@ -266,10 +266,10 @@ def _program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    def nothing_to_evaluate(state: TrainState, batch: Batch) -> Metrics:
+    def no_eval_step(state: TrainState, batch: Batch) -> Metrics:
         return Metrics({}, 0)
 
-    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=nothing_to_evaluate)
+    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=no_eval_step)
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
