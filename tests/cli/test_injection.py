@@ -68,7 +68,7 @@ def evil_texts() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process said and did that was given all of them, and all that is merely wrong."""
+    """What a process result and did that was given all of them, and all that is merely wrong."""
     folder = tmp_path_factory.mktemp("evil")
     (folder / "good.yaml").write_text(TINY)
     texts = evil_texts()

@@ -65,7 +65,7 @@ def test_python_data_is_checked_like_a_file():
     ("data", "said"),
     [
         ([1, 2], r"configuration: expected a section of Sketch, found \[1, 2\]"),
-        ({"notes": {"a.b": "c"}}, "configuration: notes: A key is a name without dots, got 'a.b'"),
+        ({"notes": {"a.b": "c"}}, "configuration: notes: A key must be a name without dots, got 'a.b'"),
         ({"include": "x.yaml"}, "configuration: include: Sketch has no key `include`"),
         ({"extra": object}, None),
         ({"title": object()}, "configuration: title: expected text, found <object object"),

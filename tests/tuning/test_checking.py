@@ -115,24 +115,24 @@ def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
         ),
     ],
 )
-def test_what_cannot_be_tried_is_told_with_its_line(space: str, expected: list[str], tmp_path: Path):
-    told = check(tmp_path, space)
-    assert len(told) == len(expected)
-    for one, start in zip(told, expected, strict=True):
+def test_what_cannot_be_tried_is_reported_with_its_line(space: str, expected: list[str], tmp_path: Path):
+    problems = check(tmp_path, space)
+    assert len(problems) == len(expected)
+    for one, start in zip(problems, expected, strict=True):
         assert one.startswith(start), one
 
 
 def test_a_value_that_makes_another_key_wrong_is_named(tmp_path: Path):
-    [told] = check(tmp_path, "optimizer.class_name: [AdamW, SGD]")
-    assert told.endswith("(Trying `optimizer.class_name: 'SGD'`.)")
+    [problems] = check(tmp_path, "optimizer.class_name: [AdamW, SGD]")
+    assert problems.endswith("(Trying `optimizer.class_name: 'SGD'`.)")
 
 
 def test_a_mistake_in_the_experiment_keeps_its_place(tmp_path: Path):
     wrong = TINY.replace("train_epochs: 3", "train_epochs: 1.5")
-    [told] = check(tmp_path, "model.c_hid: [8]", experiment=wrong)
-    assert told.startswith("tiny.yaml:3: trainer.train_epochs: ") and told.endswith("found 1.5.")
-    [told] = check(tmp_path, "model.c_hid: [8]", "trainer.train_epochs=0")
-    assert told.startswith("command line: trainer.train_epochs: ") and told.endswith("found 0.")
+    [problems] = check(tmp_path, "model.c_hid: [8]", experiment=wrong)
+    assert problems.startswith("tiny.yaml:3: trainer.train_epochs: ") and problems.endswith("found 1.5.")
+    [problems] = check(tmp_path, "model.c_hid: [8]", "trainer.train_epochs=0")
+    assert problems.startswith("command line: trainer.train_epochs: ") and problems.endswith("found 0.")
 
 
 def test_checking_a_large_space_takes_about_a_second(tmp_path: Path):
@@ -155,8 +155,8 @@ dataset.global_batch_size: [16, -4]
 def test_all_mistakes_of_a_space_come_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         tune(tiny_file(tmp_path), space_file(tmp_path, BAD), folder=tmp_path / "study", quiet=True)
-    told = [(problem.location.line, problem.key, problem.text) for problem in caught.value.problems]
-    assert [(line, key) for line, key, _ in told] == [
+    problems = [(problem.location.line, problem.key, problem.text) for problem in caught.value.problems]
+    assert [(line, key) for line, key, _ in problems] == [
         (1, "optimizer.learning_rate.peak_value.hihg"),
         (1, "optimizer.learning_rate.peak_value"),
         (2, "model.c_hidd"),
@@ -166,7 +166,7 @@ def test_all_mistakes_of_a_space_come_at_once(tmp_path: Path):
         (5, "optimizer.clas_name"),
         (6, "dataset.global_batch_size"),
     ]
-    texts = " ".join(text for *_, text in told)
+    texts = " ".join(text for *_, text in problems)
     assert all(word in texts for word in ("`high`", "`c_hid`", "found 0", "found 1.5", "`class_name`", "found -4"))
 
 

@@ -31,7 +31,7 @@ def test_the_same_seed_makes_the_same_trials(sampler: Any, tmp_path: Path):
     assert len({str(values) for values in tried(first)}) == 7
 
 
-def test_a_study_that_goes_on_makes_the_trials_that_it_would_have_made(tmp_path: Path):
+def test_a_resumed_study_makes_the_trials_that_it_would_have_made(tmp_path: Path):
     options: dict[str, Any] = {"seed": 5, "startup": 3, "quiet": True}
     whole = tune(bumpy, SPACE, trials=8, folder=tmp_path / "whole", **options)
     for trials in (2, 5, 8):

@@ -18,7 +18,7 @@ TRIALS = 6
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing is told to anybody."""
+    """Simulates SIGKILL: nothing is reported to the study."""
 
 
 def complete(found: TuneResult) -> list[dict[str, Any]]:

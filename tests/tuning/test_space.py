@@ -56,7 +56,7 @@ def test_numbers_are_whole_where_all_that_is_given_is_whole():
             "by_end": {"low": 0, "high": 1.0},
         }
     )
-    assert [one.is_whole for one in space.dimensions if isinstance(one, Range)] == [True, False, False]
+    assert [one.is_integer for one in space.dimensions if isinstance(one, Range)] == [True, False, False]
     assert [one.extremes for one in space.dimensions] == [(1, 9), (0.1, 0.3), (0.0, 1.0)]
     assert [one.grid for one in space.dimensions] == [(1, 3, 5, 7, 9), (0.1, 0.2, 0.3), None]
 
@@ -74,10 +74,10 @@ BAD = {
         "space.yaml:1: a.b.hihg: a range has no key `hihg`. Did you mean `high`?",
         "space.yaml:1: a.b: the key `high` is missing: a range has both `low` and `high`.",
     ],
-    "a.b: {choices: [1], log: true}": "space.yaml:1: a.b.choices: `choices` stands alone: there is nothing",
+    "a.b: {choices: [1], log: true}": "space.yaml:1: a.b.choices: `choices` excludes all other keys",
     "a.b: {choices: 3}": "space.yaml:1: a.b.choices: expected a list of 1 to 200 values, found 3.",
     "a.b: []": "space.yaml:1: a.b: expected a list of 1 to 200 values, found [].",
-    "a.b: [1, 2, 1.0]": "space.yaml:1: a.b: 1.0 stands twice.",
+    "a.b: [1, 2, 1.0]": "space.yaml:1: a.b: duplicate value 1.0.",
     "a.b: [1, .nan]": "space.yaml:1: a.b: nan is no value that a file could have.",
     "a.b:\n  low: 2\n  high: 1": "space.yaml:2: a.b.low: `low` must be below `high`, found 2 and 1.",
     "a.b: {low: x, high: true}": [
@@ -92,9 +92,9 @@ BAD = {
     "a.b: {low: 1, high: 4, step: -1}": "space.yaml:1: a.b.step: expected a number above 0, found -1.",
     "a.b: {low: 8, high: 30, step: 8}": "space.yaml:1: a.b.high: steps of 8 from 8 do not end at 30; use 24 or 32.",
     "a.b: {low: 0.1, high: 0.35, step: 0.1}": "space.yaml:1: a.b.high: steps of 0.1 from 0.1 do not end at 0.35; use",
-    "a.b: [1]\na.b: [2]": "space.yaml:2: a.b: The key `a.b` stands here for the second time; the first is at",
+    "a.b: [1]\na.b: [2]": "space.yaml:2: a.b: Duplicate key `a.b`; the first is at",
     "a..b: [1]": "space.yaml:1: a..b: expected the dotted path of a key.",
-    "a.b c: [1]": "space.yaml:1: a.b c: expected the dotted path of a key. There is a space in it.",
+    "a.b c: [1]": "space.yaml:1: a.b c: expected the dotted path of a key. It contains a space.",
     "a.b: {low: 1, high: 2, low.x: 1}": "space.yaml:1: a.b.low.x: A key is a name without dots, got 'low.x'.",
     "a.b: !!python/name:os.system x": "space.yaml:1: a.b: Tags (`!`) are not read here",
     "a.b: &x [1]\nc.d: *x": [
@@ -106,18 +106,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_is_wrong_is_told_with_its_line(text: str, tmp_path: Path):
+def test_what_is_wrong_is_reported_with_its_line(text: str, tmp_path: Path):
     expected = BAD[text]
     with pytest.raises(ConfigError) as caught:
         read_space(space_file(tmp_path, text))
-    told = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+    problems = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     for line in [expected] if isinstance(expected, str) else expected:
-        assert any(one.startswith(line) for one in told), told
-    assert len(told) == (1 if isinstance(expected, str) else len(expected))
+        assert any(one.startswith(line) for one in problems), told
+    assert len(problems) == (1 if isinstance(expected, str) else len(expected))
     assert "hunter" not in str(caught.value)
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path):
+def test_all_problems_are_reported_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         read_space(space_file(tmp_path, "a.b: 1\nc.d: []\ne.f: {low: 1, high: 2}\ng: {low: 2, high: 1}"))
     assert [problem.location.line for problem in caught.value.problems] == [1, 2, 4]
@@ -137,9 +137,9 @@ def test_python_data_is_checked_as_a_file_is(data: dict[str, Any], text: str):
         read_space(data)
 
 
-def test_a_file_that_cannot_be_read_is_told_by_its_name(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_reported_by_its_name(tmp_path: Path):
     space_file(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match="There is no file .*spcae.yaml. Did you mean `space.yaml`?"):
+    with pytest.raises(ConfigError, match="not found: .*spcae.yaml. Did you mean `space.yaml`?"):
         read_space(tmp_path / "spcae.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_space(tmp_path)

@@ -10,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 from tuning_runs import LINE, parabola, process_environment
 
 from jax_trainer.tuning import StorageError, tune
-from jax_trainer.tuning.storage import JOURNAL, open_storage, secrets_of, shown_place
+from jax_trainer.tuning.storage import JOURNAL, open_storage, secrets_of, shown_url
 
 PASSWORD = "CANARY-9f3a"
 
@@ -83,11 +83,11 @@ URLS = {
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_storage_that_cannot_be_opened_is_told_without_its_credentials(url: str, tmp_path: Path):
+def test_a_storage_that_cannot_be_opened_is_reported_without_its_credentials(url: str, tmp_path: Path):
     with pytest.raises(StorageError) as caught:
         tune(parabola, LINE, storage=url, folder=tmp_path, quiet=True)
-    told = str(caught.value)
-    assert told.startswith(f"The storage {URLS[url]}")
+    message = str(caught.value)
+    assert message.startswith(f"The storage {URLS[url]}")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert PASSWORD not in told or "nowhere" in url
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and PASSWORD.encode() in file.read_bytes()]
@@ -96,7 +96,7 @@ def test_a_storage_that_cannot_be_opened_is_told_without_its_credentials(url: st
 def test_a_password_is_known_as_it_is_written_and_as_it_is_meant():
     assert secrets_of("postgresql://me:a%40bcdef@host/db") == {"a%40bcdef", "a@bcdef"}
     assert secrets_of("study.journal") == secrets_of("sqlite:///x.db") == frozenset()
-    assert shown_place(Path("a/study.journal")) == "a/study.journal"
+    assert shown_url(Path("a/study.journal")) == "a/study.journal"
 
 
 def test_optuna_says_nothing_itself_and_is_as_talkative_afterwards_as_before(
