@@ -40,7 +40,7 @@ class Mlp(nn.Module):
         return nn.Dense(SIZES[-1])(x)[:, 0]
 
 
-class OomReporter(NamedTuple):
+class Measurement(NamedTuple):
     """Seconds of one training, and the loss that it ends with."""
 
     start: float
@@ -50,7 +50,7 @@ class OomReporter(NamedTuple):
     loss: float
 
     @classmethod
-    def of(cls, began: float, ends: list[float], loss: float) -> "OomReporter":
+    def of(cls, began: float, ends: list[float], loss: float) -> "Measurement":
         """From when it began, and when each of its epochs ended."""
         now = time.perf_counter()
         epoch = statistics.median(np.diff(ends)) if len(ends) > 1 else 0.0
@@ -104,7 +104,7 @@ def hand_loss(state: Any, x: Any, y: Any) -> Any:
     return squared(Mlp().apply(state[0], x), y)
 
 
-def by_hand(seed: int, epochs: int) -> OomReporter:
+def by_hand(seed: int, epochs: int) -> Measurement:
     """A dispatch per step."""
     (x, y), (test_x, test_y) = data()
     began, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
@@ -118,10 +118,10 @@ def by_hand(seed: int, epochs: int) -> OomReporter:
         parts = [hand_loss(state, test_x[i : i + 32], test_y[i : i + 32]) for i in range(0, EXAMPLES, BATCH_SIZE)]
         found = float(np.mean(jax.device_get(parts)))
         ends.append(time.perf_counter())
-    return OomReporter.of(began, ends, found)
+    return Measurement.of(began, ends, found)
 
 
-def fitted(seed: int, epochs: int, **options: Any) -> OomReporter:
+def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
     """`fit`, with its defaults unless told otherwise."""
     clock = Clock()
     train, test = data()
@@ -139,7 +139,7 @@ def fitted(seed: int, epochs: int, **options: Any) -> OomReporter:
             log_dir=folder,
             **options,
         )
-        return OomReporter.of(began, clock.ends, result.history[epochs]["val/loss"])
+        return Measurement.of(began, clock.ends, result.history[epochs]["val/loss"])
 
 
 class Regression(jt.TrainerModule):
@@ -155,7 +155,7 @@ class Regression(jt.TrainerModule):
         return squared(outputs, batch[1]), (mutable, {})
 
 
-def trained(seed: int, epochs: int) -> OomReporter:
+def trained(seed: int, epochs: int) -> Measurement:
     """`TrainerModule` with `ModelCheckpoint`."""
     clock = Clock()
     train, test = data()
@@ -172,10 +172,10 @@ def trained(seed: int, epochs: int) -> OomReporter:
             logger=jt.LoggerConfig(log_dir=folder),
         )
         trainer.train_model(loader, jt.ArrayLoader(test, BATCH_SIZE))
-        return OomReporter.of(began, clock.ends, float("nan"))
+        return Measurement.of(began, clock.ends, float("nan"))
 
 
-VARIANTS: dict[str, Callable[[int, int], OomReporter]] = {
+VARIANTS: dict[str, Callable[[int, int], Measurement]] = {
     "by hand": by_hand,
     "fit": fitted,
     "fit, save=False": lambda seed, epochs: fitted(seed, epochs, save=False),
@@ -193,7 +193,7 @@ def main() -> None:
     asked = parser.parse_args()
     jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
     names = [name for name in VARIANTS if name in ("by hand", *asked.only)]
-    found: dict[str, list[OomReporter]] = {name: [] for name in names}
+    found: dict[str, list[Measurement]] = {name: [] for name in names}
     for seed in range(asked.trainings):
         for name in names:
             found[name].append(VARIANTS[name](seed, asked.epochs))

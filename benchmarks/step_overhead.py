@@ -544,7 +544,7 @@ def main() -> None:
         folder = Path(name)
         for task in (tiny, short, medium):
             variants = common_variants(task, folder) + (extra_variants(task, folder) if task is tiny else [])
-            variants += peer_variants(task, folder) if options.process_group and task is not short else []
+            variants += peer_variants(task, folder) if options.peers and task is not short else []
             measured[task.name] = measure(task, variants, options.rounds)
     rows = [row for case, results in measured.items() for row in compared(case, results)]
     print_table(rows)

@@ -160,4 +160,4 @@ def test_a_run_of_fit_is_listed_and_resumed_in_python(tmp_path: Path):
     assert (result.code, result.data["monitor"], result.data["mode"]) == (0, "val/loss", "min")
     for command in ("resume", "test"):
         result = run_command(command, fitted.folder, folder=tmp_path)
-        assert result.code == 2 and "is a run of `fit`, which was started in Python. Go on with it there" in result.err
+        assert result.code == 2 and "`fit`" in result.err

@@ -93,14 +93,11 @@ def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
         ),
         (
             "optimizer.weight_decay: {low: 0, high: 1}",
-            [
-                "space.yaml:1: optimizer.weight_decay: 0 and 1 are whole, and this key takes other numbers as well: "
-                "write `0.0` to try those, or add `step: 1`."
-            ],
+            ["space.yaml:1: optimizer.weight_decay: 0 and 1 are integers"],
         ),
         (
             "optimizer.weight_decay.x: [1]",
-            ["space.yaml:1: optimizer.weight_decay.x: `x` cannot be set inside of a single value (tiny.yaml:14)."],
+            ["space.yaml:1: optimizer.weight_decay.x: `x` cannot be set inside a scalar (tiny.yaml:14)."],
         ),
         (
             "model.c_hid: [8, x]\ntrainer.train_epochs: {low: 1, high: 3}\nmodel.nope: [1]",

@@ -15,4 +15,4 @@ def test_the_example_cuts_trials_and_finds_a_good_one(
     assert found.count("pruned") >= 1 and found.count("complete") >= 3
     assert found.value >= 0.97 and found.config == tmp_path / "best.yaml"
     output = capsys.readouterr()
-    assert "were cut, so that" in output.out and output.err.count("trial ") == 5
+    assert "were pruned: " in output.out and output.err.count("trial ") == 5

@@ -39,10 +39,10 @@ def validations(run: Path) -> list[float]:
 def test_bad_trials_are_cut_and_good_ones_are_not(found: TuneResult):
     assert found.count("complete") + found.count("pruned") == TRIALS
     cut = [trial for trial in found.trials if trial["state"] == "pruned"]
-    whole = [trial for trial in found.trials if trial["state"] == "complete"]
+    completed = [trial for trial in found.trials if trial["state"] == "complete"]
     assert cut and all(trial["reports"] < 3 for trial in cut)
-    assert whole and all(trial["reports"] == 3 for trial in whole)
-    assert found.value == max(trial["value"] for trial in whole)
+    assert completed and all(trial["reports"] == 3 for trial in completed)
+    assert found.value == max(trial["value"] for trial in completed)
 
 
 def test_a_trial_is_evaluated_by_its_best_validation(found: TuneResult):
@@ -129,7 +129,7 @@ def test_trials_are_compared_by_what_the_experiment_saves_by(
             ("trainer.check_val_every_n_epoch=0",),
             None,
             ConfigError,
-            "command line: trainer.check_val_every_n_epoch: a tri",
+            "command line: trainer.check_val_every_n_epoch: trials",
         ),
         (("dataset.global_batch_size=5000",), None, ConfigError, "command line: dataset"),
     ],
@@ -181,7 +181,7 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     found = tune(tiny_file(tmp_path), RATES, timeout=0.0, quiet=True)
     assert (found.study, found.folder) == ("tiny", tmp_path / "runs" / "tune" / "tiny")
-    with pytest.raises(StudyError, match="A study cannot be called that. "):
+    with pytest.raises(StudyError, match="study name '../out'"):
         tune(tiny_file(tmp_path), RATES, name="../out", quiet=True)
 
 
@@ -193,7 +193,7 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
         ({"pruner": "magic"}, "`pruner` must be one of median, halving, hyperband, none, got 'magic'."),
         ({"startup": -1}, "`startup` must be at least 0, got -1."),
         ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
-        ({"overrides": ["a=1"]}, "A function has no configuration to override"),
+        ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),
     ],
 )
 def test_a_wrong_option_is_reported_before_anything_else(options: dict[str, Any], text: str):

@@ -47,7 +47,7 @@ def test_a_trial_that_diverges_is_recorded_and_the_study_continues(tmp_path: Pat
         2: "NotFinite: The objective returned inf.",
         3: "TypeError: The objective must return a number, got 'text'.",
         4: "NonFiniteError: The loss was not finite.",
-        5: "NotFinite: The last value that was reported is not finite.",
+        5: "NotFinite: The last reported value is not finite.",
     }
 
 
@@ -57,7 +57,7 @@ def test_three_failures_from_the_start_end_it_with_the_error_itself(tmp_path: Pa
 
     with pytest.raises(KeyError, match="bug 2") as caught:
         tune(broken, LINE, trials=10, name="line", folder=tmp_path, quiet=True)
-    assert caught.value.__notes__ == ["The first 3 trials have failed, the last one by this: none more is made."]
+    assert ["first 3 trials" in note for note in caught.value.__notes__] == [True]
     rows = list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text())))
     assert [(row["trial"], row["state"], row["error"]) for row in rows] == [
         (str(number), "failed", f"KeyError: 'bug {number}'") for number in range(3)
