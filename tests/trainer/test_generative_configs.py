@@ -55,10 +55,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights_pictures_and_samples(
 def test_a_classifier_recognises_90_percent_of_the_samples_of_every_configuration(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))
     here = ["trainer.enable_progress_bar=false", f"trainer.logger.log_dir={tmp_path}"]
-    classifier = script["judge_in"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
+    classifier = script["load_classifier"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
     run, shares = None, {}
     for name in ("flow", "edm", "distillation", "consistency"):
         teacher = [f"trainer.teacher={run}"] if name == "distillation" else []
         run, _ = script["trained"](ROOT / "configs" / f"digits_{name}.yaml", [*here, *teacher])
-        shares[name] = script["judged"](run, classifier, 50, 1)["recognised"]
+        shares[name] = script["evaluated"](run, classifier, 50, 1)["recognised"]
     assert min(shares.values()) >= 0.9, shares

@@ -76,7 +76,7 @@ def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
         TrainerModule.load_from_checkpoint(tmp_path)
 
 
