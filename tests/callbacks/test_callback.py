@@ -318,7 +318,7 @@ def test_a_callback_cannot_watch_two_runs_at_once(folder_run):
     callback = Patient(run=folder_run)
     callback.attach(replace(folder_run))  # nothing has begun: training may have been refused
     nested = LambdaCallback(on_step_end=lambda event: callback.attach(folder_run))
-    with pytest.raises(RuntimeError, match="Patient watches the run in .*, which has not ended. Make another one"):
+    with pytest.raises(RuntimeError, match="Patient watches the run in .*, which has not ended"):
         fit(callback, nested)
     callback.attach(folder_run)
 

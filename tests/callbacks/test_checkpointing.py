@@ -96,7 +96,7 @@ def test_without_validation_every_epoch_is_saved_and_said_once(folder_run, caplo
 
 
 def test_a_run_without_a_store_is_refused(folder_run):
-    with pytest.raises(ValueError, match="`ModelCheckpoint` needs a place to save to"):
+    with pytest.raises(ValueError, match="`ModelCheckpoint` needs a checkpoint store.*`checkpoints`"):
         ModelCheckpoint(ModelCheckpointConfig(), folder_run)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_knows_where_the_loop_stands(folder_run):
     fit(ModelCheckpoint(ModelCheckpointConfig(every_n_steps=3), run), plan=Plan(max_steps=STEPS))
     within, end = (saved["loop"] for saved in store.runs)
     assert (within["has_ended"], end["has_ended"]) == (False, True)
-    assert within["meter"] and not end["meter"]
+    assert within["metrics_state"] and not end["metrics_state"]
     assert [position for _, position, _ in store.kept] == [Position(1, 3), Position(1, 0)]
 
 

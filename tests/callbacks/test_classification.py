@@ -134,7 +134,7 @@ def test_without_matplotlib_there_is_one_warning_and_the_run_goes_on(folder_run,
             evaluated(callback, {"conf_matrix": MATRIX}, step=step)
     assert run.logger.shown == []  # type: ignore[attr-defined]
     (record,) = caplog.records
-    assert "draws nothing, and training goes on" in record.message
+    assert "draws no figures" in record.message
 
 
 def test_mistakes_show_before_training(folder_run):
@@ -142,7 +142,7 @@ def test_mistakes_show_before_training(folder_run):
         ConfusionMatrixCallback(ConfusionMatrixConfig(cmap="Bluess"), folder_run)
     with pytest.raises(SettingsError, match="A share cannot be written with `format: d`"):
         ConfusionMatrixConfig(format="d")
-    with pytest.raises(SettingsError, match="two spellings of one key, and they differ"):
+    with pytest.raises(SettingsError, match="`fig_size` and `figsize`"):
         ConfusionMatrixConfig(figsize=(4, 4), fig_size=(5, 5))
 
 

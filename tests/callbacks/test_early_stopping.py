@@ -106,7 +106,7 @@ def test_a_resumed_run_that_had_stopped_stops_at_once(caplog):
         evaluated(callback, {"loss": 1.0}, step=4)
     with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining, match="2.0 is good enough"):
         told(resumed(callback), FitStart, 4, 1)
-    assert "had been ended before" in caplog.text
+    assert "had already stopped" in caplog.text
 
 
 @pytest.mark.parametrize("steps_per_call", [1, "epoch"])

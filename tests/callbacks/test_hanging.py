@@ -40,7 +40,7 @@ def test_a_hang_says_where_every_thread_is_and_ends_with_code_75_if_that_is_want
     command = [sys.executable, "-c", JOB, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
     assert ended.returncode == 75
-    told = "since step 3 of epoch 1: the run hangs. Where every thread is stands above and in"
+    told = "since step 3 of epoch 1: The run hangs. Where every thread is stands above and in"
     assert told in ended.stderr
     for text in (ended.stderr, (tmp_path / "hang-0.txt").read_text()):
         assert "stuck_in_a_step" in text
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_again_is_told_of_once_for_every_pause_and_goes_on(tm
         monitor.attach(run)
         state = fit(_Pauses(), monitor, plan=Plan(max_steps=4), train=_loader(), evals={})
     assert int(state.step) == 4
-    told = [record.message for record in caplog.records if "the run hangs" in record.message]
+    told = [record.message for record in caplog.records if "The run hangs" in record.message]
     assert sum("since step 2" in one for one in told) <= 1
     assert 2 <= len(told) <= 3  # compiling the first step may take longer than that, too
     assert "_Pauses" in capfd.readouterr().err or "handle" in (tmp_path / "hang-0.txt").read_text()

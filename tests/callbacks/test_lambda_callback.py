@@ -45,7 +45,7 @@ def test_without_one_a_step_costs_nothing():
 def test_an_unknown_hook_is_refused_with_a_guess(name, hint):
     with pytest.raises(TypeError) as refused:
         LambdaCallback(**{name: print})
-    assert f"There is no hook {name!r}. {hint}" in str(refused.value)
+    assert f"Unknown hook {name!r}. {hint}" in str(refused.value)
 
 
 def test_what_is_no_function_is_refused():

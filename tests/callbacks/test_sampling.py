@@ -16,7 +16,7 @@ class Drawing(Sampling):
     """Notes when it draws, and one number of what it draws with."""
 
     config: SamplingConfig
-    asks_for = "sample"
+    trainer_method = "sample"
 
     def reset(self) -> None:
         super().reset()

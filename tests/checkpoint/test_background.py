@@ -74,7 +74,7 @@ def test_a_long_wait_is_told_of(monkeypatch, caplog):
     threading.Timer(0.25, go_on.set).start()
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         thread.wait()
-    assert "Still waiting for a checkpoint in runs/1, since 0 seconds" in caplog.records[0].getMessage()
+    assert "a checkpoint in runs/1 after 0 seconds" in caplog.records[0].getMessage()
 
 
 def test_it_rests_between_two_writes_unless_somebody_waits():

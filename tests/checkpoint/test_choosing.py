@@ -65,7 +65,7 @@ def test_the_next_one_that_is_whole_is_taken_with_one_warning_that_names_the_oth
     assert_same_bits(restored, state(taken))
     [warning] = caplog.records
     assert all(f"{path} is damaged" in warning.getMessage() for path in paths)
-    assert f"passed over for {saved.path}" in warning.getMessage()
+    assert f"Restoring {saved.path}" in warning.getMessage()
 
 
 def test_what_is_whole_is_restored_without_a_word(store, caplog):
@@ -123,10 +123,9 @@ def test_if_all_are_damaged_every_reason_is_told_and_nothing_is_restored(store, 
     damage(store, 1)
     (damage(store, 2) / "checkpoint.json").unlink()
     damage(store, 3, "MANIFEST.json")
-    with pytest.raises(CheckpointError, match="all that could be restored are damaged") as error:
+    with pytest.raises(CheckpointError, match="damaged.*step_00000003") as error:
         store.restore(which, state(0))
     assert all(f"{store.folder}/step_0000000{step}" in str(error.value) for step in (1, 2, 3))
-    assert "Nothing has been saved" not in str(error.value)
 
 
 def test_one_that_is_asked_for_by_step_or_path_is_not_replaced_by_another(store, tmp_path):

@@ -29,7 +29,7 @@ LEAVES = {
 
 # the same, while step 1 became slim because step 2 had been saved: (the failpoint, what step 1 then lacks)
 SLIMMING = {
-    "slim_mid_slim": ("mid_slim:kill", ()),
+    "slim_mid_convert": ("mid_convert:kill", ()),
     "slim_mid_replace": ("mid_replace:kill", ()),
     "slim_mid_delete": ("mid_delete:kill", ("opt_state",)),
 }

@@ -48,9 +48,9 @@ def test_a_version_is_found_if_it_has_this_configuration_and_otherwise_shows_whe
     assert found(tmp_path, "v1") is None
     path = run(tmp_path, "mnist", "v1")
     assert found(tmp_path, "v1") == path
-    with pytest.raises(ValueError, match=r"v1 has another configuration. In line 3 .* has 'width: 3', .* 'width: 4'"):
+    with pytest.raises(ValueError, match=r"v1 .*line 3 .*'width: 3'.*'width: 4'"):
         found(tmp_path, "v1", CONFIG.replace("3", "4"))
-    with pytest.raises(ValueError, match=r"In line 4 of config.yaml it has '\(nothing\)', and this one has 'more: 1'"):
+    with pytest.raises(ValueError, match=r"line 4 .*config.yaml.*'\(nothing\)'.*'more: 1'"):
         found(tmp_path, "v1", CONFIG + "more: 1\n")
 
 
@@ -70,7 +70,7 @@ def test_links_are_not_followed(tmp_path):
     (inside / "config.yaml").rename(inside / "real.yaml")
     (inside / "config.yaml").symlink_to("real.yaml")
     assert found(tmp_path) is None
-    with pytest.raises(ValueError, match="must be a plain file"):
+    with pytest.raises(ValueError, match="must be a regular file"):
         found(tmp_path, "v2")
 
 
@@ -88,5 +88,5 @@ def test_what_holds_anything_is_not_taken_over(tmp_path, more):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / more).mkdir()
     assert found(tmp_path, "v1") is None
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         RunFolder.create(tmp_path, "mnist", "v1")

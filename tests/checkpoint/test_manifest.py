@@ -80,7 +80,7 @@ def test_every_file_that_is_changed_is_found(folder, how):
 
 def test_a_file_that_does_not_belong_there_and_a_link_are_found(folder):
     (folder / "state" / "more").write_text("x")
-    with pytest.raises(CheckpointError, match="state/more is not of it"):
+    with pytest.raises(CheckpointError, match="state/more is not in the manifest"):
         verify_sizes(folder)
     (folder / "state" / "more").unlink()
     (folder / "state" / "link").symlink_to("/etc/passwd")

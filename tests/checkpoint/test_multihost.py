@@ -65,15 +65,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import content, shares
+from jax_trainer.checkpoint import content, local_shards
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 
 FOLDER, SPLIT, GIVEN = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
-us, AT = peers(), Position(2, 7)
+us, AT = process_group(), Position(2, 7)
 
 def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -176,14 +176,14 @@ for step, loss in ((2, 0.3), (3, 0.2), (4, 0.4)):
 store.wait()
 best, latest = store.best(), store.latest()
 say("kept", [store.steps(), best.step, latest.step, names(FOLDER)])
-say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.listed()])
+say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.infos()])
 
 if us.is_primary:
     file = max((store.folder / "step_00000004").rglob("*"), key=lambda file: file.stat().st_size)
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-us.everyones("damaged")
+us.all_gather("damaged")
 found, saved = store.restore("latest", state(0))
 same(found, state(3))
 say("passed over", saved.step)
@@ -191,7 +191,7 @@ say("refused", [failure(lambda: store.restore(which, state(0))) for which in (4,
 say("does not fit", failure(lambda: store.restore(3, state(0).replace(params={}))))
 like = state(0).replace(params={}) if us.index else state(0)
 say("does not fit one", failure(lambda: store.restore(3, like)))
-store.goes_on_from(saved)
+store.mark_resumed_from(saved)
 say("went back", store.steps())
 store.save(state(5), AT, {"loss": 0.5})
 store.completed()
@@ -211,11 +211,11 @@ for step in (1, 2):
     slim.save(state(step), AT, {"loss": step})
 weights = ("step", "params", "model_state", "rng", "extra")
 same(slim.restore("best", state(0), only=weights)[0], state(1).replace(opt_state=state(0).opt_state))
-say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.listed()]])
+say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.infos()]])
 
-shares.is_on_cpu, kept = lambda _: False, shares.is_on_cpu  # and no device says that it has room
+local_shards.is_on_cpu, kept = lambda _: False, local_shards.is_on_cpu  # and no device says that it has room
 small.save(state(2), AT, {})
-shares.is_on_cpu = kept
+local_shards.is_on_cpu = kept
 same(small.restore("latest", state(0))[0], state(2))
 small.save(state(3), Position(2, 7, {"drawn": [us.index, 5]}), {})
 say("position", small.restore("latest", state(0))[1].position.state)
@@ -231,9 +231,9 @@ def failing(step, spec, process):
     told = failure(store.wait)
     arm(None)
     store.check()
-    us.everyones("to look")
+    us.all_gather("to look")
     found = names(FOLDER)
-    us.everyones("looked at")
+    us.all_gather("looked at")
     return [told, found]
 
 same(CheckpointStore(FOLDER.parent / "of one", patience=60).restore("latest", state(0))[0], state(9))
@@ -263,7 +263,7 @@ hasty = CheckpointStore(FOLDER, patience=1)
 arm("mid_array:sleep=2.5" if us.index else None)
 say("late", failure(lambda: hasty.save(state(5), AT, {})))
 arm(None)
-us.everyones("to go on")
+us.all_gather("to go on")
 store.save(state(5), AT, {})
 say("found each other again", [store.steps(), names(FOLDER)])
 (FOLDER.parent / "file").touch()
@@ -286,7 +286,7 @@ for number in range(2):
     for _ in range(20):
         now, total = step(now)
         total.block_until_ready()
-        count += us.everyones("is it saving", str(int(store.is_saving)))[0] == "1"
+        count += us.all_gather("is it saving", str(int(store.is_saving)))[0] == "1"
     store.wait()
     same(store.restore("latest", on_devices(0))[0], wanted)
 say("trained meanwhile", [count >= 20, store.steps()])
@@ -407,7 +407,7 @@ def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
     assert "Not all of the 2 processes came as far as" in told["late"]
     assert "Not all of the 2 processes came as far as" in heard["late"]
     assert told["found each other again"] == [[4, 5], ["step_00000004", "step_00000005"]]
-    assert "is a file, and no folder" in told["no folder"] and told["no folder"] in heard["no folder"]
+    assert "is a file, not a folder" in told["no folder"] and told["no folder"] in heard["no folder"]
 
 
 def test_saving_goes_on_beside_collectives_and_beside_another_store(spoken):
@@ -448,7 +448,7 @@ class Scripted(ProcessGroup):
         super().__init__(index, 2)
         self._heard = [json.dumps(one) for one in heard]
 
-    def everyones(self, topic: str, word: str = "", *, patience: float = 1.0) -> list[str]:
+    def all_gather(self, topic: str, word: str = "", *, patience: float = 1.0) -> list[str]:
         other = self._heard.pop(0)
         return [other, word] if self.index else [word, other]
 
@@ -458,7 +458,7 @@ def exchange_of(monkeypatch, tmp_path):
     """Gives the exchange of a process with such peers."""
 
     def make(us: ProcessGroup) -> HostBarrier:
-        monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", lambda: us)
+        monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", lambda: us)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return HostBarrier(tmp_path, "asking", 1.0)
 
@@ -470,7 +470,7 @@ def test_all_try_again_only_where_every_failure_may_pass(exchange_of, code, agre
     def fail() -> None:
         raise OSError(errno.EIO, "for a moment")
 
-    exchange = exchange_of(Scripted(0, {"word": "", "problem": "what the other has", "errno": code}))
+    exchange = exchange_of(Scripted(0, {"text": "", "problem": "what the other has", "errno": code}))
     with pytest.raises(
         MultiHostError, match="^process 0 of 2: OSError: .*for a moment; process 1 of 2: what the"
     ) as error:
@@ -480,7 +480,7 @@ def test_all_try_again_only_where_every_failure_may_pass(exchange_of, code, agre
 
 
 def test_a_process_that_does_not_see_the_folder_of_the_lead_says_so(exchange_of, tmp_path):
-    exchange = exchange_of(Scripted(1, {"word": str(tmp_path / "elsewhere")}, {"word": ""}))
+    exchange = exchange_of(Scripted(1, {"text": str(tmp_path / "elsewhere")}, {"text": ""}))
     with pytest.raises(CheckpointError, match="does not see .*elsewhere.* all processes must save to the same file"):
         probe_all(exchange, tmp_path, lambda: None)
 
@@ -489,8 +489,8 @@ def test_a_process_alone_asks_nobody(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
         raise AssertionError("somebody was asked")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", ask)
-    monkeypatch.setattr(ProcessGroup, "everyones", ask)
+    monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", ask)
+    monkeypatch.setattr(ProcessGroup, "all_gather", ask)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare(state(1))
     path = store.save(state(1), AT, {})

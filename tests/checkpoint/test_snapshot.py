@@ -41,7 +41,7 @@ def test_memory_is_used_again_and_only_where_it_fits():
     del changed["half"]
     beside = snapshots.take(state)
     assert all(beside[name] is not first[name] for name in state)
-    snapshots.give_back(first)
+    snapshots.release(first)
     second = snapshots.take(changed)
     assert all(second[name] is first[name] for name in ("plain", "split", "host"))
     assert second["one"] is not first["one"] and "half" not in second

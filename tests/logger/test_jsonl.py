@@ -127,8 +127,8 @@ def test_a_disk_that_fails_costs_rows_and_a_warning(tmp_path, caplog, how, lost,
     logger.close("completed")
     assert logger.failures == {"JSONLToolLogger": lost}
     first, last = [record.message for record in caplog.records]
-    assert first.startswith("JSONLToolLogger failed: ") and why in first and "is lost" in first
-    assert last.endswith(f"JSONLToolLogger lost {lost} of what it was given.")
+    assert first.startswith("JSONLToolLogger failed: ") and why in first and "lost" in first
+    assert last.endswith(f"JSONLToolLogger dropped {lost} entries.")
 
 
 def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):

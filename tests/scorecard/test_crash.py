@@ -76,7 +76,7 @@ def test_a2_kills_while_saving_lose_at_most_one_interval(point, tmp_path, refere
             score.add(problems + differences(options, undisturbed), f"{point}, passage {nth}")
 
 
-@pytest.mark.parametrize("point", ["mid_replace", "mid_slim"])
+@pytest.mark.parametrize("point", ["mid_replace", "mid_convert"])
 def test_a2_kills_while_a_checkpoint_is_rewritten_lose_nothing(point, tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))

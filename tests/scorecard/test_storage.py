@@ -93,7 +93,7 @@ def test_b2_a_hundred_flipped_bits_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_b1_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
+def test_b1_a_run_mark_resumed_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=70)
     undisturbed = reference(options, references)
     with Score("B1") as score:

@@ -68,7 +68,7 @@ def test_a_run_of_another_class_is_an_error(done):
 
 
 class Narrow(ImgClassifierTrainer):
-    """A subclass that nobody registered."""
+    """An unregistered subclass."""
 
 
 def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
@@ -89,7 +89,7 @@ def plain(tmp_path_factory):
 
 def test_a_run_without_a_dataset_needs_an_example(plain):
     trainer, results = plain
-    with pytest.raises(SettingsError, match="This run has no dataset of its own: pass `exmp_input`") as error:
+    with pytest.raises(SettingsError, match="no stored dataset: pass `exmp_input`") as error:
         Plain.load_from_checkpoint(trainer.folder.path)
     assert error.value.problems[0][0] == "dataset"
     loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
@@ -99,13 +99,13 @@ def test_a_run_without_a_dataset_needs_an_example(plain):
 
 def test_the_stored_configuration_can_be_overridden(plain):
     path = plain[0].folder.path
-    with pytest.raises(SettingsError, match="`num_gpus` is 2, and JAX sees no GPU"):
+    with pytest.raises(SettingsError, match="`num_gpus` is 2, but JAX finds no GPU"):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["num_gpus=2"])
     with pytest.raises(ConfigError, match="command line: trainer.train_epoch: "):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["trainer.train_epoch=2"])
 
 
-def test_a_dataset_of_ones_own_is_given_again(tmp_path):
+def test_an_unregistered_dataset_is_passed_again(tmp_path):
     data = DatasetModule(DatasetConfig(global_batch_size=32), numbered_data(32 * STEPS), numbered_data(64))
     trainer = plain_for("nnx", tmp_path, callbacks={"saver": ModelCheckpointConfig()})
     trainer.dataset = data
@@ -117,7 +117,7 @@ def test_a_dataset_of_ones_own_is_given_again(tmp_path):
 
 
 def test_without_a_folder_there_is_nothing_to_load(tmp_path):
-    with pytest.raises(ValueError, match="This trainer has no run folder yet to load from"):
+    with pytest.raises(ValueError, match="no run folder to load from"):
         plain_for("nnx", tmp_path).load_model()
 
 
