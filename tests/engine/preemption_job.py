@@ -1,4 +1,4 @@
-"""One of two processes that train together; the second is told that its machine goes away."""
+"""One of two processes that train together; the second receives a preemption notice."""
 
 import os
 import signal
