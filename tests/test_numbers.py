@@ -1,4 +1,4 @@
-"""Numbers of numpy are numbers wherever one is given, and are stored as plain ones; a whole number has 64 bits."""
+"""Numbers of numpy are numbers wherever one is given, and are stored as plain ones; an integer has 64 bits."""
 # numbers that the annotations do not name are what is tested here
 # pyright: reportArgumentType=false
 
@@ -148,5 +148,5 @@ GIVEN_IN_PYTHON = {
 
 @pytest.mark.parametrize("name", GIVEN_IN_PYTHON)
 def test_a_whole_number_of_99_digits_is_refused_in_python_as_well(name: str):
-    with pytest.raises(ValueError, match=f"`{name}` is a whole number of 99 digits, and must be at most {2**63 - 1}"):
+    with pytest.raises(ValueError, match=f"`{name}` is an integer of 99 digits, and must be at most {2**63 - 1}"):
         GIVEN_IN_PYTHON[name]()

@@ -227,7 +227,7 @@ def test_the_sections_of_the_seed_document_are_read(section, config):
 
 
 def test_an_impossible_rhythm_is_refused():
-    with pytest.raises(SettingsError, match="`every_n_epochs` must be a whole number of at least -1, got -2"):
+    with pytest.raises(SettingsError, match="`every_n_epochs` must be an integer of at least -1, got -2"):
         CallbackConfig(every_n_epochs=-2)
 
 

@@ -124,7 +124,7 @@ def test_what_is_saved_at_the_end_says_that_it_is_the_end(tmp_path, steps_per_ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 0}, "`patience` must be a whole number of at least 1, got 0"),
+        ({"patience": 0}, "`patience` must be an integer of at least 1, got 0"),
         ({"min_delta": -0.1}, "`min_delta` must be a number of at least 0, got -0.1"),
         (
             {"stopping_threshold": 1.0, "divergence_threshold": 0.5},

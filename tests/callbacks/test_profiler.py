@@ -61,5 +61,5 @@ def test_somebody_elses_trace_costs_a_warning_and_not_the_run(folder_run, tmp_pa
 
 
 def test_a_trace_of_no_steps_is_refused():
-    with pytest.raises(SettingsError, match="`profile_n_steps` must be a whole number of at least 1, got 0"):
+    with pytest.raises(SettingsError, match="`profile_n_steps` must be an integer of at least 1, got 0"):
         JAXProfilerConfig(profile_n_steps=0)

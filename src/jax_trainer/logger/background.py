@@ -118,7 +118,7 @@ class BackgroundWriter:
             self.dropped.add(f"is slow or blocks: its queue of {self._most_entries} entries is full: new ones are lost")
 
     def flush(self, deadline: float) -> bool:
-        """Waits until all queued entries are written, at most until `deadline` of the monotonic clock; whether they are.
+        """Waits until all queued entries are written, or `deadline` of the monotonic clock; returns whether they are.
 
         After a timeout, there is no further wait until the tool has made progress.
         """
