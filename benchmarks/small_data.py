@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/small_data.py [--trainings 10] [--epochs 100] [--only fit] [--json PATH]
 
-A loop by hand as a user writes it (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
+A hand-written loop (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
 nothing written) against `fit` with its defaults, `fit(save=False)`, and a `TrainerModule` with `ModelCheckpoint`; same
 perceptron, Adam, arrays and batch size. The variants take turns, seed by seed. Each training makes its model, optimizer
 and loss anew. `start` is the time to the end of the first epoch less that of a later one, `end` what comes after the
@@ -27,7 +27,7 @@ import jax_trainer as jt
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 
 SIZES, BATCH_SIZE, STEPS, EXAMPLES = (16, 64, 64, 1), 32, 20, 160  # of the layers; per batch, per epoch, to evaluate
-LIMIT, START = 1.5, 1.0  # times the loop by hand, and seconds besides
+LIMIT, START = 1.5, 1.0  # times the hand-written loop, plus seconds
 
 
 class Mlp(nn.Module):
@@ -122,7 +122,7 @@ def by_hand(seed: int, epochs: int) -> Measurement:
 
 
 def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
-    """`fit`, with its defaults unless told otherwise."""
+    """`fit`, with its defaults unless `options` differ."""
     clock = Clock()
     train, test = data()
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
 
 
 class Regression(jt.TrainerModule):
-    """The same as a subclass."""
+    """A `TrainerModule` for the same model."""
 
     def batch_to_input(self, batch: Any) -> Any:
         """What the model is given."""
@@ -188,17 +188,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainings", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the loop by hand")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the hand-written loop")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
-    names = [name for name in VARIANTS if name in ("by hand", *asked.only)]
+    names = [name for name in VARIANTS if name in ("by hand", *args.only)]
     found: dict[str, list[Measurement]] = {name: [] for name in names}
-    for seed in range(asked.trainings):
+    for seed in range(args.trainings):
         for name in names:
-            found[name].append(VARIANTS[name](seed, asked.epochs))
+            found[name].append(VARIANTS[name](seed, args.epochs))
     hand = found["by hand"]
-    print(f"\n| {asked.epochs} epochs of {STEPS} | first, s | start | ms per epoch | end | limit | later, s | start |")
+    print(f"\n| {args.epochs} epochs of {STEPS} | first, s | start | ms per epoch | end | limit | later, s | start |")
     print("|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         first, later = runs[0], runs[1:] or runs
@@ -207,8 +207,8 @@ def main() -> None:
         ratio = statistics.median(run.total / by.total for run, by in zip(later, hand[1:] or hand, strict=True))
         parts = [f"{number:.2f}" for number in (first.total, first.start, 1e3 * first.epoch, first.end, limit)]
         print(f"| {name} | {' | '.join(parts)} | {total:.2f} ({ratio:.2f} x) | {start:.2f} |")
-    if asked.json:
-        asked.json.write_text(json.dumps({name: [run._asdict() for run in runs] for name, runs in found.items()}))
+    if args.json:
+        args.json.write_text(json.dumps({name: [run._asdict() for run in runs] for name, runs in found.items()}))
 
 
 if __name__ == "__main__":

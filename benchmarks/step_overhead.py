@@ -50,7 +50,7 @@ CHUNK = 25  # steps per dispatch where there are several
 MICRO = 4  # micro-batches of gradient accumulation
 DECAY = 0.999  # of averaged weights
 TX = optax.adam(1e-3)
-SCREEN = Console(file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115 - a terminal that nobody looks at
+SCREEN = Console(file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115 - a terminal without output
 
 HandState = tuple[PyTree, ...]  # the parameters, the optimizer's state, and what else the step keeps
 HandStep = Callable[[HandState, jax.Array, jax.Array], tuple[HandState, PyTree]]
@@ -292,7 +292,7 @@ def nnx_jit(name: str, task: Task) -> Variant:
 
 
 def keras_fit(name: str, task: Task, *, steps_per_execution: int = 1) -> Variant:
-    """Keras 3 on JAX. Every round goes on from the weights of the last, which costs the same."""
+    """Keras 3 on JAX. Every round continues from the weights of the last, which costs the same."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 

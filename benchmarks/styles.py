@@ -200,14 +200,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--case", choices=list(SIZES), help="only this size")
-    asked = parser.parse_args()
-    for name in SIZES if asked.case is None else [asked.case]:
+    args = parser.parse_args()
+    for name in SIZES if args.case is None else [args.case]:
         sizes, batch_size, batches = SIZES[name]
         rng = np.random.default_rng(0)
         x = rng.standard_normal((batch_size * batches, sizes[0]), np.float32)
         y = rng.integers(sizes[-1], size=len(x), dtype=np.int32)
         loader = jt.ArrayLoader((x, y), batch_size, shuffle=True, drop_last=True)
-        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(asked.rounds)]
+        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(args.rounds)]
         print(f"{name} ({jax.devices()[0].device_kind}), µs per step, ratio to linen by hand, |params|")
         for kind in VARIANTS:
             micro = statistics.median(one[kind][0] for one in rounds) / batches * 1e6

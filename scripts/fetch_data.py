@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jax_trainer.datasets.download import sha256_of, workshop
+from jax_trainer.datasets.download import sha256_of, temporary_folder
 from jax_trainer.datasets.filesets import CIFAR10_BINARY_FILES, FASHION_MNIST_FILES, MNIST_FILES
 
 TEXT_SHA256 = {"moby-dick.txt": "6eddb555305eba56f60e638e8aac85dd4e846326bf33f7b485a06ad7e169d423"}
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_complete(target, sha256):
             show(f"{name}: exists, checksums match: {', '.join(sha256)} in {target}")
             continue
-        with workshop(target / "files") as folder:
+        with temporary_folder(target / "files") as folder:
             files = get(folder)
             for file, expected in sha256.items():
                 if (found := sha256_of(files[file])) != expected:

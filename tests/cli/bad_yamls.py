@@ -29,7 +29,7 @@ def changed(old: str, new: str, text: str = TINY) -> str:
 
 
 def _epochs(value: str, *parts: str, name: str) -> Bad:
-    expected = (f"{FILE}:3: trainer.train_epochs: ", "expected a whole number of at least 1", *parts)
+    expected = (f"{FILE}:3: trainer.train_epochs: ", "expected an integer of at least 1", *parts)
     return Bad(name, changed("train_epochs: 2", f"train_epochs: {value}"), (expected,))
 
 
@@ -90,17 +90,17 @@ WRONG_KEYS = [
 ]  # fmt: skip
 
 WRONG_VALUES = [
-    _epochs("two", "found 'two'", name="a word for a whole number"),
-    _epochs("1.5", "found 1.5", name="a fraction for a whole number"),
-    _epochs("true", "found true", name="true for a whole number"),
-    _epochs("'2'", "found '2'", name="text for a whole number"),
-    _one("null for a whole number", changed("num_classes: 10", "num_classes: 10\n  seed:"),
-         f"{FILE}:6: trainer.seed: ", "expected a whole number of at least 0", "found null"),
+    _epochs("two", "found 'two'", name="a word for an integer"),
+    _epochs("1.5", "found 1.5", name="a fraction for an integer"),
+    _epochs("true", "found true", name="true for an integer"),
+    _epochs("'2'", "found '2'", name="text for an integer"),
+    _one("null for an integer", changed("num_classes: 10", "num_classes: 10\n  seed:"),
+         f"{FILE}:6: trainer.seed: ", "expected an integer of at least 0", "found null"),
     _one("no limit", changed("train_epochs: 2", "train_epochs:"), f"{FILE}:3: trainer.train_epochs: ",
          "`max_steps`", "`max_time`"),
     _epochs("-1", "found -1", name="a negative number"),
-    _epochs("[2]", "found [2]", name="a list for a whole number"),
-    _epochs("{n: 2}", "found {'n': 2}", name="a section for a whole number"),
+    _epochs("[2]", "found [2]", name="a list for an integer"),
+    _epochs("{n: 2}", "found {'n': 2}", name="a section for an integer"),
     _rate(".nan", "nan", name="a learning rate that is NaN"),
     _rate(".inf", "inf", name="an infinite learning rate"),
     _rate("1e999", "inf", name="a learning rate that no number can hold"),

@@ -128,7 +128,7 @@ def test_a_wrong_configuration_is_told_by_the_first_process_and_is_wrong_input(t
     [
         (["--processes", "0", "tiny.yaml"], "at least 1"),
         (["tiny.yaml"], "--processes"),
-        (["--processes", "two", "tiny.yaml"], "expected a whole number, found 'two'"),
+        (["--processes", "two", "tiny.yaml"], "expected an integer, found 'two'"),
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_does_not_import_what_it_needs_by_itself(run: Path, folder: Path):
     result = run_process("resume", run, folder=folder)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert f"{run}/config.yaml:" in result.err and "'OwnWide'" in result.err
-    assert "A class of your own is registered by importing it: `--import your_package.models`" in result.err
+    assert "`--import your_package.models`" in result.err
 
 
 def test_the_same_class_in_a_package_tests_the_run(run: Path, folder: Path):
@@ -76,5 +76,5 @@ def test_the_run_is_resumed_described_and_checked_with_its_file(run: Path, folde
         assert "  width: 24\n      how many units it has." in run_command("describe", *words, folder=folder).out
     wrong = run_command("check", "tiny.yaml", "own_models.py", "model.width=0", "model.widht=1", folder=folder)
     assert wrong.code == 2
-    assert "model.width: expected a whole number of at least 1, found 0." in wrong.err
+    assert "model.width: expected an integer of at least 1, found 0." in wrong.err
     assert "OwnWide has no key `widht`. Did you mean `width`?" in wrong.err

@@ -99,7 +99,7 @@ def test_a_run_that_saved_nothing_starts_again(run: Path, trained: Path, tmp_pat
     shutil.rmtree(run / "checkpoints")
     result = run_command("resume", run, "--json", folder=tmp_path)
     assert (result.code, result.data["run"], result.err.count("\n")) == (0, str(run), 1)
-    assert "begins again" in result.err
+    assert "no checkpoint" in result.err
     assert_is_the_same_run(run, trained)
 
 
@@ -138,7 +138,7 @@ def test_the_best_checkpoint_can_be_resumed(run: Path, tmp_path: Path):
 def test_a_checkpoint_is_named_once(run: Path, tmp_path: Path):
     for command in ("test", "resume"):
         result = run_command(command, run / "checkpoints" / FIRST, "--which", "8", folder=tmp_path)
-        assert "is the checkpoint of step 4 already. Leave out `--which`" in one_line(result, 2)
+        assert "is already the checkpoint of step 4. Leave out `--which`" in one_line(result, 2)
 
 
 def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 from cli_runs import PATIENCE, PROGRAM, TINY, CommandResult, process_environment, run_command, run_process, tiny_file
 from own_parts import CALLBACK
 
-pytestmark = pytest.mark.slow  # it trains a study; the tests of the room `tuning` look at each part
+pytestmark = pytest.mark.slow  # it trains a study; tests/tuning tests each part
 
 SPACE = "optimizer.learning_rate.peak_value: {low: 1e-3, high: 1e-1, log: true}\n"
 RATE = "optimizer.learning_rate.peak_value"
@@ -92,8 +92,8 @@ def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: CommandRe
     ("arguments", "text"),
     [
         (["--space", "spac.yaml"], "not found: spac.yaml. Did you mean `space.yaml`?"),
-        (["--space", "space.yaml", "--trials", "0"], "expected a whole number of at least 1, found 0."),
-        (["--space", "space.yaml", "--trials", "x"], "expected a whole number, found 'x'."),
+        (["--space", "space.yaml", "--trials", "0"], "expected an integer of at least 1, found 0."),
+        (["--space", "space.yaml", "--trials", "x"], "expected an integer, found 'x'."),
         (["--space", "space.yaml", "--timeout", "-1"], "--timeout"),
         (["--space", "space.yaml", "--sampler", "grid"], f"`{RATE}` has no end of values"),
         (["--space", "space.yaml", "--sampler", "magic"], "invalid choice: 'magic'"),

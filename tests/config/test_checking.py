@@ -54,7 +54,7 @@ def test_values_get_the_types_of_their_annotations(tmp_path: Path):
     assert isinstance(made.grey, float)
 
 
-WHOLE = "expected a whole number of at least 1, found"
+WHOLE = "expected an integer of at least 1, found"
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ WHOLE = "expected a whole number of at least 1, found"
         ("title: [a]", "title: expected text, found ['a']."),
         ("line: dahsed", "line: expected one of solid, dashed, dotted, found 'dahsed'. Did you mean `dashed`?"),
         ("line: 5", "line: expected one of solid, dashed, dotted, found 5."),
-        ("margins: [1]", "margins: expected a list of 2: a whole number, a whole number, found a list of 1."),
-        ("margins: 5", "margins: expected a list of 2: a whole number, a whole number, found 5."),
-        ("margins: [1, 2.5]", "margins.1: expected a whole number, found 2.5."),
+        ("margins: [1]", "margins: expected a list of 2: an integer, an integer, found a list of 1."),
+        ("margins: 5", "margins: expected a list of 2: an integer, an integer, found 5."),
+        ("margins: [1, 2.5]", "margins.1: expected an integer, found 2.5."),
         ("tags: a", "tags: expected a list, each text, found 'a'."),
         ("tags: [a, 5]", "tags.1: expected text, found 5."),
         ("pattern: '['", "pattern: expected text that is a regular expression, found '['."),
-        ("limit: -1", "limit: expected a whole number of at least 0 or null, found -1."),
+        ("limit: -1", "limit: expected an integer of at least 0 or null, found -1."),
         ("notes: [a]", "notes: expected a section whose values are each text, found ['a']."),
         ("notes: {a: 5}", "notes.a: expected text, found 5."),
         ("paper: 5", "paper: expected a section of Paper, found 5."),
@@ -291,7 +291,7 @@ def test_a_bound_on_a_union_is_about_its_numbers(count: Any, fits: bool):
     if fits:
         assert config_from({"count": count}, Cover).count == count
     else:
-        with pytest.raises(ConfigError, match="count: expected a whole number of at least 1 or null, found"):
+        with pytest.raises(ConfigError, match="count: expected an integer of at least 1 or null, found"):
             config_from({"count": count}, Cover)
 
 
@@ -315,7 +315,7 @@ class Foreign:
         ({"size": 13}, "configuration: Foreign rejects these values: 13 is unlucky"),
         ({"size": 14}, r"configuration: Foreign rejects these values: AssertionError\(\)"),
         ({"kind": "b"}, "configuration: Foreign rejects these values: b is taken"),
-        ({"size": "x"}, "configuration: size: expected a whole number, found 'x'"),
+        ({"size": "x"}, "configuration: size: expected an integer, found 'x'"),
     ],
 )
 def test_any_dataclass_is_checked_and_its_own_checks_are_told(data: Any, said: str):

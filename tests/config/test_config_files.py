@@ -49,7 +49,7 @@ def test_included_files_are_found_beside_the_file_that_includes_them(tmp_path: P
 
 def test_a_problem_in_an_included_file_is_placed_there(tmp_path: Path):
     written(tmp_path, "title: x\npages: 0\n", "base.yaml")
-    assert complaint(tmp_path, "include: base.yaml\n").startswith("base.yaml:2: pages: expected a whole number")
+    assert complaint(tmp_path, "include: base.yaml\n").startswith("base.yaml:2: pages: expected an integer")
 
 
 def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_path: Path):
@@ -193,7 +193,7 @@ def test_later_overrides_count_and_may_build_on_earlier_ones(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("pages=1.5", "pages: expected a whole number of at least 1, found 1.5."),
+        ("pages=1.5", "pages: expected an integer of at least 1, found 1.5."),
         ("page=1", "page: Sketch has no key `page`. Did you mean `pages`?"),
         ("--pages=1", "--pages: Sketch has no key `--pages`. Did you mean `pages`?"),
         ("papr.width=1", "papr: Sketch has no key `papr`. Did you mean `paper`?"),

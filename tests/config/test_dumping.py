@@ -165,7 +165,7 @@ def test_a_whole_number_for_a_key_of_floats_is_written_as_it_will_be_read():
         Args:
             rate: takes floats.
             bounded: takes floats.
-            count: takes whole numbers.
+            count: takes integers.
             either: takes both.
         """
 

@@ -82,7 +82,7 @@ def test_a_reference_that_yaml_takes_for_a_section_is_told_to_be_quoted(tmp_path
 
 def test_a_reference_of_the_wrong_type_is_an_error_at_the_reference(tmp_path: Path):
     said = complaint(tmp_path, "title: ten\npages: ${title}\n")
-    assert said == "sketch.yaml:2: pages: expected a whole number of at least 1, found 'ten'."
+    assert said == "sketch.yaml:2: pages: expected an integer of at least 1, found 'ten'."
 
 
 def test_a_circle_of_several_is_told_once(tmp_path: Path):

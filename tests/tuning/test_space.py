@@ -89,7 +89,7 @@ BAD = {
     "a.b: {low: 1, high: 4, log: true, step: 1}": "space.yaml:1: a.b.step: `step` and `log: true` exclude each other.",
     "a.b: {low: 1, high: 4, step: -1}": "space.yaml:1: a.b.step: expected a number above 0, found -1.",
     "a.b: {low: 8, high: 30, step: 8}": "space.yaml:1: a.b.high: steps of 8 from 8 do not reach 30. Use 24 or 32.",
-    "a.b: {low: 0.1, high: 0.35, step: 0.1}": "space.yaml:1: a.b.high: steps of 0.1 from 0.1 do not reach 0.35. Use 0.3 or 0.4",
+    "a.b: {low: 0.1, high: 0.35, step: 0.1}": "space.yaml:1: a.b.high: steps of 0.1 from 0.1 do not reach 0.35.",
     "a.b: [1]\na.b: [2]": "space.yaml:2: a.b: Duplicate key `a.b`; the first is at",
     "a..b: [1]": "space.yaml:1: a..b: expected the dotted path of a key.",
     "a.b c: [1]": "space.yaml:1: a.b c: expected the dotted path of a key. It contains a space.",
@@ -99,7 +99,7 @@ BAD = {
         "space.yaml:1: a.b: Anchors (`&`) are not supported.",
         "space.yaml:2: c.d: Aliases (`*`) are not supported.",
     ],
-    "dataset.aux.api_key: [hunter2, hunter3]": "space.yaml:1: dataset.aux.api_key: this key names a secret, and what",
+    "dataset.aux.api_key: [hunter2, hunter3]": "space.yaml:1: dataset.aux.api_key: this key names a secret",
 }
 
 
