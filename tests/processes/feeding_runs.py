@@ -139,8 +139,8 @@ def shared_evaluations(grid: Mesh) -> Iterator[tuple[str, Any]]:
     compiled, val = program(grid), examples(EVAL, seed=1)
     for size in (8, 6):
         yield f"evaluated by {size}", evaluated(compiled, ArrayLoader(val, size))
-    yield "predicted", asked(compiled, ArrayLoader(val, 8))
-    yield "whole", evaluated(compiled, ArrayLoader(val, 8, process=(0, 1)))
+    yield "predicted", predicted(compiled, ArrayLoader(val, 8))
+    yield "replicated", evaluated(compiled, ArrayLoader(val, 8, process=(0, 1)))
 
 
 def tensor_runs(grid: Mesh) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def own_evaluations(grid: Mesh, index: int) -> Iterator[tuple[str, Any]]:
         yield name, evaluated(compiled, [rows(val, chosen) for chosen in sets[index]])
     classes = [val[np.array(chosen)] for chosen in OWN_VAL["uneven"][index]]
     yield "classes", evaluated(compiled, classes)
-    yield "predicted", asked(compiled, lambda: iter(classes))
+    yield "predicted", predicted(compiled, lambda: iter(classes))
     yield "unknown class", outcome_of(lambda: evaluated(compiled, classes[:index]))
     yield (
         "kinds",
@@ -219,7 +219,7 @@ def bad_batch(grid: Mesh) -> Any:
 
 
 def outcome_of(run: Callable[[], Any]) -> Any:
-    """What comes of a run, or of its failure."""
+    """The result of a run, or its error as data."""
     try:
         return run()
     except NonFiniteError as error:
@@ -230,5 +230,5 @@ def outcome_of(run: Callable[[], Any]) -> Any:
 
 
 def report(results: Any) -> None:
-    """Writes results for whoever started the process."""
+    """Writes results as JSON for the parent process."""
     sys.stdout.write(json.dumps(dict(results)) + "\n")
