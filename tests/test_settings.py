@@ -165,7 +165,7 @@ def test_a_value_fits_its_annotation_strictly(hint: Any, good: list[Any], bad: l
     ],
     ids=str,
 )
-def test_an_annotation_is_told_in_words(hint: Any, words: str):
+def test_an_annotation_is_described(hint: Any, words: str):
     assert expected(hint) == words
 
 
@@ -187,7 +187,7 @@ def test_values_that_fit_make_a_configuration():
     assert House() == House()
 
 
-def test_everything_that_does_not_fit_is_said_at_once():
+def test_all_invalid_values_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         House(rooms=0, height=float("nan"), colour="blue", pet=5, names="abc")  # type: ignore[arg-type]
     assert str(caught.value).splitlines() == [
@@ -201,7 +201,7 @@ def test_everything_that_does_not_fit_is_said_at_once():
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_keys_must_have_in_common_is_asked_when_each_is_right():
+def test_constraints_between_keys_are_checked_when_each_is_valid():
     with pytest.raises(SettingsError) as caught:
         House(rooms=1, pet=CatConfig())
     assert caught.value.problems == (("rooms", "a cat needs 2 rooms, got 1."), ("pet", "or take another pet."))

@@ -75,7 +75,7 @@ def test_which_spike_came_first_is_counted(grads, losses, counts):
     assert counted(grads, losses) == counts
 
 
-def test_counts_begin_anew_when_they_were_taken():
+def test_counts_restart_after_they_were_read():
     spikes = Spikes.of(0.9, 2.0, 1)
     spikes.add(1, 1, 1)
     spikes.add(2, 9, 9)
@@ -83,7 +83,7 @@ def test_counts_begin_anew_when_they_were_taken():
     assert not any(spikes.pop_counts().values())
 
 
-def test_it_goes_on_exactly_from_its_state():
+def test_it_continues_exactly_from_its_state():
     values = np.random.default_rng(0).lognormal(sigma=1.0, size=(60, 2)).tolist()
     whole, first = Spikes.of(0.95, 2.0, 5), Spikes.of(0.95, 2.0, 5)
     for step, pair in enumerate(values):

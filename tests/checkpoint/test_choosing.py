@@ -55,7 +55,7 @@ def damage(store: CheckpointStore, step: int, file: str = "state/_METADATA") -> 
 
 
 @pytest.mark.parametrize(("which", "damaged", "taken"), [("latest", [3], 2), ("latest", [2, 3], 1), ("best", [1], 3)])
-def test_the_next_one_that_is_whole_is_taken_with_one_warning_that_names_the_others(
+def test_the_next_one_that_is_complete_is_used_with_one_warning_that_names_the_others(
     store, caplog, which, damaged, taken
 ):
     paths = [damage(store, step) for step in damaged]
@@ -68,14 +68,14 @@ def test_the_next_one_that_is_whole_is_taken_with_one_warning_that_names_the_oth
     assert f"Restoring {saved.path}" in warning.getMessage()
 
 
-def test_what_is_whole_is_restored_without_a_word(store, caplog):
+def test_an_intact_checkpoint_is_restored_without_a_warning(store, caplog):
     damage(store, 1)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         assert store.restore("latest", state(0))[1].step == 3
     assert not caplog.records
 
 
-def test_whatever_file_is_flipped_cut_or_gone_the_next_one_is_taken(store):
+def test_whatever_file_is_flipped_cut_or_gone_the_next_one_is_restored(store):
     newest = store.folder / "step_00000003"
     for number, file in enumerate(files_of(newest)):
         before = file.read_bytes()
@@ -119,7 +119,7 @@ def test_a_flipped_bit_in_the_format_is_damage_and_not_another_version(store, di
 
 
 @pytest.mark.parametrize("which", ["latest", "best"])
-def test_if_all_are_damaged_every_reason_is_told_and_nothing_is_restored(store, which):
+def test_if_all_are_damaged_every_reason_is_reported_and_nothing_is_restored(store, which):
     damage(store, 1)
     (damage(store, 2) / "checkpoint.json").unlink()
     damage(store, 3, "MANIFEST.json")

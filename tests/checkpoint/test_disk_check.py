@@ -31,12 +31,12 @@ def test_a_file_in_its_place_is_an_error(tmp_path):
         prepare(tmp_path / "file" / "checkpoints")
 
 
-def test_a_place_that_cannot_be_written_to_is_an_error():
+def test_a_path_that_cannot_be_written_to_is_an_error():
     with pytest.raises(CheckpointError, match=r"/proc/nowhere/checkpoints: .*Choose"):
         prepare(Path("/proc/nowhere/checkpoints"))  # not even root can
 
 
-def test_too_little_room_is_an_error_with_the_sizes(tmp_path, monkeypatch):
+def test_too_little_space_is_an_error_with_the_sizes(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"needs about 466 kB \(465548 bytes\), and 300 kB \(300000 byt"):
@@ -44,7 +44,7 @@ def test_too_little_room_is_an_error_with_the_sizes(tmp_path, monkeypatch):
     assert 400_012 + disk_check._OVERHEAD == 465_548
 
 
-def test_a_folder_that_everybody_may_write_to_is_told_of(tmp_path, caplog):
+def test_a_world_writable_folder_costs_a_warning(tmp_path, caplog):
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         prepare(tmp_path)

@@ -31,7 +31,7 @@ def test_the_newest_of_exactly_this_configuration_is_found(tmp_path):
     assert found(tmp_path, config=CONFIG + "\n") is None
 
 
-def test_the_run_that_began_last_is_found_also_where_the_clock_was_set_back(tmp_path, monkeypatch):
+def test_the_run_that_started_last_is_found_also_where_the_clock_was_set_back(tmp_path, monkeypatch):
     began = []
     for now in (datetime(2026, 11, 15, 14, tzinfo=UTC), datetime(2026, 11, 15, 13, tzinfo=UTC), datetime(1970, 1, 1)):
         monkeypatch.setattr("jax_trainer.checkpoint.folder.datetime", SimpleNamespace(now=lambda _, now=now: now))
@@ -74,7 +74,7 @@ def test_links_are_not_followed(tmp_path):
         found(tmp_path, "v2")
 
 
-def test_what_was_claimed_and_never_begun_counts_as_not_there(tmp_path):
+def test_what_was_claimed_and_never_started_counts_as_not_there(tmp_path):
     folder = tmp_path / "mnist" / "v1"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "run.lock").write_text('{"pid": 1}\n')
@@ -83,7 +83,7 @@ def test_what_was_claimed_and_never_begun_counts_as_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("more", ["checkpoints/step_00000001", "notes"])
-def test_what_holds_anything_is_not_taken_over(tmp_path, more):
+def test_what_holds_anything_is_not_claimed(tmp_path, more):
     folder = tmp_path / "mnist" / "v1"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / more).mkdir()

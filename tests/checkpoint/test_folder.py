@@ -63,7 +63,7 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("version", [None, "v1"])
-def test_a_folder_that_cannot_be_made_is_told_in_one_sentence_with_its_cure(tmp_path, monkeypatch, code, version):
+def test_a_folder_that_cannot_be_made_is_reported_in_one_sentence_with_its_fix(tmp_path, monkeypatch, code, version):
     def refused(path: Any, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 

@@ -43,7 +43,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_a_second_process_is_refused_and_told_who_it_is(tmp_path):
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     folder, process = RunFolder(tmp_path), holder(str(tmp_path))
     try:
         who = json.loads((tmp_path / "run.lock").read_text())
@@ -105,7 +105,7 @@ def test_a_forked_process_does_not_keep_the_lock_of_one_that_died(tmp_path):
     process.communicate()
 
 
-def test_where_there_are_no_locks_one_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
+def test_where_there_are_no_locks_one_is_warned_and_continues(tmp_path, monkeypatch, caplog):
     def unknown(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

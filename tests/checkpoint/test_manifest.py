@@ -33,7 +33,7 @@ def flip(file: Path, rng: np.random.Generator) -> None:
     file.write_bytes(content)
 
 
-def test_what_was_not_changed_is_whole_wherever_it_is(folder, tmp_path):
+def test_an_unchanged_checkpoint_is_complete_wherever_it_is(folder, tmp_path):
     verify_digests(folder)
     verify_digests(Path(shutil.move(folder, tmp_path / "elsewhere")))
 

@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path):
     assert {**saved.metrics, "a": 0} == {**{name: float(value) for name, value in metrics.items()}, "a": 0}
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_omitted_fields_are_recorded(tmp_path):
     text = replace(record(), without=["opt_state"]).text()
     assert Record.read(written(tmp_path, text)).saved(tmp_path).without == ("opt_state",)
 
@@ -79,7 +79,7 @@ def test_a_position_that_is_not_plain_is_an_error_that_points_at_it(state, probl
         ({7: {}}, "callbacks has the key 7, of type int"),
     ],
 )
-def test_a_callback_whose_state_is_not_plain_is_named_and_told_what_it_may_hold(callbacks, problem):
+def test_a_callback_whose_state_is_not_plain_is_named_with_the_allowed_types(callbacks, problem):
     with pytest.raises(CheckpointError, match=f"state of a callback cannot be saved: {re.escape(problem)}") as error:
         record(callbacks=callbacks)
     assert "A `state_dict` may contain text, bytes, numbers, true, false, None, numpy arrays" in str(error.value)
@@ -106,14 +106,14 @@ def test_what_is_given_may_change_afterwards():
     assert held.text() == before
 
 
-def test_a_position_that_goes_on_for_ever_is_an_error():
+def test_a_position_that_continues_for_ever_is_an_error():
     state: list[Any] = []
     state.append(state)
     with pytest.raises(CheckpointError, match="nested too deeply"):
         record(Position(1, 1, state))
 
 
-def test_a_record_that_somebody_nested_too_deeply_is_not_written_again():
+def test_a_record_that_is_nested_too_deeply_is_not_written_again():
     deep: list[Any] = []
     for _ in range(5_000):
         deep = [deep]
@@ -132,7 +132,7 @@ def test_more_than_can_be_read_again_is_not_written(monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.record.MAX_BYTES", 1_000_000)
     with pytest.raises(CheckpointError, match="has 1[0-9]{6} bytes, .*1000000. The state of the data alone"):
         record(Position(1, 1, "x" * 1_100_000)).text()
-    with pytest.raises(CheckpointError, match="than 1000000. The state of the callback 'Spikes' alone has 1100011"):
+    with pytest.raises(CheckpointError, match="1000000. The state of the callback 'Spikes' alone has 1100011"):
         record(Position(1, 1, "x" * 10), callbacks={"a": {}, "Spikes": {"all": "x" * 1_100_000}}).text()
 
 

@@ -68,7 +68,7 @@ def test_a_shape_is_never_changed():
         RestoreOptions(cast=True, partial=True).sources({"a": Spec("float32", (4,))}, {"a": BF16}, ("a",), Path("x"))
 
 
-def test_a_part_is_restored_when_asked_and_both_remainders_are_told(store, caplog):
+def test_a_part_is_restored_when_asked_and_both_remainders_are_reported(store, caplog):
     params = {"encoder": zeros(ENCODER["encoder"]), "new": {"kernel": jnp.full(4, 7.0)}}
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         restored, _ = store.restore("latest", state(params), partial=True, only=("params",))

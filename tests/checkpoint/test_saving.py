@@ -162,7 +162,7 @@ def test_restoring_waits_for_what_is_being_saved(store):
 
 
 @pytest.mark.parametrize("point", ["after_tmp_dir", "mid_array", "before_manifest", "before_rename"])
-def test_a_save_that_fails_is_told_once_costs_nothing_and_leaves_nothing(store, point):
+def test_a_save_that_fails_is_reported_once_costs_nothing_and_leaves_nothing(store, point):
     with fault(f"{point}:raise"):
         store.save(state(4), AT, {}, wait=False)
         with pytest.raises(SaveError, match=r"step 4 could not be saved as .*step_00000004: FaultInjected") as error:
@@ -176,7 +176,7 @@ def test_a_save_that_fails_is_told_once_costs_nothing_and_leaves_nothing(store, 
     assert store.steps() == [3, 4]
 
 
-def test_a_failure_is_told_by_the_next_save_which_can_then_be_repeated(store):
+def test_a_failure_is_reported_by_the_next_save_which_can_then_be_repeated(store):
     with fault("before_rename:raise"):
         store.save(state(4), AT, {}, wait=False)
         while store.is_saving:
@@ -268,7 +268,7 @@ def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, capl
     assert store.steps() == [1, 4]
 
 
-def test_a_limit_of_file_sizes_is_told_in_one_sentence_with_its_cure(tmp_path, caplog):
+def test_a_limit_of_file_sizes_is_reported_in_one_sentence_with_its_fix(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "absl")
     noise = np.random.default_rng(0).standard_normal(300_000)
     store, before = CheckpointStore(tmp_path / "checkpoints"), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -286,7 +286,7 @@ def test_a_limit_of_file_sizes_is_told_in_one_sentence_with_its_cure(tmp_path, c
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
-def test_what_another_library_says_at_length_about_the_disk_is_told_in_one_sentence(store, monkeypatch, code):
+def test_what_another_library_says_at_length_about_the_disk_is_reported_in_one_sentence(store, monkeypatch, code):
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
 

@@ -49,7 +49,7 @@ def test_memory_is_used_again_and_only_where_it_fits():
 
 
 @pytest.mark.parametrize(("free", "kind"), [(10**9, jax.Array), (100, np.ndarray)])
-def test_another_kind_of_device_keeps_the_copy_where_it_has_room(monkeypatch, free, kind):
+def test_another_kind_of_device_keeps_the_copy_where_it_has_space(monkeypatch, free, kind):
     monkeypatch.setattr(snapshot, "_is_on_host", lambda _: False)
     monkeypatch.setattr(snapshot, "_free", lambda _: free)
     state = leaves()

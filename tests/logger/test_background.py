@@ -66,7 +66,7 @@ def test_a_tool_that_is_given_nothing_is_never_made(monkeypatch):
     assert (FaultyTool.latest, tool.dropped.count) == (None, 0)
 
 
-def test_flushing_tells_whether_all_is_written():
+def test_flushing_returns_whether_all_is_written():
     tool = begun()
     give(tool, 1, 2)
     assert flushed(tool)
@@ -76,7 +76,7 @@ def test_flushing_tells_whether_all_is_written():
 
 
 @pytest.mark.parametrize(("config", "count"), [(FaultyConfig("write"), 2), (FaultyConfig("init"), 3)])
-def test_flushing_tells_of_losses(config, count):
+def test_flushing_reports_dropped_entries(config, count):
     tool = begun(config)
     give(tool, 1, 2)
     assert not flushed(tool)
@@ -177,7 +177,7 @@ def test_failing_now_and_then_is_no_reason_to_give_up():
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), ValueError("one\n  two " * 100)])
-def test_whatever_a_tool_raises_it_goes_on(error, caplog):
+def test_whatever_a_tool_raises_it_continues(error, caplog):
     tool = begun()
 
     def fail(_):
@@ -192,7 +192,7 @@ def test_whatever_a_tool_raises_it_goes_on(error, caplog):
     assert len(record.message) < 400
 
 
-def test_what_is_missing_is_told_at_once_and_no_thread_begins(caplog):
+def test_what_is_missing_is_reported_at_once_and_no_thread_starts(caplog):
     def check():
         raise ModuleNotFoundError("there is no such thing")
 
@@ -225,7 +225,7 @@ def test_a_question_is_answered_when_all_before_it_is_written_and_nothing_after(
     assert tool.dropped.count == 0
 
 
-def test_a_question_finds_room_in_a_full_queue():
+def test_a_question_finds_space_in_a_full_queue():
     tool = begun(FaultyConfig(blocks_in="write"))
     give(tool, *range(9))
     answer = asked(tool)
@@ -235,7 +235,7 @@ def test_a_question_finds_room_in_a_full_queue():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_tool_that_is_given_up_on_answers_nothing_and_nobody_waits(when):
+def test_a_disabled_tool_answers_nothing_and_is_not_waited_for(when):
     tool, began = begun(FaultyConfig("write", "init"), most=50), time.monotonic()
     give(tool, *range(FAILURES_IN_A_ROW))
     answer = asked(tool) if when == "before" else None

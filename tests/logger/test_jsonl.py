@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_text(tmp_path):
     assert rows_in(tmp_path)[2]["histograms"]["h"]["left_out"] == 1
 
 
-def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     logger, marks = logger_with(tmp_path), []
     for epoch in (1, 2):
         logger.write(4 * epoch, {"epoch": epoch, "val/loss": 0.5})
@@ -173,7 +173,7 @@ def full_disk(monkeypatch):
 
 
 @pytest.mark.parametrize("left", [0, 7])
-def test_rows_for_which_there_is_no_room_are_written_in_order_once_there_is(tmp_path, caplog, full_disk, left):
+def test_rows_for_which_there_is_no_space_are_written_in_order_once_there_is(tmp_path, caplog, full_disk, left):
     logger = logger_with(tmp_path)
     logger.write(1, {"loss": 0.5})
     assert logger.flush()

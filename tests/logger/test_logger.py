@@ -169,7 +169,7 @@ def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(log, tmp_path, ca
     assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_only_the_lead_process_writes(tmp_path, caplog):
+def test_only_the_primary_process_process_writes(tmp_path, caplog):
     before = threading.active_count()
     logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_primary=False)
     log_everything(logger)
@@ -182,7 +182,7 @@ def test_only_the_lead_process_writes(tmp_path, caplog):
     assert logger.log_dir == tmp_path / "run"
 
 
-def test_a_process_alone_is_the_lead(tmp_path):
+def test_a_process_alone_is_the_primary_process(tmp_path):
     logger = Logger(LoggerConfig(), tmp_path)
     assert logger.is_primary and logger.log_dir == tmp_path
     logger.close("completed")

@@ -197,7 +197,7 @@ def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog
     logger.close("completed")
 
 
-def test_a_file_that_is_deleted_is_told_of(tmp_path, caplog):
+def test_a_file_that_is_deleted_is_reported(tmp_path, caplog):
     logger = logger_with(tmp_path / "run", TensorboardConfig())
     logger.write(1, {"x": 1.0})
     assert logger.flush()
@@ -208,7 +208,7 @@ def test_a_file_that_is_deleted_is_told_of(tmp_path, caplog):
     assert "TensorboardToolLogger failed: FileNotFoundError" in caplog.text
 
 
-def test_a_full_disk_is_told_of(tmp_path, caplog):
+def test_a_full_disk_is_reported(tmp_path, caplog):
     tool = TensorboardToolLogger(TensorboardConfig(), tmp_path)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, tool._file._py_recordio_writer._writer.fileno())

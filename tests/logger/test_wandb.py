@@ -108,7 +108,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-def test_a_run_that_goes_on_is_the_same_one_of_wandb(shown, asked):
+def test_a_resumed_run_is_the_same_one_of_wandb(shown, asked):
     folder, file = shown
     WandbToolLogger(WandbConfig(), folder)
     assert (asked["id"], asked["resume"]) == (file.run.run_id, "allow")

@@ -202,7 +202,7 @@ DAMAGES: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_the_checkpoint_before_a_damaged_record_is_taken_and_that_is_said(damaged, run, caplog, what):
+def test_the_checkpoint_before_a_damaged_record_is_restored_with_a_warning(damaged, run, caplog, what):
     content, change = damaged
     place, value = DAMAGES[what]
     store, path, watching = change(changed(content, place, value))
