@@ -72,7 +72,7 @@ def expected_losses() -> np.ndarray:
     """The loss of every evaluated example, by numpy."""
     state = runs.started(runs.program(runs.mesh(1)), runs.examples(runs.SIZE, seed=3))
     first, second = (np.asarray(state.params[name], np.float64) for name in ("in", "out"))
-    x = runs.examples(runs.JUDGED, seed=1).input.astype(np.float64)
+    x = runs.examples(runs.EVAL, seed=1).input.astype(np.float64)
     return ((np.tanh(x @ first) @ second)[:, 0] - x.sum(-1)) ** 2
 
 
@@ -103,7 +103,7 @@ def test_two_processes_learn_what_one_with_as_many_devices_learns(run):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", ["evaluated by 8", "evaluated by 6", "whole"])
+@pytest.mark.parametrize("size", ["evaluated by 8", "evaluated by 6", "replicated"])
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_21_examples_are_evaluated_exactly(devices, size):
     found, each = pair(devices)[0]["evaluated"][size], expected_losses()
