@@ -29,7 +29,7 @@ _OF_UPDATE = (
     "already has a state, that it was created for the parameters of this model."
 )
 _COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes but no values."
-# the fix of frequent errors of JAX, Flax and Optax, by type and text; the first match is used
+# fixes of frequent errors of JAX, Flax and Optax, by type and text; the first match is used
 _FIXES = {
     "TracerArrayConversionError": f"{_COMPILED} Compute with `jax.numpy` (`jnp.…`) instead of numpy.",
     "TracerBoolConversionError": (
