@@ -10,8 +10,8 @@ On MNIST from `data/` if it is there, else (or with `--synthetic`) on random ima
   the device had nothing to do for want of a batch. Against resident data, which has nothing to wait for, the clock
   shows it, too. One loader is too slow on purpose: the engine must report it in one line.
 * resident: an MLP with the full set on the device and an epoch per call. Hand-written loops start from our parameters
-  and see our order: equal `|params|` shows that the same was computed. Ours and the hand-written scans put the data on the
-  device in every call and fetch the means of every epoch; where the device is fast, use more `--epochs`.
+  and see our order: equal `|params|` shows that the same was computed. Ours and the hand-written scans put the data
+  on the device in every call and fetch the means of every epoch; where the device is fast, use more `--epochs`.
 
 Every variant runs once untimed. Then they take turns, round by round, so that whatever else the machine does hits them
 alike; a ratio is the median over rounds of the ratio within a round. A report, not a test: it always exits with 0.
@@ -189,8 +189,8 @@ def own_loadings(data: Pair) -> list[Loading]:
 
     def chunks(number: int) -> Iterator[Any]:
         cursor = DataSource(loader, "train").open(number)
-        while (taken := cursor.take(CHUNK, CHUNK)) is not None:
-            yield taken.batch
+        while (step_batch := cursor.take(CHUNK, CHUNK)) is not None:
+            yield step_batch.batch
 
     stacked, pairs = f"ours, {CHUNK} batches stacked", lambda drawn: zip(*drawn, strict=True)
     rows, cut = endless(RowLoader(loader).epoch), lambda rows: [(data[0][rows], data[1][rows])]

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a pickle in the checkpoint": (
         lambda run: put(run, f"{STEP}/x.pkl", pickle.dumps(Evil())),
         1,
-        "x.pkl is not of it",
+        "x.pkl",
     ),
     "digests that are a link": (linked(f"{STEP}/MANIFEST.json"), 1, "MANIFEST.json"),
     "digests of other files": (in_manifest("../../config.yaml"), 1, "config.yaml is missing"),

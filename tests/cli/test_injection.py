@@ -116,7 +116,7 @@ def test_it_takes_neither_time_nor_memory(report: dict[str, Any]):
     assert report["grown_kb"] < 50_000
 
 
-def test_what_is_told_stays_readable(report: dict[str, Any]):
+def test_messages_stay_readable(report: dict[str, Any]):
     longest = max(report["by_name"].values(), key=lambda one: len(one["err"]))
     assert len(longest["err"]) < 60_000
     assert [name for name, one in report["by_name"].items() if "\x1b" in one["err"] or "\0" in one["err"]] == []

@@ -89,7 +89,7 @@ def test_one_class_is_shown_by_its_name(tmp_path: Path):
     assert (result.code, result.err) == (0, "")
     assert "AdamW  Adam with decoupled weight decay" in result.out
     assert "  b2: 0.999\n      " in result.out
-    assert "at least 0 and below 1." in result.out
+    assert "at least 0 and below 1." in " ".join(result.out.split())
     assert "Adamax " not in result.out
 
 

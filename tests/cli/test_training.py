@@ -82,7 +82,7 @@ def test_a_run_can_be_named(which: str, run: Path, trained: Path, tmp_path: Path
 
 @pytest.mark.parametrize("word", ["", "yes", "true", "Auto", "tiny.yaml", "."])
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_what_else_is_said_about_resuming_is_told_with_what_is_possible(command: str, word: str, tmp_path: Path):
+def test_another_value_of_resume_is_answered_with_the_possible_ones(command: str, word: str, tmp_path: Path):
     expected = one_line(run_command(command, tiny_file(tmp_path), f"resume={word}", folder=tmp_path), 2)
     assert "`resume=auto`" in expected and "`resume=never`" in expected and f"found {word!r}" in expected
 

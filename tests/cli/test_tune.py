@@ -116,7 +116,7 @@ def test_what_is_wrong_ends_with_2_before_the_first_trial(arguments: list[str], 
     assert not list(tmp_path.glob("runs/tune/*/trials"))
 
 
-def test_a_mistake_in_the_space_is_told_with_its_line_for_scripts(tmp_path: Path):
+def test_a_mistake_in_the_space_is_reported_with_its_line_as_json(tmp_path: Path):
     experiment(tmp_path)
     (tmp_path / "space.yaml").write_text("\nmodel.drpout: {low: 0.0, high: 0.5}\n")
     began = time.perf_counter()

@@ -58,7 +58,7 @@ WHOLE = "expected an integer of at least 1, found"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("pages: 1.5", f"pages: {WHOLE} 1.5."),
         ("pages: 1.0", f"pages: {WHOLE} 1.0."),
@@ -121,12 +121,12 @@ WHOLE = "expected an integer of at least 1, found"
     ],
 )
 def test_a_value_that_does_not_fit_is_an_error_with_place_key_expectation_and_finding(
-    tmp_path: Path, line: str, said: str
+    tmp_path: Path, line: str, message: str
 ):
     problem = complaint(tmp_path, f"# a comment\nextra: 1\n{line}\n")
     number = 3 + line.count("\n")
     assert problem.startswith(f"sketch.yaml:{number}: ")
-    assert said in problem
+    assert message in problem
 
 
 def test_all_problems_come_at_once_in_the_order_of_their_places(tmp_path: Path):
@@ -166,15 +166,15 @@ def test_one_class_alone_needs_no_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         ("{}", "several classes have these keys: SketchCircle, SketchLine."),
         ("{radius: 1, side: 1}", "no class has exactly these keys. Classes: SketchCircle, SketchLine, SketchSquare."),
     ],
 )
-def test_a_class_is_not_guessed(tmp_path: Path, section: str, said: str):
+def test_a_class_is_not_guessed(tmp_path: Path, section: str, message: str):
     problem = complaint(tmp_path, f"shape: {section}\n")
-    assert problem == f"sketch.yaml:1: shape.class_name: the key `class_name` is missing, and {said}"
+    assert problem == f"sketch.yaml:1: shape.class_name: the key `class_name` is missing, and {message}"
 
 
 @pytest.mark.parametrize("key", ["_target_", "class_path", "classname"])
@@ -199,7 +199,7 @@ def test_in_a_dict_of_parts_the_key_may_be_the_class_and_nothing_means_defaults(
     }
 
 
-def test_a_key_that_is_nearly_a_class_is_told_which(tmp_path: Path):
+def test_a_key_that_is_nearly_a_class_is_answered_with_it(tmp_path: Path):
     assert complaint(tmp_path, "shapes: {SketchCirkle: }\n").endswith("Did you mean `SketchCircle`?")
 
 
@@ -310,7 +310,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"size": 13}, "configuration: Foreign rejects these values: 13 is unlucky"),
         ({"size": 14}, r"configuration: Foreign rejects these values: AssertionError\(\)"),
@@ -318,9 +318,9 @@ class Foreign:
         ({"size": "x"}, "configuration: size: expected an integer, found 'x'"),
     ],
 )
-def test_any_dataclass_is_checked_and_its_own_checks_are_told(data: Any, said: str):
+def test_any_dataclass_is_checked_and_its_own_checks_are_reported(data: Any, message: str):
     assert config_from({"size": 2}, Foreign) == Foreign(2)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         config_from(data, Foreign)
 
 

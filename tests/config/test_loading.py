@@ -62,7 +62,7 @@ def test_python_data_is_checked_like_a_file():
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ([1, 2], r"configuration: expected a section of Sketch, found \[1, 2\]"),
         ({"notes": {"a.b": "c"}}, "configuration: notes: A key must be a name without dots, got 'a.b'"),
@@ -71,11 +71,11 @@ def test_python_data_is_checked_like_a_file():
         ({"title": object()}, "configuration: title: expected text, found <object object"),
     ],
 )
-def test_python_data_that_no_file_could_hold_is_refused(data: Any, said: str | None):
-    if said is None:
+def test_python_data_that_no_file_could_hold_is_refused(data: Any, message: str | None):
+    if message is None:
         assert config_from(data, Sketch).extra is object
     else:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             config_from(data, Sketch)
 
 

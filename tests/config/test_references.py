@@ -52,7 +52,7 @@ def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("limit: ${pagse}\n", "limit: `${pagse}` refers to a key that does not exist. Did you mean `pages`?"),
         (
@@ -69,25 +69,25 @@ def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means:
         ("title: '${${pages}}'\n", "title: `${` has no closing `}`. For a literal `${`, write `$${`."),
     ],
 )
-def test_a_reference_that_stands_for_nothing_is_an_error_at_its_line(tmp_path: Path, text: str, said: str):
+def test_a_reference_that_stands_for_nothing_is_an_error_at_its_line(tmp_path: Path, text: str, message: str):
     base = "pages: 1\npaper: {width: 1}\nextra: [1, 2]\n"
-    assert complaint(tmp_path, base + text) == f"sketch.yaml:4: {said}"
+    assert complaint(tmp_path, base + text) == f"sketch.yaml:4: {message}"
 
 
-def test_a_reference_that_yaml_takes_for_a_section_is_told_to_be_quoted(tmp_path: Path):
-    said = complaint(tmp_path, "pages: 1\nmargins: [${pages}, 1]\n")
-    assert said.endswith("Quote a reference inside [] or {}.")
+def test_a_reference_that_yaml_takes_for_a_section_must_be_quoted(tmp_path: Path):
+    message = complaint(tmp_path, "pages: 1\nmargins: [${pages}, 1]\n")
+    assert message.endswith("Quote a reference inside [] or {}.")
     assert sketch(tmp_path, "pages: 1\nmargins: ['${pages}', 1]\n").margins == (1, 1)
 
 
 def test_a_reference_of_the_wrong_type_is_an_error_at_the_reference(tmp_path: Path):
-    said = complaint(tmp_path, "title: ten\npages: ${title}\n")
-    assert said == "sketch.yaml:2: pages: expected an integer of at least 1, found 'ten'."
+    message = complaint(tmp_path, "title: ten\npages: ${title}\n")
+    assert message == "sketch.yaml:2: pages: expected an integer of at least 1, found 'ten'."
 
 
-def test_a_circle_of_several_is_told_once(tmp_path: Path):
-    said = complaint(tmp_path, "extra: {a: '${extra.b}', b: 'x${extra.c}', c: '${extra.a}'}\n")
-    assert said == "sketch.yaml:1: extra.c: `${extra.a}` is a circular reference."
+def test_a_circular_reference_is_reported_once(tmp_path: Path):
+    message = complaint(tmp_path, "extra: {a: '${extra.b}', b: 'x${extra.c}', c: '${extra.a}'}\n")
+    assert message == "sketch.yaml:1: extra.c: `${extra.a}` is a circular reference."
 
 
 def test_a_broken_reference_hides_nothing_else(tmp_path: Path):
@@ -111,8 +111,8 @@ def test_texts_that_grow_by_references_are_bounded(tmp_path: Path):
     problems = complaints(tmp_path, f"extra:\n{doubling}  k35: xxxxxxxxxx\n")
     assert "100,000 characters" in problems[0].text
     many = "${extra.long}" * 5000
-    said = complaint(tmp_path, f"extra:\n  long: {'y' * 9000}\n  all: {many}\n")
-    assert said.endswith("more than 100,000 characters.")
+    message = complaint(tmp_path, f"extra:\n  long: {'y' * 9000}\n  all: {many}\n")
+    assert message.endswith("more than 100,000 characters.")
 
 
 def test_references_work_in_python_data():

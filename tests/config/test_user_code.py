@@ -101,7 +101,7 @@ def test_importing_twice_is_harmless(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ("module_of_nobody", "No module 'module_of_nobody' to import."),
         ("module_of_nobody.models", "No module 'module_of_nobody.models' to import."),
@@ -114,8 +114,8 @@ def test_importing_twice_is_harmless(tmp_path: Path, caplog: pytest.LogCaptureFi
         ("os:system", "No module 'os:system' to import."),
     ],
 )
-def test_code_that_is_not_there_is_named(what: str, said: str):
-    with pytest.raises(UserCodeError, match=said.replace("..", "[.][.]")):
+def test_code_that_is_not_there_is_named(what: str, message: str):
+    with pytest.raises(UserCodeError, match=message.replace("..", "[.][.]")):
         import_user_code(what)
 
 

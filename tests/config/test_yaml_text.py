@@ -105,17 +105,17 @@ def test_a_value_remembers_the_line_of_its_key_and_an_item_its_own():
 
 
 def test_a_key_that_stands_twice_is_an_error_with_both_lines(tmp_path: Path):
-    said = complaint(tmp_path, "pages: 1\ntitle: x\npages: 2\n")
-    assert said == "sketch.yaml:3: pages: Duplicate key `pages`; the first is at sketch.yaml:1."
+    message = complaint(tmp_path, "pages: 1\ntitle: x\npages: 2\n")
+    assert message == "sketch.yaml:3: pages: Duplicate key `pages`; the first is at sketch.yaml:1."
 
 
 def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Path):
-    said = complaint(tmp_path, "extra:\n  - {}\n  - a: 1\n    a: 1\n")
-    assert said.startswith("sketch.yaml:4: extra.1.a: Duplicate key `a`")
+    message = complaint(tmp_path, "extra:\n  - {}\n  - a: 1\n    a: 1\n")
+    assert message.startswith("sketch.yaml:4: extra.1.a: Duplicate key `a`")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("extra: !!python/object/apply:os.system [echo]\n", "sketch.yaml:1: extra: Tags"),
         ("extra: !!python/name:os.system\n", "sketch.yaml:1: extra: Tags"),
@@ -136,8 +136,8 @@ def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Pat
         ("? {a: b}\n: 5\n", "sketch.yaml:1: A key must be a string"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, said: str):
-    assert complaint(tmp_path, text).startswith(said)
+def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, message: str):
+    assert complaint(tmp_path, text).startswith(message)
 
 
 def test_everything_that_is_not_plain_data_is_found_at_once_with_what_else_is_wrong(tmp_path: Path):
@@ -157,7 +157,7 @@ def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("title: x\n\tpages: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
         ("paper:\n\twidth: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
@@ -177,8 +177,8 @@ def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
         ('"\\uD800": 1\n', "sketch.yaml:1: This string contains an unpaired surrogate escape."),
     ],
 )
-def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, said: str):
-    assert complaint(tmp_path, text).startswith(said)
+def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, message: str):
+    assert complaint(tmp_path, text).startswith(message)
 
 
 @pytest.mark.parametrize(("start", "end"), [("[", "]"), ("{a: ", "}"), ("- ", "")])

@@ -62,7 +62,7 @@ def test_three_failures_from_the_start_end_it_with_the_error_itself(tmp_path: Pa
     assert [(row["trial"], row["state"], row["error"]) for row in rows] == [
         (str(number), "failed", f"KeyError: 'bug {number}'") for number in range(3)
     ]
-    # with the mistake corrected, the same study goes on
+    # with the mistake corrected, the same study is resumed
     assert tune(parabola, LINE, trials=5, name="line", folder=tmp_path, quiet=True).count("complete") == 2
 
 
@@ -114,7 +114,7 @@ def test_what_others_are_making_counts(tmp_path: Path):
         ({"monitor": "loss"}, "another monitor"),
     ],
 )
-def test_a_study_of_something_else_is_not_gone_on_with(change: dict[str, Any], text: str, tmp_path: Path):
+def test_a_study_of_something_else_is_not_resumed(change: dict[str, Any], text: str, tmp_path: Path):
     options: dict[str, Any] = {"space": LINE, "folder": tmp_path, "quiet": True}
     before = tune(parabola, trials=2, **options)
     with pytest.raises(StudyError, match=text):
