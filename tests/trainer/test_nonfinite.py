@@ -40,7 +40,7 @@ def test_the_step_the_metric_and_the_first_gradient_are_named(flavour, tmp_path,
     first = sorted(trainer.state.params)[0]
     assert error.step == BAD
     assert str(error).startswith("Step 3: non-finite values in the metrics")
-    for part in ("loss", f"the gradients of {first}", "in the batch x", "on_nonfinite: skip"):
+    for part in ("loss", f"the gradients of {first}", "the batch at x", "on_nonfinite: skip"):
         assert part in str(error)
 
 
