@@ -46,7 +46,7 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     loaded.load_model(which="latest")
     assert_same_bits(loaded.state.params, done.trainer.state.params)
     assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3 in"):
+    with pytest.raises(CheckpointError, match="step 3"):
         loaded.load_model(which=3)
 
 
@@ -150,7 +150,7 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
 
 def test_a_head_that_is_left_out_keeps_its_own_weights(plain, tmp_path):
     trainer, _ = plain
-    model = MODELS["nnx"](c_hid=8, num_classes=3)
+    model = MODELS["nnx"](c_hid=8, num_classes=3, batch_norm=False)
     other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, AdamWConfig(learning_rate=0.01), EXAMPLE)
     head = copy_state(other.state.params["out"])
     other.load_weights(trainer.folder.path, which="latest", rename={"params.out.*": None})

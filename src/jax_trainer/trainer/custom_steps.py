@@ -181,6 +181,8 @@ def with_custom_steps(
             case other:
                 kind = type(other).__name__
                 raise TypeError(f"A training step must return `state, metrics`, got a {kind}.")
+        report = reported if isinstance(reported, StepReport) else StepReport(_metrics(reported, batch), None)
+        new = new.synced()  # with parameters that the step updated in the nnx module
         if jax.tree.leaves(state.params) and _are_identical(new.params, state.params):
             raise TypeError(
                 "The training step returned unchanged parameters, so nothing would be trained. Return the state of "
@@ -191,7 +193,6 @@ def with_custom_steps(
                 f"`accumulate` is {micro_batches}, but this custom step computes the gradients of the full batch. "
                 "Accumulate in the step, or with `optax.MultiSteps`, and leave out `accumulate`."
             )
-        report = reported if isinstance(reported, StepReport) else StepReport(_metrics(reported, batch), None)
         return new.plain().replace(step=state.step + 1), report  # random keys are derived from the step
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
