@@ -127,9 +127,9 @@ def test_a_integer_beyond_64_bits_is_refused_with_its_key_and_the_bound(value: i
     file.write_text(f"size: {value}\nsizes: [1, {value}]\n")
     with pytest.raises(ConfigError) as caught:
         load_config(file, NumbersConfig, [f"anything={value}"])
-    told = {problem.key: problem.text for problem in caught.value.problems}
-    assert set(told) == {"size", "sizes.1", "anything"}
-    assert all("9223372036854775807" in text for text in told.values())
+    problems = {problem.key: problem.text for problem in caught.value.problems}
+    assert set(problems) == {"size", "sizes.1", "anything"}
+    assert all("9223372036854775807" in text for text in problems.values())
 
 
 def test_the_largest_integer_is_accepted_and_a_float_may_be_larger():

@@ -45,7 +45,7 @@ def test_a_validation_within_an_epoch_is_saved_where_it_happened(folder_run):
         (3, Position(1, 3)),
         (6, Position(2, 2)),
     ]
-    assert kept[-1] == (2 * STEPS, Position(2, 0), {})  # the last state is saved, too, though nobody judged it
+    assert kept[-1] == (2 * STEPS, Position(2, 0), {})  # the last state is saved, too, though it was not evaluated
 
 
 TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}

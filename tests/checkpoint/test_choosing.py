@@ -54,15 +54,17 @@ def damage(store: CheckpointStore, step: int, file: str = "state/_METADATA") -> 
     return store.folder / f"step_{step:08d}"
 
 
-@pytest.mark.parametrize(("which", "damaged", "taken"), [("latest", [3], 2), ("latest", [2, 3], 1), ("best", [1], 3)])
+@pytest.mark.parametrize(
+    ("which", "damaged", "restored_step"), [("latest", [3], 2), ("latest", [2, 3], 1), ("best", [1], 3)]
+)
 def test_the_next_one_that_is_complete_is_used_with_one_warning_that_names_the_others(
-    store, caplog, which, damaged, taken
+    store, caplog, which, damaged, restored_step
 ):
     paths = [damage(store, step) for step in damaged]
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         restored, saved = store.restore(which, state(0))
-    assert saved.step == taken
-    assert_same_bits(restored, state(taken))
+    assert saved.step == restored_step
+    assert_same_bits(restored, state(restored_step))
     [warning] = caplog.records
     assert all(f"{path} is damaged" in warning.getMessage() for path in paths)
     assert f"Restoring {saved.path}" in warning.getMessage()

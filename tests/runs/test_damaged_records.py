@@ -1,4 +1,4 @@
-"""A checkpoint whose record says what cannot be is damaged: the one before it is taken, whatever is wrong."""
+"""A checkpoint whose record says what cannot be is damaged: the one before it is restored, whatever is wrong."""
 
 import copy
 import json

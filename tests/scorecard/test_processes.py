@@ -16,7 +16,7 @@ from together import HEARTBEAT, Together, done_together, of_process
 
 KILLS = 10
 SHORT = Options(out="", steps=60, val_every=25, val_epochs=0, test=1)
-JUDGE = Path(__file__).with_name("judge_job.py")
+EVALUATION = Path(__file__).with_name("evaluation_job.py")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_d10_in_two_processes_the_one_that_hangs_is_ended_and_so_is_the_other(tm
 @pytest.mark.scorecard
 @pytest.mark.parametrize(("devices", "batch"), [(1, 8), (2, 8), (2, 4)])
 def test_c5_two_processes_evaluate_every_example_once(devices, batch, tmp_path):
-    found = [json.loads(pairs.lines(one)[-1]) for one in pairs.run(JUDGE, str(batch), devices=devices)]
+    found = [json.loads(pairs.lines(one)[-1]) for one in pairs.run(EVALUATION, str(batch), devices=devices)]
     with Score("C5") as score:
         for index, one in enumerate(found):
             score.check(one["count"] == 21, f"process {index} counted {one['count']}")

@@ -1,4 +1,4 @@
-"""One of several processes that judge 21 examples together; says what came out, and what numpy makes of it."""
+"""One of several processes that evaluate 21 examples together; says what came out, and what numpy makes of it."""
 
 import json
 import sys
