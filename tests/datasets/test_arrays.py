@@ -55,14 +55,14 @@ def test_the_last_batch_is_ragged_or_dropped():
 def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
     epoch = loader.untransformed(1)
-    taken = []
+    batches = []
     while (chunk := epoch.take(limit, 6))[1]:
         stacked, steps = chunk
         assert stacked["id"].shape == (6, batch_size)
-        taken += [{name: array[i] for name, array in stacked.items()} for i in range(steps)]
+        batches += [{name: array[i] for name, array in stacked.items()} for i in range(steps)]
     full = [batch for batch in loader.epoch(1) if len(batch["id"]) == batch_size]
-    assert len(taken) == len(full)
-    for a, b in zip(taken, full, strict=True):
+    assert len(batches) == len(full)
+    for a, b in zip(batches, full, strict=True):
         np.testing.assert_array_equal(a["id"], b["id"])
         np.testing.assert_array_equal(a["x"], b["x"])
     assert len(list(epoch)) == len(loader) - len(full)  # the ragged one is still to come

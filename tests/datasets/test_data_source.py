@@ -18,8 +18,8 @@ def test_every_kind_of_source_gives_the_same_batches(source, chunk):
     sources = {"loader": loader, "list": list(loader), "function": lambda: iter(loader), "iterator": iter(list(loader))}
     epoch_iterator = DataSource(sources[source], "train").open(1)
     seen = []
-    while (taken := epoch_iterator.take(chunk, chunk)) is not None:
-        seen += [*taken.batch[: taken.steps].ravel()] if taken.stacked else [*taken.batch]
+    while (step_batch := epoch_iterator.take(chunk, chunk)) is not None:
+        seen += [*step_batch.batch[: step_batch.steps].ravel()] if step_batch.stacked else [*step_batch.batch]
     np.testing.assert_array_equal(seen, ARRAYS)
     assert epoch_iterator.position == 7
 
@@ -45,8 +45,8 @@ def test_opening_at_a_position_of_a_loader_costs_no_replay():
 def test_a_chunk_is_padded_to_its_full_length_so_that_one_compilation_serves_all():
     epoch_iterator = DataSource(list(ArrayLoader(ARRAYS, 4)), "train").open(1)
     shapes = []
-    while (taken := epoch_iterator.take(3, 3)) is not None:
-        shapes.append(taken.batch.shape)
+    while (step_batch := epoch_iterator.take(3, 3)) is not None:
+        shapes.append(step_batch.batch.shape)
     assert shapes == [(3, 4), (3, 4)]
 
 
@@ -83,7 +83,7 @@ SOURCES = {
 }
 
 
-def taken(epoch_iterator, limit, chunk):
+def take(epoch_iterator, limit, chunk):
     """The next batches, as lists, each on its own, and the last state."""
     some = epoch_iterator.take(limit, chunk)
     batches = [] if some is None else some.batch[: some.steps] if some.stacked else [some.batch]
@@ -97,21 +97,21 @@ def steps(some):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_batches_can_be_left_out(kind):
     full = [
-        taken(epoch_iterator, 1, 1)[0][0]
+        take(epoch_iterator, 1, 1)[0][0]
         for epoch_iterator in [DataSource(SOURCES[kind](), "train").open(1)]
         for _ in range(BATCHES)
     ]
     for chunk in (1, 2):
         epoch_iterator = DataSource(SOURCES[kind](), "train").open(1)
         assert epoch_iterator.skip() == 1
-        first, _ = taken(epoch_iterator, chunk, chunk)
+        first, _ = take(epoch_iterator, chunk, chunk)
         assert first == full[1 : 1 + chunk]
         assert epoch_iterator.skip() == 1
-        (after,), state = taken(epoch_iterator, 1, chunk)
+        (after,), state = take(epoch_iterator, 1, chunk)
         assert after == full[2 + chunk] and epoch_iterator.position == 3 + chunk
         data_source = DataSource(SOURCES[kind](), "train")  # as in another process, with what was left out behind it
         data_source.restore(state)
-        assert taken(data_source.open(1, epoch_iterator.position), 1, 1)[0] == [full[3 + chunk]]
+        assert take(data_source.open(1, epoch_iterator.position), 1, 1)[0] == [full[3 + chunk]]
         epoch_iterator.close()
 
 
@@ -128,7 +128,7 @@ def test_the_batch_after_one_that_was_pushed_back_and_skipped_is_next():
     epoch_iterator = DataSource([ARRAYS[:4], ARRAYS[:4], ARRAYS[:2], ARRAYS[4:8]], "train").open(1)
     assert steps(epoch_iterator.take(4, 4)) == 2  # the third has another shape
     assert epoch_iterator.skip() == 1
-    assert taken(epoch_iterator, 1, 1)[0] == [[4, 5, 6, 7]]
+    assert take(epoch_iterator, 1, 1)[0] == [[4, 5, 6, 7]]
 
 
 def test_length_is_known_if_the_data_has_one():

