@@ -28,9 +28,9 @@ def leaves() -> dict[str, Any]:
 
 def test_a_snapshot_has_the_same_bits_wherever_the_arrays_are():
     state = leaves()
-    snapshot = Snapshots().take(state)
-    assert all(isinstance(leaf, np.ndarray) for leaf in snapshot.values())
-    assert_same_bits(snapshot, {name: np.asarray(leaf) for name, leaf in state.items()})
+    copies = Snapshots().take(state)
+    assert all(isinstance(leaf, np.ndarray) for leaf in copies.values())
+    assert_same_bits(copies, {name: np.asarray(leaf) for name, leaf in state.items()})
 
 
 def test_memory_is_used_again_and_only_where_it_fits():
@@ -55,9 +55,9 @@ def test_another_kind_of_device_keeps_the_copy_where_it_has_space(monkeypatch, f
     state = leaves()
     host = state["host"].copy()
     expected = {name: np.asarray(leaf).copy() for name, leaf in state.items()}
-    snapshot = Snapshots().take(state)
+    copies = Snapshots().take(state)
     state["host"][:] = 7
     jax.jit(lambda given: given + 1, donate_argnums=0)(state["plain"]).block_until_ready()
-    assert isinstance(snapshot["plain"], kind) and isinstance(snapshot["host"], np.ndarray)
-    np.testing.assert_array_equal(snapshot["host"], host)
-    assert_same_bits({name: np.asarray(leaf) for name, leaf in snapshot.items()}, expected)
+    assert isinstance(copies["plain"], kind) and isinstance(copies["host"], np.ndarray)
+    np.testing.assert_array_equal(copies["host"], host)
+    assert_same_bits({name: np.asarray(leaf) for name, leaf in copies.items()}, expected)
