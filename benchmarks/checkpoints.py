@@ -104,7 +104,7 @@ class Ours:
 
 
 class Orbax:
-    """As its documentation says; the checkpoint before is deleted before the clock runs."""
+    """As in its documentation; the previous checkpoint is deleted before the clock starts."""
 
     name = "orbax AsyncCheckpointer"
 
@@ -140,12 +140,12 @@ def folder_of_step(folder: Path, state: TrainState) -> Path:
 # --- parts
 
 
-def saving(asked: argparse.Namespace, folder: Path) -> None:
+def saving(args: argparse.Namespace, folder: Path) -> None:
     training = Training()
     savers = [kind(folder, training.state) for kind in (Ours, Orbax)]
     times: dict[str, list[tuple[float, ...]]] = {saver.name: [] for saver in savers}
     held: dict[str, TrainState] = {}
-    for number in range(asked.saves + 1):  # the first one is not counted
+    for number in range(args.saves + 1):  # the first one is not counted
         for saver in savers if number % 2 else savers[::-1]:
             usual = statistics.median(training.step() for _ in range(5))
             held[saver.name] = jax.block_until_ready(copy_state(training.state))
@@ -163,9 +163,7 @@ def saving(asked: argparse.Namespace, folder: Path) -> None:
                 )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(training.state))
     usual = statistics.median(row[-1] for rows in times.values() for row in rows)
-    print(
-        f"\nSaving {size / 1e6:.0f} MB ({asked.saves} saves each; a step without saving takes {usual * 1e3:.0f} ms)\n"
-    )
+    print(f"\nSaving {size / 1e6:.0f} MB ({args.saves} saves each; a step without saving takes {usual * 1e3:.0f} ms)\n")
     table("", "blocks the loop: median", "max", "the next step", "steps until committed", "committed after")
     for saver in savers:
         blocked, following, during, committed, _ = zip(*times[saver.name], strict=True)
@@ -191,12 +189,12 @@ def restoring(savers: list[Any], held: dict[str, TrainState]) -> None:
         table(saver.name, f"{seconds * 1e3:.0f} ms", verifying, f"{share:.3f}", "yes" if is_same else "NO")
 
 
-def loops(asked: argparse.Namespace, folder: Path) -> None:
-    print(f"\nA loop that saves every {EVERY} steps, against the same without ({asked.rounds} rounds)\n")
+def loops(args: argparse.Namespace, folder: Path) -> None:
+    print(f"\nA loop that saves every {EVERY} steps, against the same without ({args.rounds} rounds)\n")
     table("", "µs per step without", "with", "ratio")
     for name, run in (("perceptron, 3.2 MB, TrainerModule", trainer_loop), ("chain, 105 MB, by hand", chain_loop)):
         rounds = []
-        for number in range(asked.rounds):
+        for number in range(args.rounds):
             order = (False, True) if number % 2 else (True, False)
             rounds.append({saves: run(folder / f"{name[:5]}-{number}-{saves}", saves=saves) for saves in order})
         middle = {saves: statistics.median(one[saves] for one in rounds) * 1e6 for saves in (False, True)}
@@ -284,16 +282,16 @@ def random_loader(batches: int, size: int = 128) -> jt.ArrayLoader:
     return jt.ArrayLoader((x, y), size, shuffle=True, drop_last=True)
 
 
-def sizes(asked: argparse.Namespace, folder: Path) -> None:
+def sizes(args: argparse.Namespace, folder: Path) -> None:
     data = DigitsDataset(DigitsConfig(global_batch_size=64))
     images, labels = data.train.input, data.train.target
     flat = images.reshape(len(images), -1).astype(np.float32) / 16
     loader = jt.ArrayLoader((flat, labels), 64, shuffle=True, drop_last=True)
     callbacks = [ModelCheckpointConfig()]
-    print(f"\nSize on the disk of a trained perceptron (64-N-N-10, Adam, {asked.epochs} epochs of digits)\n")
+    print(f"\nSize on the disk of a trained perceptron (64-N-N-10, Adam, {args.epochs} epochs of digits)\n")
     table("N", "arrays", "on disk", "on disk / arrays", "files")
     for width in (32, 256, 1024):
-        trainer = classifier((64, width, width, 10), loader, folder / f"digits-{width}", callbacks, asked.epochs)
+        trainer = classifier((64, width, width, 10), loader, folder / f"digits-{width}", callbacks, args.epochs)
         saved = CheckpointStore(trainer.folder.checkpoints).latest()
         assert saved is not None
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
@@ -336,13 +334,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--only", choices=PARTS, default=None)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     logging.getLogger("jax_trainer").setLevel(logging.ERROR)  # that saving is slow is what is measured here
     print(f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, orbax {ocp.__version__}")
     for name, part in PARTS.items():
-        if asked.only in (None, name):
-            with fresh_folder(asked.folder) as folder:
-                part(asked, folder)
+        if args.only in (None, name):
+            with fresh_folder(args.folder) as folder:
+                part(args, folder)
 
 
 if __name__ == "__main__":

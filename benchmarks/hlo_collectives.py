@@ -30,14 +30,14 @@ class Collective(NamedTuple):
     """One collective as a device sees it."""
 
     kind: str
-    payload: int  # bytes of the whole that a group of devices reduces, gathers or exchanges
+    payload: int  # bytes that a group of devices reduces, gathers or exchanges
     group: int  # so many devices
     sliced: tuple[
         tuple[int, int], ...
     ] = ()  # arrays of an all-reduce of which a device then keeps one slice: bytes, slices
     times: int = 1  # how often in a step
     is_certain: bool = True  # False in a loop of unknown length, where `times` is that of one turn
-    source: str = ""  # what in the program asked for it
+    source: str = ""  # the operation of the program that it comes from
 
     @property
     def sent(self) -> float:
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """Whether the forward pass, the backward pass or what comes after them asked for it."""
+        """The phase that it belongs to: forward pass, backward pass, or update."""
         if "transpose(" in self.source:
             return "backward"
         return "forward" if "jvp(" in self.source else "update"
@@ -93,7 +93,7 @@ def ring_bytes(kind: str, payload: float, group: int) -> float:
 
 
 def group_size(attributes: str, devices: int) -> int:
-    """How many devices take part together, in any of the ways in which HLO says so.
+    """The group size, in any of HLO's notations for replica groups.
 
     >>> [group_size(f"replica_groups={text}, x=1", 8) for text in ("{{0,1},{2,3}}", "[2,4]<=[8]", "{}")]
     [2, 4, 8]
@@ -106,13 +106,13 @@ def group_size(attributes: str, devices: int) -> int:
         return int(tiled[1])
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # a part of an axis says how large it is
+        used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # a sub-axis states its size
         return math.prod(int(part) if part else sizes[name] for name, part in used)
     return devices
 
 
 def _saved(size: int, ways: int, group: int) -> float:
-    if group % ways:  # whoever cuts it so is not this group
+    if group % ways:  # another group slices it
         return 0.0
     scattered = ring_bytes("reduce-scatter", size, ways) + ring_bytes("all-reduce", size / ways, group // ways)
     return ring_bytes("all-reduce", size, group) - scattered
@@ -192,7 +192,7 @@ def _read(module: Module, computation: str, one: Instruction, times: int, is_cer
 
 
 def _source(instructions: list[Instruction], one: Instruction) -> str:
-    """What asked for it; where the compiler itself did, what asked for that which it was given."""
+    """The operation that it comes from; for one that the compiler inserted, that of its operand."""
     if named := re.search(r'op_name="([^"]*)"', one.attributes):
         return named[1]
     given = next((other for other in instructions if other.name in one.operands[:1]), None)
@@ -218,7 +218,7 @@ def _until_comma(text: str) -> tuple[str, str]:
 
 
 def _slices_of(module: Module, computation: str, reduced: Instruction, part: int) -> int:
-    """Into how many slices a part of an all-reduce is cut, of which a device keeps one; 1 where it keeps the whole."""
+    """Into how many slices a part of an all-reduce is cut, of which a device keeps one; 1 if it keeps all."""
     if reduced.opcode.endswith("-start"):
         reduced = next(user for user in module[computation] if reduced.name in user.operands)  # its done
     if not reduced.shape.startswith("("):
@@ -236,8 +236,8 @@ def _cut(module: Module, computation: str, name: str, outside: Callable[[], int]
 
 def _cut_by(module: Module, computation: str, name: str, user: Instruction, outside: Callable[[], int]) -> int:
     if user.opcode == "dynamic-slice" and user.operands[0] == name:
-        whole = next(one for one in module[computation] if one.name == name)
-        return array_bytes(whole.shape)[0] // array_bytes(user.shape)[0]
+        full = next(one for one in module[computation] if one.name == name)
+        return array_bytes(full.shape)[0] // array_bytes(user.shape)[0]
     if user.opcode in LOOKED_THROUGH:
         return _cut(module, computation, user.name, outside)
     if user.opcode == "fusion":

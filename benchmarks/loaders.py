@@ -6,12 +6,12 @@ On MNIST from `data/` if it is there, else (or with `--synthetic`) on random ima
 
 * loaders: batches of 128, shuffled. All use our order: equal checksums of the first batches show that they hand out
   the same. Workers may have a few batches ready when a round begins.
-* waiting: a small CNN trained by `run`. `waited` is what the engine says about itself: the share of the time in which
+* waiting: a small CNN trained by `run`. `waited` is what the engine reports: the share of the time in which
   the device had nothing to do for want of a batch. Against resident data, which has nothing to wait for, the clock
-  says it too. One loader is too slow on purpose: the engine must say so in a line.
-* resident: an MLP with the whole set on the device and an epoch per call. Loops by hand start from our parameters and
-  see our order: equal `|params|` shows that the same was computed. Ours and the scans by hand put the data on the
-  device in every call and fetch the means of every epoch; where the device is fast, use more `--epochs`.
+  shows it, too. One loader is too slow on purpose: the engine must report it in one line.
+* resident: an MLP with the full set on the device and an epoch per call. Hand-written loops start from our parameters
+  and see our order: equal `|params|` shows that the same was computed. Ours and the hand-written scans put the data
+  on the device in every call and fetch the means of every epoch; where the device is fast, use more `--epochs`.
 
 Every variant runs once untimed. Then they take turns, round by round, so that whatever else the machine does hits them
 alike; a ratio is the median over rounds of the ratio within a round. A report, not a test: it always exits with 0.
@@ -189,8 +189,8 @@ def own_loadings(data: Pair) -> list[Loading]:
 
     def chunks(number: int) -> Iterator[Any]:
         cursor = DataSource(loader, "train").open(number)
-        while (taken := cursor.take(CHUNK, CHUNK)) is not None:
-            yield taken.batch
+        while (step_batch := cursor.take(CHUNK, CHUNK)) is not None:
+            yield step_batch.batch
 
     stacked, pairs = f"ours, {CHUNK} batches stacked", lambda drawn: zip(*drawn, strict=True)
     rows, cut = endless(RowLoader(loader).epoch), lambda rows: [(data[0][rows], data[1][rows])]
@@ -212,7 +212,7 @@ def torch_loadings(data: Pair) -> list[Loading]:
 
 
 def grain_loadings(data: Pair) -> list[Loading]:
-    """Records read one by one, here or by workers, which end when nobody needs their loader any more."""
+    """Records read one by one, here or by workers, which end with their loader."""
     from jax_trainer.datasets.records import GrainLoader
 
     made = {n: GrainLoader(Records(data), BATCH, shuffle=True, drop_last=True, workers=n) for n in (0, 2)}
@@ -247,20 +247,20 @@ NO_BATCHES, QUARTER = "resident, no batches", "sleeps ¼ step"
 
 
 class Watch:
-    """Collects how long epochs took and waited, and what was said after the first."""
+    """Collects the time and data wait of epochs, and the notices after the first."""
 
     shows_notices = True
 
     def __init__(self) -> None:
         self.seconds = self.waited = self.steps = 0.0
-        self.said: list[str] = []
+        self.notices: list[str] = []
 
     def handle(self, event: Event) -> None:
         """Takes note of `event`."""
         if isinstance(event, EpochEnd):
             self.seconds, self.waited, self.steps = self.seconds + event.seconds, self.waited + event.waited, event.step
         elif isinstance(event, Notice) and self.steps:
-            self.said.append(event.text)
+            self.notices.append(event.text)
 
 
 def sleepy(loader: jt.ArrayLoader, micros: float) -> jt.Data:
@@ -282,7 +282,7 @@ def measure_waiting(data: Pair, options: argparse.Namespace) -> Part:
     def watched(data: jt.Data, steps: int, epochs: int = 1) -> tuple[float, float, list[str]]:
         watch, state = Watch(), jax.block_until_ready(copy_state(initial))
         jt.run(program, state, data, jt.Plan(max_epochs=epochs, steps_per_epoch=steps), [watch])
-        return 1e6 * watch.seconds / watch.steps, watch.waited / watch.seconds, watch.said
+        return 1e6 * watch.seconds / watch.steps, watch.waited / watch.seconds, watch.notices
 
     variants = {NO_BATCHES: jt.Data(loader, resident=True), ARRAY: jt.Data(loader, prefetch=PREFETCH)}
     for warm in variants.values():
@@ -296,12 +296,12 @@ def measure_waiting(data: Pair, options: argparse.Namespace) -> Part:
     rows = [(*row(times, name, NO_BATCHES), f"{shares[name]:.1%}") for name in variants]
 
     step = statistics.median(times[ARRAY])
-    micros, share, said = watched(sleepy(loader, 2 * step), math.ceil(1e6 * SLOW_RUN / (2 * step)))
+    micros, share, notices = watched(sleepy(loader, 2 * step), math.ceil(1e6 * SLOW_RUN / (2 * step)))
     times["sleeps 2 steps"] = [micros]
     rows.append((*row(times, "sleeps 2 steps"), "", f"{share:.1%}"))
     limits = [(f"waited, {ARRAY}", f"{shares[ARRAY]:.1%}", "at most 3.0%", shares[ARRAY] <= 0.03)]
-    limits.append(("said of the slow loader", f"{len(said)} line(s)", "1 line", len(said) == 1))
-    notes = [f"Said of the loader that sleeps 2 steps: {' '.join(said) or 'NOTHING, and it must be.'}"]
+    limits.append(("notices about the slow loader", f"{len(notices)} line(s)", "1 line", len(notices) == 1))
+    notes = [f"Notice about the loader that sleeps 2 steps: {' '.join(notices) or 'NONE, but one is expected.'}"]
     columns = "loader", "µs per step", "min", "÷ resident", "waited"
     return Part(f"Waiting: CNN, {PREFETCH} batches made ahead", columns, rows, limits, times, notes)
 

@@ -70,7 +70,7 @@ def matrix_rate(side: int = 8192, times: int = 40) -> float:
 
 
 def measured(name: str, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """Trains a preset for so many steps, and says what a step took."""
+    """Trains a preset for this many steps; returns the time of a step."""
     file, flops_of, own = PRESETS[name]
     always = [f"trainer.max_steps={steps}", f"trainer.logger.log_dir=runs/presets/{name}"]
     experiment = load_experiment(FOLDER / file, [*own, *always, *overrides]).value

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from hlo_collectives import Collective, collectives_of
 from rich.console import Console
-from scaling_ahead import TAPE, compiled_ahead, eight_gpus, state_bytes
+from scaling_ahead import BUFFER_ROWS, compiled_ahead, eight_gpus, state_bytes
 from scaling_cases import BATCH, BYTES, CASES, GPT, Case, batch_of, needed, trainer_for
 from scaling_on_paper import Job, report
 from scaling_tables import BY_KIND, KEPT, SENT, Row, by_kind, compared, header, markdown
@@ -40,7 +40,7 @@ WEAK_BATCH = 2  # texts for each device
 
 
 class Found(NamedTuple):
-    """What is said about one layout."""
+    """The report on one layout."""
 
     sent: list[Row]
     kind: Row
@@ -54,9 +54,9 @@ def examined(name: str, devices: list[Any], precision: str) -> tuple[Found, list
     collectives = collectives_of(step.hlo)
     needs = needed(case, step.state.params, step.layout.param_specs(step.state.params), precision)
     sent = [(name if not number else "", *line) for number, line in enumerate(compared(needs, collectives))]
-    here, whole = state_bytes(step.state)
+    here, total = state_bytes(step.state)
     ways = case.fsdp * case.tensor
-    kept = (name, *map(_megabytes, (here, whole / ways, step.temporary)), f"{here * ways / whole:.3f}")
+    kept = (name, *map(_megabytes, (here, total / ways, step.temporary)), f"{here * ways / total:.3f}")
     return Found(sent, (name, precision, *by_kind(needs, collectives), _megabytes(step.temporary)), kept), collectives
 
 
@@ -105,7 +105,7 @@ def show_each(name: str, found: Iterable[Collective]) -> None:
 
 
 class Running(NamedTuple):
-    """A step that has run once, and what it goes on with."""
+    """A warmed-up step and its state."""
 
     program: CompiledProgram
     state: TrainState
@@ -119,7 +119,7 @@ def running(case: Case, size: int) -> Running:
     program = trainer_for(case, jax.devices(), batch).prepare([batch])
     state = program.init(jax.random.key(0), batch)
     placed = program.place(batch, stacked=False)
-    _, buffer = program.train_buffer(state, placed, TAPE)
+    _, buffer = program.train_buffer(state, placed, BUFFER_ROWS)
     state, buffer, _ = program.train_step(state, buffer, placed)
     return Running(program, state, buffer, placed)
 

@@ -13,11 +13,11 @@ from jax_trainer.core import Layout, LogMode, PyTree, TrainState
 from jax_trainer.core.metric_buffer import MetricBufferFormat
 from jax_trainer.models import GPTConfig
 
-TAPE = 8  # rows
+BUFFER_ROWS = 8  # of the metric buffer
 
 
 class Ahead(NamedTuple):
-    """A compiled step, and what XLA says about it."""
+    """A compiled step, and XLA's memory analysis of it."""
 
     hlo: str
     temporary: int  # bytes on each device
@@ -47,9 +47,11 @@ def compiled_ahead(case: Case, devices: list[Any], precision: str = "f32", model
     state = jax.tree.map(_shape, state, layout.state_shardings(state))
     rows = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
     batch = jax.tree.map(lambda leaf: _shape(leaf, rows), batch)
-    told = jax.eval_shape(program._train_inner, state, batch)[1].metrics.only(LogMode.TRAIN)
-    buffer = jax.ShapeDtypeStruct((TAPE, MetricBufferFormat.of(told).width), np.uint32, sharding=layout.replicated)
-    # what `program.advance` compiles when it is first called, which would need the devices
+    metrics = jax.eval_shape(program._train_inner, state, batch)[1].metrics.only(LogMode.TRAIN)
+    buffer = jax.ShapeDtypeStruct(
+        (BUFFER_ROWS, MetricBufferFormat.of(metrics).width), np.uint32, sharding=layout.replicated
+    )
+    # what `program.train_step` compiles when it is first called, which would need the devices
     made = jax.jit(program._step, donate_argnums=0).lower(state, buffer, batch).compile()
     memory = made.memory_analysis()
     assert memory is not None

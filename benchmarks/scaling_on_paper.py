@@ -145,13 +145,13 @@ def needs(job: Job, *, data: int, fsdp: int) -> Needs:
     scattered = gather(gradients, shard_inside, shard_across)
     reducing = scattered.plus(gather(gradients / fsdp, copy_inside, data // copy_inside).times(2))
     # two layers at a time where they are gathered again, else all of them
-    whole = weights if fsdp == 1 or job.gathers == 1 else 2 * weights / job.layers
+    gathered = weights if fsdp == 1 or job.gathers == 1 else 2 * weights / job.layers
     kept = job.tokens * (job.layers * job.activations * job.width + 2 * 4 * job.vocabulary)  # logits and their slopes
     return Needs(
         data=data,
         fsdp=fsdp,
         state=job.state / fsdp,
-        memory=job.state / fsdp + gradients / fsdp + whole + kept,
+        memory=job.state / fsdp + gradients / fsdp + gathered + kept,
         gathering=gathering,
         reducing=reducing,
         compute=job.compute,
@@ -204,7 +204,7 @@ def table(job: Job) -> Table:
 
 
 def report(job: Job) -> None:
-    """Says it all."""
+    """Prints all tables."""
     say(f"{job.parameters:,} parameters, {job.devices} GPUs, {job.texts_per_gpu} texts of {job.context} on each:")
     slow, fast = (1000 * job._replace(share=share).compute for share in (0.4, 0.5))
     say(f"{job.devices * job.tokens:,} tokens and {job.devices * job.flops:.3g} operations a step, ", end="")

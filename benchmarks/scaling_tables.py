@@ -8,7 +8,7 @@ from scaling_cases import Need
 
 Row = tuple[str, ...]
 
-SHOWN = 10_000  # bytes from which on what nobody needs has a line
+SHOWN = 10_000  # bytes; smaller collectives that are not needed get no line
 
 SENT = "layout", "phase", "needed", "found", "ratio", "ratio, scattered"
 BY_KIND = (
@@ -41,10 +41,10 @@ def compared(needs: Iterable[Need], found: Iterable[Collective]) -> list[Row]:
     lines = []
     needs, found = list(needs), list(found)
     for phase, group in itertools.product(("forward", "backward", "update"), ("gather", "reduce", "exchange")):
-        asked = [need for need in needs if (need.phase, family(need.kind)) == (phase, group)]
+        needed = [need for need in needs if (need.phase, family(need.kind)) == (phase, group)]
         there = [one for one in found if (one.phase, family(one.kind)) == (phase, group)]
-        if asked or sum(one.sent for one in there) >= SHOWN:
-            lines.append((phase, _asked(asked), _counted(there), *_ratios(asked, there)))
+        if needed or sum(one.sent for one in there) >= SHOWN:
+            lines.append((phase, _needed(needed), _counted(there), *_ratios(needed, there)))
     return [*lines, ("**all**", _megabytes(needs), _megabytes(found), *_ratios(needs, found))]
 
 
@@ -63,7 +63,7 @@ def family(kind: str) -> str:
     return {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}.get(kind, "exchange")
 
 
-def _asked(needs: Sequence[Need]) -> str:
+def _needed(needs: Sequence[Need]) -> str:
     kinds = [f"{need.number or ''} {need.kind}".strip() for need in needs]
     return f"{', '.join(kinds)}: {_megabytes(needs)}" if needs else "nothing"
 
@@ -82,8 +82,8 @@ def _megabytes(things: Iterable[Need | Collective]) -> str:
 
 
 def _ratios(needs: Sequence[Need], found: Sequence[Collective]) -> tuple[str, str]:
-    asked = sum(need.sent for need in needs)
-    if not asked:
+    needed = sum(need.sent for need in needs)
+    if not needed:
         return "", ""
     written, scattered = sum(one.sent for one in found), sum(one.sent_if_scattered for one in found)
-    return f"{written / asked:.2f}", f"{scattered / asked:.2f}"
+    return f"{written / needed:.2f}", f"{scattered / needed:.2f}"

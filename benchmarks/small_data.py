@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/small_data.py [--trainings 10] [--epochs 100] [--only fit] [--json PATH]
 
-A loop by hand as a user writes it (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
+A hand-written loop (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
 nothing written) against `fit` with its defaults, `fit(save=False)`, and a `TrainerModule` with `ModelCheckpoint`; same
 perceptron, Adam, arrays and batch size. The variants take turns, seed by seed. Each training makes its model, optimizer
 and loss anew. `start` is the time to the end of the first epoch less that of a later one, `end` what comes after the
@@ -27,7 +27,7 @@ import jax_trainer as jt
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 
 SIZES, BATCH_SIZE, STEPS, EXAMPLES = (16, 64, 64, 1), 32, 20, 160  # of the layers; per batch, per epoch, to evaluate
-LIMIT, START = 1.5, 1.0  # times the loop by hand, and seconds besides
+LIMIT, START = 1.5, 1.0  # times the hand-written loop, plus seconds
 
 
 class Mlp(nn.Module):
@@ -40,7 +40,7 @@ class Mlp(nn.Module):
         return nn.Dense(SIZES[-1])(x)[:, 0]
 
 
-class OomReporter(NamedTuple):
+class Measurement(NamedTuple):
     """Seconds of one training, and the loss that it ends with."""
 
     start: float
@@ -50,7 +50,7 @@ class OomReporter(NamedTuple):
     loss: float
 
     @classmethod
-    def of(cls, began: float, ends: list[float], loss: float) -> "OomReporter":
+    def of(cls, began: float, ends: list[float], loss: float) -> "Measurement":
         """From when it began, and when each of its epochs ended."""
         now = time.perf_counter()
         epoch = statistics.median(np.diff(ends)) if len(ends) > 1 else 0.0
@@ -104,7 +104,7 @@ def hand_loss(state: Any, x: Any, y: Any) -> Any:
     return squared(Mlp().apply(state[0], x), y)
 
 
-def by_hand(seed: int, epochs: int) -> OomReporter:
+def by_hand(seed: int, epochs: int) -> Measurement:
     """A dispatch per step."""
     (x, y), (test_x, test_y) = data()
     began, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
@@ -118,11 +118,11 @@ def by_hand(seed: int, epochs: int) -> OomReporter:
         parts = [hand_loss(state, test_x[i : i + 32], test_y[i : i + 32]) for i in range(0, EXAMPLES, BATCH_SIZE)]
         found = float(np.mean(jax.device_get(parts)))
         ends.append(time.perf_counter())
-    return OomReporter.of(began, ends, found)
+    return Measurement.of(began, ends, found)
 
 
-def fitted(seed: int, epochs: int, **options: Any) -> OomReporter:
-    """`fit`, with its defaults unless told otherwise."""
+def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
+    """`fit`, with its defaults unless `options` differ."""
     clock = Clock()
     train, test = data()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,11 +139,11 @@ def fitted(seed: int, epochs: int, **options: Any) -> OomReporter:
             log_dir=folder,
             **options,
         )
-        return OomReporter.of(began, clock.ends, result.history[epochs]["val/loss"])
+        return Measurement.of(began, clock.ends, result.history[epochs]["val/loss"])
 
 
 class Regression(jt.TrainerModule):
-    """The same as a subclass."""
+    """A `TrainerModule` for the same model."""
 
     def batch_to_input(self, batch: Any) -> Any:
         """What the model is given."""
@@ -155,7 +155,7 @@ class Regression(jt.TrainerModule):
         return squared(outputs, batch[1]), (mutable, {})
 
 
-def trained(seed: int, epochs: int) -> OomReporter:
+def trained(seed: int, epochs: int) -> Measurement:
     """`TrainerModule` with `ModelCheckpoint`."""
     clock = Clock()
     train, test = data()
@@ -172,10 +172,10 @@ def trained(seed: int, epochs: int) -> OomReporter:
             logger=jt.LoggerConfig(log_dir=folder),
         )
         trainer.train_model(loader, jt.ArrayLoader(test, BATCH_SIZE))
-        return OomReporter.of(began, clock.ends, float("nan"))
+        return Measurement.of(began, clock.ends, float("nan"))
 
 
-VARIANTS: dict[str, Callable[[int, int], OomReporter]] = {
+VARIANTS: dict[str, Callable[[int, int], Measurement]] = {
     "by hand": by_hand,
     "fit": fitted,
     "fit, save=False": lambda seed, epochs: fitted(seed, epochs, save=False),
@@ -188,17 +188,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainings", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the loop by hand")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the hand-written loop")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
-    names = [name for name in VARIANTS if name in ("by hand", *asked.only)]
-    found: dict[str, list[OomReporter]] = {name: [] for name in names}
-    for seed in range(asked.trainings):
+    names = [name for name in VARIANTS if name in ("by hand", *args.only)]
+    found: dict[str, list[Measurement]] = {name: [] for name in names}
+    for seed in range(args.trainings):
         for name in names:
-            found[name].append(VARIANTS[name](seed, asked.epochs))
+            found[name].append(VARIANTS[name](seed, args.epochs))
     hand = found["by hand"]
-    print(f"\n| {asked.epochs} epochs of {STEPS} | first, s | start | ms per epoch | end | limit | later, s | start |")
+    print(f"\n| {args.epochs} epochs of {STEPS} | first, s | start | ms per epoch | end | limit | later, s | start |")
     print("|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         first, later = runs[0], runs[1:] or runs
@@ -207,8 +207,8 @@ def main() -> None:
         ratio = statistics.median(run.total / by.total for run, by in zip(later, hand[1:] or hand, strict=True))
         parts = [f"{number:.2f}" for number in (first.total, first.start, 1e3 * first.epoch, first.end, limit)]
         print(f"| {name} | {' | '.join(parts)} | {total:.2f} ({ratio:.2f} x) | {start:.2f} |")
-    if asked.json:
-        asked.json.write_text(json.dumps({name: [run._asdict() for run in runs] for name, runs in found.items()}))
+    if args.json:
+        args.json.write_text(json.dumps({name: [run._asdict() for run in runs] for name, runs in found.items()}))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ CHUNK = 25  # steps per dispatch where there are several
 MICRO = 4  # micro-batches of gradient accumulation
 DECAY = 0.999  # of averaged weights
 TX = optax.adam(1e-3)
-SCREEN = Console(file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115 - a terminal that nobody looks at
+SCREEN = Console(file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115 - a terminal without output
 
 HandState = tuple[PyTree, ...]  # the parameters, the optimizer's state, and what else the step keeps
 HandStep = Callable[[HandState, jax.Array, jax.Array], tuple[HandState, PyTree]]
@@ -292,7 +292,7 @@ def nnx_jit(name: str, task: Task) -> Variant:
 
 
 def keras_fit(name: str, task: Task, *, steps_per_execution: int = 1) -> Variant:
-    """Keras 3 on JAX. Every round goes on from the weights of the last, which costs the same."""
+    """Keras 3 on JAX. Every round continues from the weights of the last, which costs the same."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
@@ -544,7 +544,7 @@ def main() -> None:
         folder = Path(name)
         for task in (tiny, short, medium):
             variants = common_variants(task, folder) + (extra_variants(task, folder) if task is tiny else [])
-            variants += peer_variants(task, folder) if options.process_group and task is not short else []
+            variants += peer_variants(task, folder) if options.peers and task is not short else []
             measured[task.name] = measure(task, variants, options.rounds)
     rows = [row for case, results in measured.items() for row in compared(case, results)]
     print_table(rows)

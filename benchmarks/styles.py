@@ -26,7 +26,7 @@ from trainer_overhead import EPOCHS, SIZES, TX, Epochs, Mlp
 import jax_trainer as jt
 from jax_trainer.callbacks import ModelCheckpointConfig
 
-OomReporter = tuple[float, float]  # seconds of an epoch, and the norm of the parameters
+Measurement = tuple[float, float]  # seconds of an epoch, and the norm of the parameters
 
 
 class NnxMlp(nnx.Module):
@@ -47,7 +47,7 @@ def loss_of(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
+def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     """A dispatch per step, parameters and optimizer state donated; nothing is fetched."""
     model = Mlp(sizes)
     params = model.init(jax.random.key(0), next(loader.epoch(1))[0])
@@ -70,7 +70,7 @@ def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
     return statistics.median(seconds[1:]), float(optax.tree.norm(params))
 
 
-def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
+def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     """`nnx.jit` around the step, as Flax's own documentation has it."""
     model = NnxMlp(sizes, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -91,7 +91,7 @@ def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
     return statistics.median(seconds[1:]), _norm(model)
 
 
-def fitted(model: Any, loader: jt.ArrayLoader, **options: Any) -> OomReporter:
+def fitted(model: Any, loader: jt.ArrayLoader, **options: Any) -> Measurement:
     epochs = Epochs()
     with tempfile.TemporaryDirectory() as folder:
         result = jt.fit(
@@ -117,7 +117,7 @@ class Trainer(jt.TrainerModule):
         return cross_entropy(logits, batch[1]), (mutable, {})
 
 
-def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
+def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     epochs = Epochs()
     with tempfile.TemporaryDirectory() as folder:
         options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": jt.LoggerConfig(log_dir=folder)}
@@ -127,7 +127,7 @@ def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> OomReporter:
     return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(made.state.params))
 
 
-def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = None, **options: Any) -> OomReporter:
+def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = None, **options: Any) -> Measurement:
     """`train_fn` with a hook that takes the time once per epoch, and one that does nothing every so many steps."""
     moments: list[float] = []
     batches = len(loader)
@@ -157,7 +157,7 @@ def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = 
     return statistics.median(np.diff(moments)), _norm(model)
 
 
-def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> OomReporter:
+def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measurement:
     """`TrainLoop` with a checkpoint per epoch, or every so many steps."""
     model, batches = Mlp(sizes), len(loader)
     loop = jt.TrainLoop(
@@ -180,7 +180,7 @@ def _norm(model: Any) -> float:
     return float(optax.tree.norm(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
 
 
-VARIANTS: dict[str, Callable[..., OomReporter]] = {
+VARIANTS: dict[str, Callable[..., Measurement]] = {
     "linen by hand": by_hand,
     "nnx.jit by hand": nnx_by_hand,
     "TrainerModule, linen": trainer,
@@ -200,14 +200,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--case", choices=list(SIZES), help="only this size")
-    asked = parser.parse_args()
-    for name in SIZES if asked.case is None else [asked.case]:
+    args = parser.parse_args()
+    for name in SIZES if args.case is None else [args.case]:
         sizes, batch_size, batches = SIZES[name]
         rng = np.random.default_rng(0)
         x = rng.standard_normal((batch_size * batches, sizes[0]), np.float32)
         y = rng.integers(sizes[-1], size=len(x), dtype=np.int32)
         loader = jt.ArrayLoader((x, y), batch_size, shuffle=True, drop_last=True)
-        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(asked.rounds)]
+        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(args.rounds)]
         print(f"{name} ({jax.devices()[0].device_kind}), µs per step, ratio to linen by hand, |params|")
         for kind in VARIANTS:
             micro = statistics.median(one[kind][0] for one in rounds) / batches * 1e6

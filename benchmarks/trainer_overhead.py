@@ -128,13 +128,13 @@ VARIANTS: dict[str, Callable[..., float]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     for name, (sizes, batch_size, batches) in SIZES.items():
         rng = np.random.default_rng(0)
         x = rng.standard_normal((batch_size * batches, sizes[0]), np.float32)
         y = rng.integers(sizes[-1], size=len(x), dtype=np.int32)
         loader = jt.ArrayLoader((x, y), batch_size, shuffle=True, drop_last=True)
-        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(asked.rounds)]
+        rounds = [{kind: run(sizes, loader) for kind, run in VARIANTS.items()} for _ in range(args.rounds)]
         print(f"{name} ({jax.devices()[0].device_kind}), µs per step, ratio to the loop by hand")
         for kind in VARIANTS:
             micro = statistics.median(one[kind] for one in rounds) / batches * 1e6

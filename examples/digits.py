@@ -52,14 +52,14 @@ class Network(nnx.Module):
 
 
 def loss(model: Network, batch: dict[str, jax.Array], train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What to minimise, and what else to report."""
+    """The loss to minimize, and other metrics to log."""
     logits = model(batch["image"])
     value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
     return value, {"acc": (logits.argmax(-1) == batch["label"]).mean()}
 
 
 class LastMetrics:
-    """An observer of one's own: remembers the latest metrics of every set."""
+    """A custom observer that keeps the latest metrics of every set."""
 
     def __init__(self) -> None:
         self.by_set: dict[str, dict[str, float]] = {}
@@ -73,17 +73,17 @@ class LastMetrics:
 
 
 def show(metrics: dict[str, dict[str, float]], folder: Path, seconds: float) -> None:
-    """The result, for a person."""
+    """Prints the result."""
     console = Console()
     table = Table("set", "loss", "accuracy", title=f"Digits, {seconds:.1f} s")
     for name in ("train", "val", "test"):
         table.add_row(name, f"{metrics[name]['loss']:.4f}", f"{metrics[name]['acc']:.2%}")
     console.print(table)
-    console.print(f"Run folder: {folder} (metrics.jsonl has every number)", soft_wrap=True)
+    console.print(f"Run folder: {folder} (all metrics: metrics.jsonl)", soft_wrap=True)
     console.print(f"Data: {DIGITS_SOURCE}", style="dim", soft_wrap=True)
     console.print(
         "Next: `python examples/digits.py --epochs 5 --steps-per-call epoch` (one dispatch per epoch), "
-        "`--fast-dev-run` (does it run?), or open examples/digits.py and put in your own network.",
+        "`--fast-dev-run` (does it run?), or open examples/digits.py and insert your own network.",
         soft_wrap=True,
     )
 

@@ -3,8 +3,8 @@
     python examples/images.py                                   # the digits that ship with the package
     python scripts/fetch_data.py --only mnist && python examples/images.py --set mnist --epochs 1
 
-Images travel to the device as uint8; they are normalised there, and those of CIFAR-10 cropped and flipped. With
-`--resident` the whole training set lives on the device, and one dispatch trains a whole epoch.
+Images are sent to the device as uint8 and normalized there; those of CIFAR-10 are also cropped and flipped. With
+`--resident` the training set is kept on the device, and one dispatch trains a full epoch.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Network(nnx.Module):
 
 
 def loss(model: Network, batch: Any, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What to minimise, and what else to report."""
+    """The loss to minimize, and other metrics to log."""
     logits = model(batch.input)
     value = optax.softmax_cross_entropy_with_integer_labels(logits, batch.target).mean()
     return value, {"acc": (logits.argmax(-1) == batch.target).mean()}

@@ -1,15 +1,15 @@
-"""Look for the best learning rate, weight decay, activation and batch size for 8×8 handwritten digits.
+"""Search the best learning rate, weight decay, activation and batch size for 8×8 handwritten digits.
 
-    python examples/tune_digits.py                 # 12 trials of a small network; bad ones are cut after an epoch
-    python examples/tune_digits.py --trials 20     # the same study goes on: eight more
-    python examples/tune_digits.py --storage sqlite:///digits.db     # in a database, which several may share
+    python examples/tune_digits.py                 # 12 trials of a small network; bad ones are pruned after an epoch
+    python examples/tune_digits.py --trials 20     # resumes the study: eight more
+    python examples/tune_digits.py --storage sqlite:///digits.db     # in a database, shared by several processes
 
 It is the same as
 
     jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 12 --startup 3 --seed 0 \\
         'model={class_name: SimpleClassifier, num_classes: 10}' trainer.train_epochs=6
 
-To tune your own, change the two files, or give `tune` a function of your own instead of the first.
+To tune your own, change the two files, or pass your own function to `tune` instead of the first.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SMALL = [
 
 
 def main() -> TuneResult:
-    """Reads the command line, tunes, shows the result."""
+    """Reads the command line, runs the study, shows the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--pruner", default="median", choices=["median", "halving", "hyperband", "none"])
@@ -43,7 +43,7 @@ def main() -> TuneResult:
         CONFIGS / "spaces/digits.yaml",
         trials=args.trials,
         pruner=args.pruner,
-        startup=3,  # as soon as three trials are over, what is worse than half of them is cut
+        startup=3,  # after three trials, those worse than the median are pruned
         storage=args.storage,
         seed=args.seed,
         overrides=SMALL,
@@ -53,7 +53,7 @@ def main() -> TuneResult:
     console = Console()
     console.print(found)
     console.print(
-        f"{len(found.trials)} trials in {time.perf_counter() - began:.1f} s; {found.count('pruned')} were cut, so that "
+        f"{len(found.trials)} trials in {time.perf_counter() - began:.1f} s; {found.count('pruned')} were pruned: "
         f"{steps} epochs were trained instead of {6 * len(found.trials)}.",
         soft_wrap=True,
     )

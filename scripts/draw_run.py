@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 
 def curve(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
-    """Where a number was reported, in epochs, and its values."""
+    """The epochs and values of a logged metric."""
     points = [(row["epoch"], row[name]) for row in rows if name in row and "epoch" in row]
     return [x for x, _ in points], [y for _, y in points]
 
@@ -32,17 +32,17 @@ def draw(rows: list[dict], names: list[str]) -> Figure:
 
 
 def main() -> None:
-    """Draws what was asked for."""
+    """Reads the command line and writes the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("out", type=Path, help="an .svg or .png file")
-    parser.add_argument("names", nargs="+", help="of numbers, such as val/acc")
-    asked = parser.parse_args()
-    rows = [json.loads(line) for line in (asked.run / "metrics.jsonl").read_text().splitlines()]
-    if missing := [name for name in asked.names if not curve(rows, name)[0]]:
+    parser.add_argument("names", nargs="+", help="metrics, such as val/acc")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
+    if missing := [name for name in args.names if not curve(rows, name)[0]]:
         there = sorted({name for row in rows if "epoch" in row for name in row} - {"step", "epoch"})
-        parser.error(f"there is no {missing[0]} in this run. There are {', '.join(there)}.")
-    draw(rows, asked.names).savefig(asked.out, metadata={"Date": None})
+        parser.error(f"no metric {missing[0]!r} in this run. Logged metrics: {', '.join(there)}.")
+    draw(rows, args.names).savefig(args.out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

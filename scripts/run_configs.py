@@ -1,6 +1,6 @@
-"""Trains the example configurations and compares what comes out with what their headers promise.
+"""Trains the example configurations and compares the results with those in their headers.
 
-python scripts/run_configs.py                    # all that promise something; `make data` first
+python scripts/run_configs.py                    # all with an expected result; `make data` first
 python scripts/run_configs.py configs/digits.yaml
 """
 
@@ -20,7 +20,7 @@ _PROMISE = re.compile(
 
 
 class Promise(NamedTuple):
-    """What the header of a configuration says will come out, on two CPU cores."""
+    """The expected result in the header of a configuration, on two CPU cores."""
 
     metric: str
     sign: str
@@ -36,7 +36,7 @@ class Promise(NamedTuple):
         return cls(match["metric"], match["sign"], float(match["value"]), int(match["seconds"]))
 
     def is_kept_by(self, value: float) -> bool:
-        """Whether this is what was promised."""
+        """Whether `value` is as good as promised."""
         return value >= self.value if self.sign == "≥" else value <= self.value
 
 
@@ -50,7 +50,7 @@ def run(file: Path, folder: Path) -> float:
 
 
 def main() -> int:
-    """Runs what is asked for; returns how many promises were not kept."""
+    """Trains the given files, or all; returns the number of broken promises."""
     promising = (file for file in sorted(CONFIGS.glob("*.yaml")) if _PROMISE.search(file.read_text(encoding="utf-8")))
     files = [Path(word) for word in sys.argv[1:]] or list(promising)
     broken = 0
@@ -60,9 +60,9 @@ def main() -> int:
             value = run(file, Path(folder))
         is_kept = promise.is_kept_by(value)
         broken += not is_kept
-        told = f"{promise.metric} {value:.4f} (promised {promise.sign} {promise.value})"
+        found = f"{promise.metric} {value:.4f} (promised {promise.sign} {promise.value})"
         took = f"{time.perf_counter() - began:.0f} s (promised about {promise.seconds})"
-        sys.stdout.write(f"{'kept  ' if is_kept else 'BROKEN'}  {file.name:20}  {told}  {took}\n")
+        sys.stdout.write(f"{'kept  ' if is_kept else 'BROKEN'}  {file.name:20}  {found}  {took}\n")
         sys.stdout.flush()
     return broken
 

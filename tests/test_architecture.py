@@ -46,12 +46,12 @@ CORE_DEPENDENCIES = {
     *("compoconf", "jax", "flax", "jaxtyping", "optax", "numpy", "orbax", "rich", "yaml"),
     "jax_trainer",
 }
-# a tool that not everybody needs is imported in the files that need it, and by nobody else
+# optional dependencies are imported only in these files
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
 ONLY_JIT = SOURCE / "core" / "compile.py"
 
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOM_FILES = [file for file in FILES if file.parent != SOURCE]
+PACKAGE_FILES = [file for file in FILES if file.parent != SOURCE]
 
 
 def imports(file: Path) -> set[str]:
@@ -64,17 +64,17 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(SOURCE))
 
 
-def test_the_table_names_every_room():
-    rooms = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
-    assert rooms == set(MAY_IMPORT)
+def test_the_table_names_every_package():
+    packages = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
+    assert packages == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("file", ROOM_FILES, ids=name_of)
+@pytest.mark.parametrize("file", PACKAGE_FILES, ids=name_of)
 def test_imports_go_downward(file: Path):
-    room = file.relative_to(SOURCE).parts[0]
+    package = file.relative_to(SOURCE).parts[0]
     used = {name.split(".")[1] for name in imports(file) if name.startswith("jax_trainer.")}
-    assert used - {room} <= MAY_IMPORT[room]
-    assert "jax_trainer" not in imports(file), "import from a room, not from the package"
+    assert used - {package} <= MAY_IMPORT[package]
+    assert "jax_trainer" not in imports(file), "import from a subpackage, not from `jax_trainer`"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -107,14 +107,14 @@ def test_jit_is_called_in_one_file_only(file: Path):
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_no_unsafe_call_stands_in_the_library(file: Path):
+def test_the_library_makes_no_unsafe_call(file: Path):
     unsafe = r"pickle|(?<![.\w])(eval|exec)\(|yaml\.load|full_load|import_module|extractall|shell=True"
     assert not re.findall(unsafe, file.read_text().replace("allow_pickle=False", ""))
 
 
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_a_room_states_its_job(room: str):
-    assert len(ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or "") > 40
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_a_package_states_its_purpose(package: str):
+    assert len(ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text())) or "") > 40
 
 
 def test_the_slow_twins_exist():

@@ -1,4 +1,4 @@
-"""A keyword that nobody has is answered with the one that is meant, in every style, in Python as in a file."""
+"""Unknown keywords get a suggestion in every style, in Python and in files."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ X = np.zeros((4, 2), np.float32)
 
 
 class Own(TrainerModule):
-    """A trainer of the user's."""
+    """A user's trainer."""
 
     def batch_to_input(self, batch):
         return batch["x"]
@@ -72,7 +72,7 @@ WRONG = [
     (trainer, "devices", "`mesh`"),
     (trainer, "callback", "`callbacks`"),
     (trainer, "lr", "optimizer"),
-    (trainer, "nonsense_of_mine", "There are .*train_epochs"),
+    (trainer, "nonsense_of_mine", ".*train_epochs"),
     (fitted, "epochs", "`num_epochs`"),
     (fitted, "max_epochs", "`num_epochs`"),
     (fitted, "loss", "`loss_fn`"),
@@ -83,7 +83,7 @@ WRONG = [
     (train_fn, "max_steps", "`n_steps`"),
     (train_fn, "callbacks", "`hooks`"),
     (TrainLoop, "num_steps", "`n_steps`"),
-    (TrainLoop, "seed", "There are .*rnkey"),
+    (TrainLoop, "seed", ".*rnkey"),
     (TrainTask, "loss_fn", "`loss`"),
     (EvalLoop, "nsteps", "`n_steps`"),
     (ArrayLoader, "batchsize", "`batch_size`"),
@@ -98,21 +98,23 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("call", "keyword", "meant"), WRONG, ids=[f"{call.__name__}-{word}" for call, word, _ in WRONG]
+    ("call", "keyword", "suggested"), WRONG, ids=[f"{call.__name__}-{word}" for call, word, _ in WRONG]
 )
-def test_an_unknown_keyword_is_answered_with_what_is_meant(call: Any, keyword: str, meant: str):
-    with pytest.raises(TypeError, match=f"`{keyword}`.*{meant}"):
+def test_an_unknown_keyword_is_answered_with_a_suggestion(call: Any, keyword: str, suggested: str):
+    with pytest.raises(TypeError, match=f"`{keyword}`.*{suggested}"):
         call(**{keyword: 1})
 
 
-@pytest.mark.parametrize(("value", "meant"), [(16, "bf16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")])
-def test_a_precision_of_lightning_is_answered_with_ours(value: Any, meant: str):
-    with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{meant}`"):
+@pytest.mark.parametrize(
+    ("value", "suggested"), [(16, "bf16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")]
+)
+def test_a_precision_of_lightning_is_answered_with_ours(value: Any, suggested: str):
+    with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{suggested}`"):
         trainer(precision=value)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "meant"),
+    ("key", "value", "suggested"),
     [
         ("fast_dev_run", True, "`fast_dev_run=1`"),
         ("limit_val_batches", 0.1, "number of batches"),
@@ -121,21 +123,21 @@ def test_a_precision_of_lightning_is_answered_with_ours(value: Any, meant: str):
         ("max_time", {"hours": 12}, "43200"),
     ],
 )
-def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it(key: str, value: Any, meant: str):
-    with pytest.raises(SettingsError, match=rf"`{key}`.*{meant}"):
+def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it(key: str, value: Any, suggested: str):
+    with pytest.raises(SettingsError, match=rf"`{key}`.*{suggested}"):
         trainer(**{key: value})
-    with pytest.raises(ConfigError, match=rf"trainer.{key}: .*{meant}"):
+    with pytest.raises(ConfigError, match=rf"trainer.{key}: .*{suggested}"):
         config_from({"trainer": {"class_name": "TrainerModule", key: value}}, Experiment)
 
 
-def test_a_file_gets_the_same_answers():
+def test_a_file_gets_the_same_suggestions():
     data: dict[str, Any] = {"trainer": {"class_name": "TrainerModule", "max_epochs": 1, "patience": 2, "precision": 16}}
     with pytest.raises(ConfigError) as caught:
         config_from(data, Experiment)
-    told = {problem.key: problem.text for problem in caught.value.problems}
-    assert "`train_epochs`" in told["trainer.max_epochs"]
-    assert "`EarlyStopping`" in told["trainer.patience"]
-    assert "`bf16`" in told["trainer.precision"]
+    problems = {problem.key: problem.text for problem in caught.value.problems}
+    assert "`train_epochs`" in problems["trainer.max_epochs"]
+    assert "`EarlyStopping`" in problems["trainer.patience"]
+    assert "`bf16`" in problems["trainer.precision"]
 
 
 def test_a_callback_is_configured_by_keywords():
@@ -143,7 +145,7 @@ def test_a_callback_is_configured_by_keywords():
     assert stopping.config == EarlyStoppingConfig(monitor="val/acc", mode="max", patience=2)
     with pytest.raises(SettingsError, match="`patience`.*got 0"):
         EarlyStopping(patience=0)
-    with pytest.raises(TypeError, match=r"patience: .*config"):
+    with pytest.raises(TypeError, match=r"`config`.*patience"):
         EarlyStopping(EarlyStoppingConfig(), patience=2)
 
 

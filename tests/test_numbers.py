@@ -1,4 +1,4 @@
-"""Numbers of numpy are numbers wherever one is given, and are stored as plain ones; a whole number has 64 bits."""
+"""Numbers of numpy are numbers wherever one is given, and are stored as plain ones; an integer has 64 bits."""
 # numbers that the annotations do not name are what is tested here
 # pyright: reportArgumentType=false
 
@@ -117,7 +117,7 @@ HUGE = int("9" * 99)
 
 
 @pytest.mark.parametrize("value", [HUGE, -HUGE, 2**63])
-def test_a_whole_number_beyond_64_bits_is_refused_with_its_key_and_the_bound(value: int, tmp_path: Path):
+def test_a_integer_beyond_64_bits_is_refused_with_its_key_and_the_bound(value: int, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"`seed`.*9223372036854775807"):
         TrainerConfig(seed=value)
     for anything in (value, [{"a": value}]):
@@ -127,12 +127,12 @@ def test_a_whole_number_beyond_64_bits_is_refused_with_its_key_and_the_bound(val
     file.write_text(f"size: {value}\nsizes: [1, {value}]\n")
     with pytest.raises(ConfigError) as caught:
         load_config(file, NumbersConfig, [f"anything={value}"])
-    told = {problem.key: problem.text for problem in caught.value.problems}
-    assert set(told) == {"size", "sizes.1", "anything"}
-    assert all("9223372036854775807" in text for text in told.values())
+    problems = {problem.key: problem.text for problem in caught.value.problems}
+    assert set(problems) == {"size", "sizes.1", "anything"}
+    assert all("9223372036854775807" in text for text in problems.values())
 
 
-def test_the_largest_whole_number_is_taken_and_a_number_may_be_larger():
+def test_the_largest_integer_is_accepted_and_a_float_may_be_larger():
     assert NumbersConfig(size=2**63 - 1, rate=HUGE).rate == HUGE
 
 
@@ -147,6 +147,6 @@ GIVEN_IN_PYTHON = {
 
 
 @pytest.mark.parametrize("name", GIVEN_IN_PYTHON)
-def test_a_whole_number_of_99_digits_is_refused_in_python_as_well(name: str):
-    with pytest.raises(ValueError, match=f"`{name}` is a whole number of 99 digits, and must be at most {2**63 - 1}"):
+def test_a_integer_of_99_digits_is_refused_in_python_as_well(name: str):
+    with pytest.raises(ValueError, match=f"`{name}` is an integer of 99 digits, and must be at most {2**63 - 1}"):
         GIVEN_IN_PYTHON[name]()

@@ -1,4 +1,4 @@
-"""Keys come one after the other, always the same for a seed, and never twice."""
+"""Sequences of keys are determined by their seed, without duplicates."""
 
 import itertools
 
@@ -9,12 +9,12 @@ import pytest
 from jax_trainer import random
 
 
-def words(keys: object) -> list[tuple[int, ...]]:
+def key_words(keys: object) -> list[tuple[int, ...]]:
     return [tuple(jax.random.key_data(key).tolist()) for key in keys]  # type: ignore[attr-defined]
 
 
 def test_a_seed_gives_the_same_sequence_again_and_no_key_twice():
-    first, again, other = (words(itertools.islice(random.sequence(seed), 20)) for seed in (0, 0, 1))
+    first, again, other = (key_words(itertools.islice(random.sequence(seed), 20)) for seed in (0, 0, 1))
     assert first == again
     assert len(set(first + other)) == 40
 
@@ -22,20 +22,20 @@ def test_a_seed_gives_the_same_sequence_again_and_no_key_twice():
 def test_several_sequences_differ():
     sequences = random.sequence(seed=0, num=3)
     assert isinstance(sequences, list)
-    assert len({word for keys in sequences for word in words(itertools.islice(keys, 5))}) == 15
+    assert len({word for keys in sequences for word in key_words(itertools.islice(keys, 5))}) == 15
 
 
 def test_a_collection_has_a_key_for_every_label():
     keys = random.into_collection(jax.random.key(0), ["params", "dropout"])
     assert list(keys) == ["params", "dropout"]
-    assert len(set(words(keys.values()))) == 2
+    assert len(set(key_words(keys.values()))) == 2
     assert random.into_collection(jax.random.key(0), []) == {}
 
 
-def test_keys_are_fit_for_drawing():
+def test_keys_can_be_used_for_sampling():
     assert np.isfinite(jax.random.normal(next(random.into_sequence(jax.random.key(0))), (3,))).all()
 
 
-def test_no_sequence_at_all_is_refused():
-    with pytest.raises(ValueError, match="`num` must be at least 1, got 0"):
+def test_no_sequence_at_all_is_an_error():
+    with pytest.raises(ValueError, match="`num`.* 1, got 0"):
         random.sequence(seed=0, num=0)

@@ -143,29 +143,29 @@ def test_a_value_fits_its_annotation_strictly(hint: Any, good: list[Any], bad: l
 @pytest.mark.parametrize(
     ("hint", "words"),
     [
-        (int, "a whole number"),
+        (int, "an integer"),
         (float | None, "a number or null"),
         (bool, "true or false"),
         (Any, "anything"),
         (Literal["a", True, None, 1], "one of a, true, null, 1"),
         (Annotated[float, AtLeast(0), Below(1)], "a number of at least 0 and below 1"),
-        (Annotated[int | None, Above(0), AtMost(9)], "a whole number above 0 and of at most 9 or null"),
-        (Annotated[int, "a note"], "a whole number"),
+        (Annotated[int | None, Above(0), AtMost(9)], "an integer above 0 and of at most 9 or null"),
+        (Annotated[int, "a note"], "an integer"),
         (Annotated[str, IsRegex()], "text that is a regular expression"),
-        (list[int], "a list, each a whole number"),
+        (list[int], "a list, each an integer"),
         (tuple[str, ...], "a list, each text"),
-        (tuple[int, str], "a list of 2: a whole number, text"),
+        (tuple[int, str], "a list of 2: an integer, text"),
         (list, "a list, each anything"),
         (dict, "a section whose values are each anything"),
         (dict[str, float], "a section whose values are each a number"),
         (CatConfig, "a section of SettingsCat"),
         (SettingsPet.cfgtype, "a section with a `class_name` of SettingsCat, SettingsDog"),
-        (SettingsNothing.cfgtype, "a section with a `class_name` of those registered, and there is none"),
+        (SettingsNothing.cfgtype, "a section with a `class_name` of a registered class (none is registered)"),
         (SettingsPet.cfgtype | float, "a section with a `class_name` of SettingsCat, SettingsDog or a number"),
     ],
     ids=str,
 )
-def test_an_annotation_is_told_in_words(hint: Any, words: str):
+def test_an_annotation_is_described(hint: Any, words: str):
     assert expected(hint) == words
 
 
@@ -187,11 +187,11 @@ def test_values_that_fit_make_a_configuration():
     assert House() == House()
 
 
-def test_everything_that_does_not_fit_is_said_at_once():
+def test_all_invalid_values_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         House(rooms=0, height=float("nan"), colour="blue", pet=5, names="abc")  # type: ignore[arg-type]
     assert str(caught.value).splitlines() == [
-        "`rooms` must be a whole number of at least 1, got 0.",
+        "`rooms` must be an integer of at least 1, got 0.",
         "`height` must be a number above 0 and below 100, got nan.",
         "`colour` must be one of red, white, got 'blue'.",
         "`pet` must be a section with a `class_name` of SettingsCat, SettingsDog or null, got 5.",
@@ -201,7 +201,7 @@ def test_everything_that_does_not_fit_is_said_at_once():
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_keys_must_have_in_common_is_asked_when_each_is_right():
+def test_constraints_between_keys_are_checked_when_each_is_valid():
     with pytest.raises(SettingsError) as caught:
         House(rooms=1, pet=CatConfig())
     assert caught.value.problems == (("rooms", "a cat needs 2 rooms, got 1."), ("pet", "or take another pet."))

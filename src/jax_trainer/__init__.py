@@ -1,8 +1,8 @@
-"""Train JAX and Flax models: one engine, linen and nnx, exact and fast.
+"""Trains JAX and Flax models, linen and nnx, with one engine.
 
-`TrainerModule` trains with a subclass that says what the loss is; `fit`, `train_fn` and `TrainLoop` are other styles
-of writing the same. Below them, a run is a pure `Program`, a `Plan`, and a stream of events: an adapter makes the
-program from a model and a loss, `compile_program` readies it, `run` drives it and tells observers.
+Subclass `TrainerModule` and define the loss, or use one of the other interfaces: `fit`, `train_fn`, `TrainLoop`. They
+share one engine, in which a run is a pure `Program`, a `Plan` and a stream of events: an adapter creates the program
+from a model and a loss, `compile_program` compiles it, and `run` executes it and notifies observers.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""What users implement and a file's `model:` section can name: the interfaces of models, and how one is built.
+"""The interfaces of models, preprocessing and augmentation that users implement, and `build_model`.
 
 >>> from dataclasses import dataclass
 >>> from compoconf import register
@@ -32,10 +32,10 @@ ModelMode = Literal["nnx", "linen"]
 
 @dataclass
 class BaseModelConfig(ValueSettings):
-    """The base of every model's configuration.
+    """Base class of model configurations.
 
-    A model may keep it (`self.config = config`), and so may the modules inside: it hashes by its values, as what is
-    static in a compiled function must. As with any key of a dict, do not change it once a model holds it.
+    A model and its submodules may store it (`self.config = config`): it hashes by value, as static arguments of
+    compiled functions must. Do not modify it after a model is built.
     """
 
 
@@ -43,132 +43,135 @@ class BaseModelConfig(ValueSettings):
 class BaseModelNNX(nnx.Module, RegistrableConfigInterface):
     """A model for `flax.nnx`: decorate it with `@register`, annotate `config` and take it first.
 
-    Its constructor is `__init__(self, config, *, rngs)`. One that also takes `exmp_input` gets an example of what the
-    model is called with, and finds its sizes there: look at shapes and types only, for it may be a tracer.
+    Its constructor is `__init__(self, config, *, rngs)`. With a parameter `exmp_input`, it gets an example input to
+    infer sizes from: use shapes and dtypes only, because it may be a tracer.
     """
 
-    config: Any  # the class of a model's own configuration, which derives from `BaseModelConfig`
+    config: Any  # a subclass of `BaseModelConfig`
 
 
 @register_interface
 class BaseModelLinen(nn.Module, RegistrableConfigInterface):
     """A model for `flax.linen`: decorate it with `@register` and annotate `config`, its only attribute without default.
 
-    Its call is `__call__(self, x, train=False)`; a model that behaves alike in training need not take `train`.
+    Its call is `__call__(self, x, train=False)`; `train` is optional.
     """
 
-    config: Any  # the class of a model's own configuration, which derives from `BaseModelConfig`
+    config: Any  # a subclass of `BaseModelConfig`
 
     def __post_init__(self) -> None:
         if self.config is None:
             name = type(self).__name__
-            raise TypeError(f"{name} was made without its configuration. Write `{name}(config)`.")
+            raise TypeError(f"{name} needs its configuration. Write `{name}(config)`.")
         super().__post_init__()
 
 
 @dataclass
 class BasePreprocessingConfig(BaseModelConfig):
-    """The base of the configuration of what is done to every input, in training and in evaluation."""
+    """Base class of preprocessing configurations; preprocessing applies to training and evaluation."""
 
 
 @dataclass
 class BaseAugmentationConfig(BaseModelConfig):
-    """The base of the configuration of what is done to inputs in training only."""
+    """Base class of augmentation configurations; augmentation applies to training only."""
 
 
-class _OnInputs(nnx.Module):
-    """Changes inputs on the device, before the model; without parameters. What is random comes from `self.rngs`."""
+class _InputTransform(nnx.Module):
+    """Transforms inputs on the device, without parameters. Random numbers come from `self.rngs`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.config, self.rngs = config, rngs
 
     def __call__(self, inputs: Any) -> Any:
-        """The inputs, changed; those of the base classes stay as they are."""
+        """The transformed inputs; the base classes return them unchanged."""
         return inputs
 
 
-class _OnInputsLinen(nn.Module):
-    """Changes inputs on the device, before the model; without parameters. Its random stream is "augmentation"."""
+class _InputTransformLinen(nn.Module):
+    """Transforms inputs on the device, without parameters. Its random stream is "augmentation"."""
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
-        """The inputs, changed; those of the base classes stay as they are."""
+        """The transformed inputs; the base classes return them unchanged."""
         return inputs
 
 
 @register
 @register_interface
-class BasePreprocessingNNX(_OnInputs, RegistrableConfigInterface):
-    """Changes every input before an nnx model sees it: derive from it, and write `__call__`."""
+class BasePreprocessingNNX(_InputTransform, RegistrableConfigInterface):
+    """Base class of preprocessing for nnx models: implement `__call__`."""
 
     config: BasePreprocessingConfig
 
 
 @register
 @register_interface
-class BaseAugmentationNNX(_OnInputs, RegistrableConfigInterface):
-    """Changes inputs in training, before an nnx model sees them: derive from it, and write `__call__`."""
+class BaseAugmentationNNX(_InputTransform, RegistrableConfigInterface):
+    """Base class of augmentation for nnx models: implement `__call__`."""
 
     config: BaseAugmentationConfig
 
 
 @dataclass
 class BasePreprocessingLinenConfig(BasePreprocessingConfig):
-    """The configuration of a `BasePreprocessingLinen`."""
+    """Configuration of `BasePreprocessingLinen`."""
 
 
 @dataclass
 class BaseAugmentationLinenConfig(BaseAugmentationConfig):
-    """The configuration of a `BaseAugmentationLinen`."""
+    """Configuration of `BaseAugmentationLinen`."""
 
 
 @register
 @register_interface
-class BasePreprocessingLinen(_OnInputsLinen, RegistrableConfigInterface):
-    """Changes every input before a linen model sees it: derive from it, and write `__call__`."""
+class BasePreprocessingLinen(_InputTransformLinen, RegistrableConfigInterface):
+    """Base class of preprocessing for linen models: implement `__call__`."""
 
     config: BasePreprocessingLinenConfig
 
 
 @register
 @register_interface
-class BaseAugmentationLinen(_OnInputsLinen, RegistrableConfigInterface):
-    """Changes inputs in training, before a linen model sees them: derive from it, and write `__call__`."""
+class BaseAugmentationLinen(_InputTransformLinen, RegistrableConfigInterface):
+    """Base class of augmentation for linen models: implement `__call__`."""
 
     config: BaseAugmentationLinenConfig
 
 
-_ON_INPUTS = (BasePreprocessingNNX, BasePreprocessingLinen, BaseAugmentationNNX, BaseAugmentationLinen)
+_INPUT_TRANSFORMS = (BasePreprocessingNNX, BasePreprocessingLinen, BaseAugmentationNNX, BaseAugmentationLinen)
 
 
 def on_inputs(config: BaseModelConfig, key: jax.Array, inputs: Any) -> Any:
-    """`inputs` changed as the preprocessing or augmentation of this configuration does."""
+    """`inputs` after the preprocessing or augmentation of this configuration."""
     name = config.class_name
-    kinds = [Registry.get_class(interface, name) for interface in _ON_INPUTS if name in registered(interface)]  # type: ignore[arg-type]
+    kinds = [Registry.get_class(interface, name) for interface in _INPUT_TRANSFORMS if name in registered(interface)]  # type: ignore[arg-type]
     if not kinds:
-        raise ValueError(f"{type(config).__name__} belongs to no registered preprocessing or augmentation.")
+        raise ValueError(
+            f"{type(config).__name__} is not the configuration of a registered preprocessing or augmentation. "
+            "Decorate its class with `@register`."
+        )
     if issubclass(kinds[0], nn.Module):
         return kinds[0](config).apply({}, inputs, rngs={"augmentation": key})
     return kinds[0](config, rngs=nnx.Rngs(key))(inputs)
 
 
 _INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {"nnx": BaseModelNNX, "linen": BaseModelLinen}
-for _interfaces in (_INTERFACES.values(), _ON_INPUTS[:2], _ON_INPUTS[2:]):
+for _interfaces in (_INTERFACES.values(), _INPUT_TRANSFORMS[:2], _INPUT_TRANSFORMS[2:]):
     same_section(*_interfaces)
 
 
 def model_mode(config: ConfigInterface) -> ModelMode:
-    """Whether the model of this configuration is one of nnx or of linen, by where it is registered."""
+    """Whether the model of this configuration is an nnx or a linen model."""
     return _registration(config)[0]
 
 
 def build_model(config: ConfigInterface, exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
-    """The model of this configuration.
+    """Builds the model of this configuration.
 
     Args:
-        config: of a registered model; its class decides which one.
-        exmp_input: an example of what the model is called with, or a `jax.ShapeDtypeStruct` of it.
-        rngs: where an nnx model draws its weights from. A linen model draws them later, in `init`.
+        config: configuration of a registered model.
+        exmp_input: an example input, or a `jax.ShapeDtypeStruct` of it.
+        rngs: random streams of an nnx model. A linen model is initialized later, by `init`.
     """
     mode, model = _registration(config)
     if mode == "linen":
@@ -195,20 +198,20 @@ def _registration(config: ConfigInterface) -> tuple[ModelMode, type[Any]]:
         for mode, interface in _INTERFACES.items()
         if name in registered(interface)
     ]
-    if len(found) > 1:  # two classes of one name: each has a configuration of its own
+    if len(found) > 1:  # two classes with one name: the configuration class decides
         found = [(mode, model) for mode, model in found if get_type_hints(model).get("config") is type(config)]
     if len(found) != 1:
         known = listed(name for interface in _INTERFACES.values() for name in registered(interface))
         raise ValueError(
-            f"{kind} does not lead to one model: its `class_name` is {name!r}. Decorate the model with `@register`, "
-            f"annotate it with `config: {kind}`, and give it a name and a configuration class that no other model has. "
-            f"Registered are {known or 'none'}."
+            f"{kind} does not identify a model: its `class_name` is {name!r}. Decorate the model with `@register`, "
+            f"annotate it with `config: {kind}`, and use a unique name and configuration class. "
+            f"Registered: {known or 'none'}."
         )
     return found[0]
 
 
 def _takes(model: type[Any], name: str) -> bool:
-    """Whether the constructor has this parameter, or hands on to one that has."""
+    """Whether the constructor has this parameter, or passes it on with `**kwargs`."""
     for owner in model.__mro__:
         if "__init__" in owner.__dict__:
             parameters = inspect.signature(owner.__init__).parameters

@@ -1,4 +1,4 @@
-"""Keys for random numbers, one after the other or by name: what `TrainLoop` and its users pass around.
+"""Sequences and named collections of random keys, for `TrainLoop`.
 
 >>> keys = sequence(seed=0)
 >>> weights, noise = next(keys), next(keys)
@@ -19,22 +19,22 @@ def sequence(seed: int, num: Literal[1] = 1) -> Iterator[jax.Array]: ...
 @overload
 def sequence(seed: int, num: int) -> Iterator[jax.Array] | list[Iterator[jax.Array]]: ...
 def sequence(seed: int, num: int = 1) -> Iterator[jax.Array] | list[Iterator[jax.Array]]:
-    """An endless sequence of keys that belongs to `seed`; with `num` above 1, a list of as many such sequences."""
+    """An endless iterator of keys derived from `seed`; with `num` above 1, a list of `num` independent iterators."""
     if num < 1:
-        raise ValueError(f"`num` must be at least 1, got {num}: it is how many sequences there are.")
+        raise ValueError(f"`num`, the number of sequences, must be at least 1, got {num}.")
     key = jax.random.key(seed)
     return into_sequence(key) if num == 1 else [into_sequence(each) for each in jax.random.split(key, num)]
 
 
 def into_sequence(key: jax.Array) -> Iterator[jax.Array]:
-    """An endless sequence of keys that belongs to `key`."""
+    """An endless iterator of keys derived from `key`."""
     while True:
         key, each = jax.random.split(key)
         yield each
 
 
 def into_collection(key: jax.Array, labels: Sequence[str]) -> dict[str, jax.Array]:
-    """A key for each of `labels`, as the `rngs` of a linen module.
+    """One key per label, for the `rngs` of a linen module.
 
     >>> sorted(into_collection(jax.random.key(0), ["params", "dropout"]))
     ['dropout', 'params']

@@ -1,4 +1,4 @@
-"""Keeps secrets out of everything that is written: files, tables, errors."""
+"""Redacts secrets in everything that is written: files, tables, errors."""
 
 import os
 import re
@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-_LONG_ENOUGH = 6  # a shorter secret is hidden under its key, but not wherever the same letters stand
+_LONG_ENOUGH = 6  # shorter secrets are hidden under their key, but not in other text
 
 _SECRET_NAME = re.compile(
     r"(?:password|passwd|passphrase|secret)s?\Z|(?:^|_)(?:pwd|o?auth|authorization|bearer|jwt|credentials?|token|"
     r"(?:api|access|private|signing|encryption|ssh)_?keys?)\Z"
 )
-# `pad_token` and `loss_per_token` are words of language models
+# `pad_token` and `loss_per_token` are ordinary names in language models
 _ORDINARY_NAME = re.compile(
     r"(?:^|_)(?:pad|padding|eos|bos|unk|unknown|mask|sep|cls|class|start|begin|end|stop|special|extra|register|blank|"
     r"newline|space|image|audio|video|prefix|suffix|first|last|next|new|per|by)_token\Z"
 )
-_FOLDERS = ("PWD", "OLDPWD")  # of a shell; any other name with `pwd` is about a password
+_FOLDERS = ("PWD", "OLDPWD")  # variables of a shell; any other name with `pwd` is a password
 _CAMEL_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]{0,30}://)[^\s/]+@", re.IGNORECASE)
@@ -31,7 +31,7 @@ _BEARER = re.compile(r"(?P<before>\bbearer\s+)[\w\-.~+/=]{8,}", re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:
-    """Whether the name of a key, or of a section above it, says that its value is a secret.
+    """Whether the name of a key, or of a section above it, is that of a secret.
 
     >>> is_secret("api_key"), is_secret("wandb.token"), is_secret("max_tokens"), is_secret("author")
     (True, True, False, False)
@@ -44,9 +44,9 @@ def _is_secret_name(name: str) -> bool:
 
 
 def redact(data: Any, key: str = "", secrets: Collection[str] = ()) -> Any:
-    """Nested data with secrets hidden: by the name of their key, in URLs, and wherever the same text stands again.
+    """Nested data with secrets hidden: under secret keys, in URLs, and wherever the same text occurs.
 
-    `secrets` are such texts besides those in the data itself and in the environment.
+    `secrets` are additional secret texts, besides those in the data and in the environment.
 
     >>> redact({"token": "hunter2", "url": "https://me:hunter2@host", "note": "token: see above"})
     {'token': '<hidden>', 'url': 'https://<hidden>@host', 'note': 'token: see above'}
@@ -68,7 +68,7 @@ def _redacted(data: Any, is_hidden: bool, known: Collection[str]) -> Any:
 
 
 def redact_text(text: str, known: Collection[str] | None = None) -> str:
-    """A message without `known` secrets (those of the environment), and without what it says to be one.
+    """A message without `known` secrets (by default those of the environment), and without values of secret keys.
 
     >>> redact_text("https://me:hunter2@host/x, password=hunter2")
     'https://<hidden>@host/x, password=<hidden>'
@@ -90,13 +90,13 @@ def _hide_if_secret(match: re.Match[str]) -> str:
 
 
 def environment_secrets() -> frozenset[str]:
-    """The values of environment variables whose names say that they are secrets."""
+    """The values of environment variables with secret names."""
     named = {name: value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS}
     return frozenset(form for value in named.values() for form in _forms(value))
 
 
 def secret_values(data: Any, key: str = "") -> frozenset[str]:
-    """The values in nested data whose keys say that they are secrets."""
+    """The values in nested data under secret keys."""
     return frozenset(form for value in _under_secret_names(data, is_secret(key)) for form in _forms(value))
 
 
@@ -116,6 +116,6 @@ def _can_be_secret(value: Any) -> bool:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """A secret as it stands in data and in messages, where quotes and backslashes are doubled."""
+    """A secret as it occurs in data and in messages, where quotes and backslashes are escaped."""
     if len(value) >= _LONG_ENOUGH and value != HIDDEN:
         yield from (value, repr(value)[1:-1])

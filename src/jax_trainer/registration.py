@@ -1,9 +1,9 @@
-"""Which class a name means: a class of the user's takes a name that we have too, and ours keeps its full path.
+"""Resolves names of registered classes: a user's class overrides a built-in one of the same name.
 
-compoconf keeps the first class of a name and ignores later ones. With this, `@register` gives the name to the user's
-class, whichever comes first; a class that is defined again (a notebook cell, a reloaded module) replaces its former
-self; and two classes of the user's with one name are refused. A class of ours that lost its name is still registered,
-as `jax_trainer.models.cnn.CNN`, so that its configuration leads to it and a file can ask for it.
+compoconf keeps the first class of a name and ignores later ones. With this module, `@register` gives the name to the
+user's class, whichever is first; a class that is defined again (a notebook cell, a reloaded module) replaces the old
+one; and two user classes with one name are an error. An overridden built-in class stays registered under its full path,
+`jax_trainer.models.cnn.CNN`, for its configuration and for files.
 """
 
 import logging
@@ -22,16 +22,16 @@ _config_class: Callable[[type], Any] = _get_config_class
 
 
 class NameTakenError(TypeError):
-    """Two classes of the user's are registered under one name."""
+    """Two user classes are registered under one name."""
 
 
 def same_section(*interfaces: type) -> None:
-    """Says that one section of a file can be of any of these interfaces, so that they share their names."""
+    """Declares that one section of a file can be of any of these interfaces, so that they share a namespace."""
     _sections.append(interfaces)
 
 
 def full_name(cls: type) -> str:
-    """The module path of a class; that of a script which is run is the one by which it would be imported."""
+    """The module path of a class; for a script, the path by which it would be imported."""
     module = cls.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
@@ -46,30 +46,30 @@ def is_ours(cls: type) -> bool:
 
 
 def registered_name(cls: type, interface: type) -> str | None:
-    """The name under which this very class is registered for `interface`; None where it is not."""
+    """The name under which exactly this class is registered for `interface`; None if it is not."""
     names = (cls.__name__, full_name(cls))
     return next((name for registry in _registries([interface]) for name in names if registry.get(name) is cls), None)
 
 
 def implementation_of(config: Any) -> type | None:
-    """The registered class that a configuration leads to."""
+    """The registered class of a configuration."""
     found = (registry.get(getattr(config, "class_name", "")) for registry in Registry._registries.values())
     return next((cls for cls in found if cls is not None and _config_class(cls) is type(config)), None)
 
 
 def path_in_files(cls: type) -> str:
-    """The module path by which a file may call a class: of ours, and of those that have taken a name of ours."""
+    """The module path of a class in files: for built-in classes, and for user classes that override one."""
     return full_name(cls) if is_ours(cls) or displaced(cls.__name__) else ""
 
 
 def stored_name(config: Any) -> str:
-    """What a file calls the class of a configuration: its full path where one of ours has the same name."""
+    """The name of a configuration's class in a file: its full path if a built-in class has the same name."""
     name, cls = getattr(config, "class_name", ""), implementation_of(config)
     return name if cls is None or is_ours(cls) else path_in_files(cls) or name
 
 
 def displaced(name: str) -> type | None:
-    """The class of ours that a class of the user's has taken `name` from."""
+    """The built-in class that a user class overrides under `name`."""
     known = (cls for registry in Registry._registries.values() for key, cls in registry.items() if key != name)
     return next((cls for cls in known if cls.__name__ == name and is_ours(cls)), None)
 
@@ -81,7 +81,7 @@ def _register(cls: type) -> None:
         holder = registry.get(name, cls)
         if holder is cls:
             continue
-        if full_name(holder) == full_name(cls):  # the same class, before it was defined anew
+        if full_name(holder) == full_name(cls):  # the same class, before it was redefined
             _rename(holder, None)
         elif is_ours(cls) and not is_ours(holder):
             for one in own:
@@ -91,7 +91,7 @@ def _register(cls: type) -> None:
         elif is_ours(holder) and not is_ours(cls):
             _rename(holder, full_name(holder))
             if _config_class(cls) is _config_class(holder):
-                _config_class(cls).class_name = name  # a configuration that both have leads to the user's class
+                _config_class(cls).class_name = name  # a shared configuration belongs to the user's class
             _announce(cls, holder)
         elif not is_ours(cls) and any(registry is one for one in own):
             raise NameTakenError(
@@ -105,7 +105,9 @@ Registry.add_class_to_registry = _register
 
 
 def _announce(cls: type, ours: type) -> None:
-    LOG.warning(f"`{cls.__name__}` is your class {full_name(cls)}; ours is registered as `{full_name(ours)}` now.")
+    LOG.warning(
+        f"`{cls.__name__}` is your class {full_name(cls)}; the built-in one is now registered as `{full_name(ours)}`."
+    )
 
 
 def _rename(cls: type, name: str | None) -> None:
@@ -121,7 +123,7 @@ def _rename(cls: type, name: str | None) -> None:
 
 
 def _rivals(cls: type) -> list[dict[str, type]]:
-    """The registries in which two classes of one name would be mistaken for each other."""
+    """The registries in which two classes of one name would conflict."""
     shared = [other for section in _sections if issubclass(cls, section) for other in section]
     return _registries([*cls.__mro__, *shared])
 

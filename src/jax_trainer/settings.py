@@ -1,7 +1,7 @@
-"""What a configuration says about its keys: their types and bounds, and whether they agree with each other.
+"""Validated configurations: dataclasses whose annotations have types and bounds.
 
-A configuration is a dataclass that derives from `Settings`. Bounds stand in the annotations, so that the same words
-check a value, explain an error, fill a JSON schema and describe the key to a person:
+A configuration derives from `Settings`. The bounds in its annotations validate values, and appear in error messages, in
+the JSON schema and in the help:
 
 >>> @dataclass
 ... class MLPConfig(Settings):
@@ -9,7 +9,7 @@ check a value, explain an error, fill a JSON schema and describe the key to a pe
 ...     dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
 >>> MLPConfig(width=0, dropout=1.5)
 Traceback (most recent call last):
-jax_trainer.settings.SettingsError: `width` must be a whole number of at least 1, got 0.
+jax_trainer.settings.SettingsError: `width` must be an integer of at least 1, got 0.
 `dropout` must be a number of at least 0 and below 1, got 1.5.
 """
 
@@ -39,42 +39,40 @@ from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterfa
 from jax_trainer.registration import implementation_of, path_in_files
 from jax_trainer.suggestions import check_keywords, keywords_of, suggestion, value_hint
 
-Problem = tuple[str, str]  # a key, with dots where it is further down, and what is wrong with it
+Problem = tuple[str, str]  # a dotted key, and its error message
 
 
 class Bound(Protocol):
-    """Something that a value must satisfy besides having its type."""
+    """A constraint on a value, besides its type."""
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` satisfies it."""
+        """Whether `value` satisfies the bound."""
         ...
 
     @property
-    def words(self) -> str:
-        """What it asks for."""
+    def description(self) -> str:
+        """The bound as text."""
         ...
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """A number on one side of `limit`."""
+    """A bound on one side of `limit`."""
 
     limit: float
     compare: ClassVar[Callable[[Any, Any], bool]]
     phrase: ClassVar[str]
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` is on the right side."""
         return type(self).compare(value, self.limit)
 
     @property
-    def words(self) -> str:
-        """What it asks for."""
+    def description(self) -> str:
         return f"{self.phrase} {self.limit}"
 
 
 class AtLeast(_Limit):
-    """A number from `limit` on."""
+    """A number of at least `limit`."""
 
     compare, phrase = operator.ge, "of at least"
 
@@ -86,7 +84,7 @@ class Above(_Limit):
 
 
 class AtMost(_Limit):
-    """A number up to `limit`."""
+    """A number of at most `limit`."""
 
     compare, phrase = operator.le, "of at most"
 
@@ -110,13 +108,12 @@ class IsRegex:
         return True
 
     @property
-    def words(self) -> str:
-        """What it asks for."""
+    def description(self) -> str:
         return "that is a regular expression"
 
 
 class SettingsError(ValueError):
-    """Values of a configuration that cannot be used. `problems` has a key and a sentence for each of them."""
+    """Invalid values of a configuration. `problems` has the key and the message of each."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -126,16 +123,16 @@ class SettingsError(ValueError):
         return "\n".join(text for _, text in self.problems)
 
     def under(self, key: str) -> "SettingsError":
-        """The same, seen from a configuration that holds this one under `key`."""
+        """The error with its keys prefixed by `key`, the section that contains this configuration."""
         return SettingsError([(f"{key}.{name}" if name else key, text) for name, text in self.problems])
 
 
 @dataclass
 class Settings(ConfigInterface):
-    """The base of every configuration: checks its values when it is made, all of them, whoever makes it."""
+    """The base class of configurations: validates all values on creation."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses keywords that it does not have, with those that are meant."""
+        """Refuses unknown keywords, with a suggestion."""
         known = keywords_of(cls.__init__)
         if known is not None:
             check_keywords(cls.__name__, kwargs, known)
@@ -143,7 +140,7 @@ class Settings(ConfigInterface):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.class_name = ""  # until a class is registered with it: it is not the one that its parent belongs to
+        cls.class_name = ""  # until a class is registered with it: not inherited from the parent
 
     def __post_init__(self) -> None:
         hints, values = hints_of(type(self)), self.stored()
@@ -152,39 +149,44 @@ class Settings(ConfigInterface):
                 object.__setattr__(self, name, number)
                 values[name] = number
         found = [
-            (name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{meant(hints[name], value, name)}")
+            (
+                name,
+                f"`{name}` must be {expected(hints[name])}, got {value!r}.{value_suggestion(hints[name], value, name)}",
+            )
             for name, value in values.items()
             if not fits(hints[name], value)
         ]
-        # what keys must have in common is asked only when each of them makes sense
+        # constraints between keys are checked only if each key is valid
         found = found or list(self.problems())
         if found:
             raise SettingsError(found)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with values that are right one by one: override it and yield key and sentence."""
+        """Constraints between keys: override it, and yield key and message of each violation."""
         yield from ()
 
     def stored(self) -> dict[str, Any]:
-        """The keys and values that make this configuration again."""
+        """The keys and values from which this configuration can be created again."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
 
 @dataclass
 class ValueSettings(Settings):
-    """Settings that hash by their values, as what is static in a compiled function must; do not change them later."""
+    """Settings that hash by value, as static arguments of a compiled function must; do not mutate them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("__hash__") is None:
-            cls.__hash__ = ValueSettings.__hash__  # `@dataclass` takes an inherited one away, and keeps a class's own
+            cls.__hash__ = (
+                ValueSettings.__hash__
+            )  # `@dataclass` removes an inherited `__hash__`, and keeps a class's own
 
     def __hash__(self) -> int:
         return _value_hash(self)
 
 
 def _value_hash(value: Any) -> int:
-    """A hash that equal values share, also of lists, mappings and configurations."""
+    """A hash by value, also of lists, mappings and configurations."""
     if is_dataclass(value) and not isinstance(value, type):
         compared = [getattr(value, field.name) for field in fields(value) if field.compare]
         return hash((type(value), *map(_value_hash, compared)))
@@ -202,7 +204,7 @@ def hints_of(config: type) -> dict[str, Any]:
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, those of `X.cfgtype` among them, each with its bounds; otherwise `hint` itself.
+    """The alternatives of a union (also of `X.cfgtype`), each with its bounds; otherwise `hint` itself.
 
     >>> options(int | None)
     (<class 'int'>, <class 'NoneType'>)
@@ -211,7 +213,7 @@ def options(hint: Any) -> tuple[Any, ...]:
         kind, *notes = get_args(hint)
         bounds = [note for note in notes if hasattr(note, "allows")]
         return tuple(_bounded(option, bounds) for option in options(kind))
-    if hasattr(hint, "_others"):  # what compoconf makes of `X.cfgtype | None`
+    if hasattr(hint, "_others"):  # compoconf's type of `X.cfgtype | None`
         parts = (hint._lazy, *hint._others)
     elif get_origin(hint) in (Union, UnionType):
         parts = get_args(hint)
@@ -233,7 +235,7 @@ def config_of(cls: Any) -> type:
 
 
 class Candidate(NamedTuple):
-    """What a section may be: the name of a class, its configuration, and the path that may stand for the name."""
+    """A possible class of a section: its name, its configuration, and its path as an alternative name."""
 
     name: str
     config: type
@@ -241,10 +243,10 @@ class Candidate(NamedTuple):
 
 
 def candidates(hint: Any) -> list[Candidate]:
-    """What `hint` allows a section to be: the names of registered classes, or of a dataclass, with the configuration.
+    """The classes that `hint` allows for a section: registered classes, or a dataclass, with their configurations.
 
-    The names are the registry's. A configuration class knows only one name, that of the class which was registered
-    with it last, and a class that derives from another one may share its configuration.
+    The names are the registry's. A configuration class has only one name, that of the class that was registered with it
+    last, and a derived class may share its configuration.
     """
     found: list[Candidate] = []
     for option in options(hint):
@@ -281,7 +283,7 @@ def classes_in(value: Any, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 def plain(value: Any) -> Any:
-    """`value` with Python's numbers for those of numpy and JAX, also inside of lists and mappings.
+    """`value` with Python numbers in place of those of numpy and JAX, also inside lists and mappings.
 
     >>> import numpy as np
     >>> plain([np.int64(3), np.array(0.5), "text"])
@@ -297,10 +299,10 @@ def plain(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def meant(hint: Any, value: Any, key: str = "") -> str:
-    """What else to say of a value that does not fit: the word that it was meant to be, or how large a number may be."""
+def value_suggestion(hint: Any, value: Any, key: str = "") -> str:
+    """A hint for an invalid value: the closest valid word, or the largest number."""
     if _is_too_large(value):
-        return f" A whole number has at most 64 bits: it is at most {_LARGEST}."
+        return f" An integer has at most 64 bits: it is at most {_LARGEST}."
     kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind) if isinstance(word, str)]
     is_word = isinstance(value, str | int) and not isinstance(value, bool)
@@ -308,7 +310,7 @@ def meant(hint: Any, value: Any, key: str = "") -> str:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether `value` may stand where `hint` is the annotation; strictly: true is no number, 1.5 no whole one."""
+    """Whether `value` is valid for the annotation `hint`; strictly: true is not a number, 1.5 not an integer."""
     return any(_fits_one(option, value) for option in options(hint))
 
 
@@ -355,11 +357,11 @@ def _fit_in_order(args: tuple[Any, ...], value: Sequence[Any]) -> bool:
 
 
 def checked(data: Any, hints: Mapping[str, Any]) -> Any:
-    """`data`, if it is a mapping with exactly the keys of `hints` and values that fit them; a `ValueError` otherwise.
+    """`data`, if it is a mapping with exactly the keys of `hints` and valid values; a `ValueError` otherwise.
 
     >>> checked({"waited": "2"}, {"waited": int})
     Traceback (most recent call last):
-    ValueError: waited must be a whole number, is '2'
+    ValueError: waited must be an integer, is '2'
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{data!r:.80} is not a section with {listed(hints)}")
@@ -372,10 +374,10 @@ def checked(data: Any, hints: Mapping[str, Any]) -> Any:
 
 
 def expected(hint: Any) -> str:
-    """In words, what may stand where `hint` is the annotation.
+    """A description of the valid values of the annotation `hint`.
 
     >>> expected(Annotated[int, AtLeast(1)] | None)
-    'a whole number of at least 1 or null'
+    'an integer of at least 1 or null'
     """
     parts: list[str] = []
     for option in options(hint):
@@ -384,15 +386,15 @@ def expected(hint: Any) -> str:
     return " or ".join(dict.fromkeys(parts))
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_DESCRIPTIONS = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
 def _expected_one(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return f"{expected(args[0])} {' and '.join(bound.words for bound in args[1:])}"
-    if hint in _WORDS:
-        return _WORDS[hint]
+        return f"{expected(args[0])} {' and '.join(bound.description for bound in args[1:])}"
+    if hint in _DESCRIPTIONS:
+        return _DESCRIPTIONS[hint]
     if origin is Literal:
         return f"one of {', '.join(map(written, args))}"
     if origin is tuple and args[1:] != (...,):
@@ -403,13 +405,13 @@ def _expected_one(hint: Any) -> str:
         return f"a list, each {expected(args[0])}"
     if isinstance(hint, LazyConfigUnion):
         names = listed(one.name for one in candidates(hint))
-        return f"a section with a `class_name` of {names or 'those registered, and there is none'}"
+        return f"a section with a `class_name` of {names or 'a registered class (none is registered)'}"
     name = getattr(hint, "class_name", "") or getattr(hint, "__name__", str(hint))
     return "anything" if hint is Any else f"a section of {name.removesuffix('Config')}"
 
 
 def written(value: Any) -> str:
-    """A single value as a file has it.
+    """A single value in YAML.
 
     >>> written(True), written(None), written(0.5), written("text")
     ('true', 'null', '0.5', 'text')
@@ -420,7 +422,7 @@ def written(value: Any) -> str:
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names in alphabetical order, not too many of them.
+    """Names in alphabetical order, at most `most`.
 
     >>> listed("cab", most=2)
     'a, b and 1 more (`jax-trainer describe` shows all)'

@@ -1,4 +1,4 @@
-"""What was meant by an unknown word: one that is spelt alike, or the name that Lightning or Keras has for it."""
+"""Suggestions for unknown names: similar spelling, or the name that Lightning or Keras uses for the same thing."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 _LONGEST_WORD = 100
-_SAME = (  # words for one thing, ours among them
+_SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("train_epochs", "num_epochs", "max_epochs", "epochs", "n_epochs", "nb_epoch", "num_train_epochs"),
     ("max_steps", "n_steps", "num_steps", "num_train_steps", "total_steps", "num_iterations"),
     ("max_steps_per_epoch", "steps_per_epoch", "limit_train_batches"),
@@ -47,16 +47,16 @@ _SAME = (  # words for one thing, ours among them
 )
 _CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
 _ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."
-_OF_DATA = "It belongs to the data: the dataset or the loader."
-_ELSEWHERE = {  # what is said in another place here
+_DATA_OPTION = "It is an option of the dataset or the loader."
+_ELSEWHERE = {  # options of another object here
     **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "clipnorm", "max_grad_norm"), _CLIPPING),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _ACCUMULATING),
     **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`."),
     **dict.fromkeys(("dirpath", "filepath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
-    **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It belongs to the callback `EarlyStopping`."),
-    **dict.fromkeys(("save_top_k", "monitor"), "It belongs to the callback `ModelCheckpoint`."),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It belongs to the optimizer."),
-    **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _OF_DATA),
+    **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It is an option of the callback `EarlyStopping`."),
+    **dict.fromkeys(("save_top_k", "monitor"), "It is an option of the callback `ModelCheckpoint`."),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It is an option of the optimizer."),
+    **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _DATA_OPTION),
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
     "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
     **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
@@ -73,9 +73,9 @@ _ELSEWHERE = {  # what is said in another place here
     "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
     "limit_val_batches": "Pass fewer batches as evaluation data.",
     "max_time": "`TrainerModule` has `max_time` in seconds. Elsewhere a callback can raise `StopTraining`.",
-    "enable_checkpointing": "Checkpoints are saved by the callback `ModelCheckpoint`; leave it out to save none.",
-    "restore_best_weights": "The best weights are kept by `ModelCheckpoint` and tested at the end.",
-    **dict.fromkeys(("deterministic", "benchmark"), "The same seed always gives the same bits."),
+    "enable_checkpointing": "The callback `ModelCheckpoint` saves checkpoints; leave it out to save none.",
+    "restore_best_weights": "`ModelCheckpoint` keeps the best weights, which are tested after training.",
+    **dict.fromkeys(("deterministic", "benchmark"), "Leave it out: the same seed always gives bit-identical results."),
 }
 _OF_VALUES = {  # values that Lightning takes under the same key
     ("fast_dev_run", bool): "Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.",
@@ -90,7 +90,7 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
 def elsewhere(word: str) -> str:
-    """A sentence about a key that stands in another place here; "" where nothing is known about it."""
+    """A sentence that says where an option belongs; "" if unknown."""
     return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
 
 
@@ -104,7 +104,7 @@ def value_hint(key: str, value: Any) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """A sentence with the known word that is meant, where one is near enough.
+    """A sentence that suggests the closest known name, if one is close enough; otherwise "".
 
     >>> suggestion("learning_rat", ["b1", "learning_rate"]), suggestion("max_epochs", ["num_epochs"])
     (' Did you mean `learning_rate`?', ' Did you mean `num_epochs`?')
@@ -114,19 +114,18 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` was meant to be: another name for it, or at most a few letters away."""
+    """The known synonym of `word`, or the known name with the most similar spelling; "" if none is close."""
     known = list(known)
-    return _same(word, known) or _alike(word, known)
+    return _synonym(word, known) or _similar(word, known)
 
 
-def _same(word: str, known: Collection[str]) -> str:
-    """The known word for the same thing."""
-    same = [other for words in _SAME if word in words for other in words if other != word and other in known]
-    return next(iter(same), "")
+def _synonym(word: str, known: Collection[str]) -> str:
+    synonyms = [other for words in _SYNONYMS if word in words for other in words if other != word and other in known]
+    return next(iter(synonyms), "")
 
 
-def _alike(word: str, known: Iterable[str]) -> str:
-    """At most two letters away, or a quarter of a long word."""
+def _similar(word: str, known: Iterable[str]) -> str:
+    """The closest known name within two edits, or within a quarter of the length of a long word."""
     plain = _plain(word)
     if not 0 < len(plain) <= _LONGEST_WORD:
         return ""
@@ -136,22 +135,22 @@ def _alike(word: str, known: Iterable[str]) -> str:
     return ranked[0][1] if ranked and ranked[0][0] <= most else ""
 
 
-def check_keywords(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises a `TypeError` that says of every keyword that `owner` does not have what was meant."""
-    hints = {name: _hint(name, known) for name in given if name not in known}
+def check_keywords(owner: str, keywords: Iterable[str], known: Collection[str]) -> None:
+    """Raises a `TypeError` with a suggestion for every keyword that `owner` does not have."""
+    hints = {name: _hint(name, known) for name in keywords if name not in known}
     if hints:
-        there = "" if all(hints.values()) else f" There are {', '.join(sorted(set(known))) or 'none'}."
-        raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + there)
+        available = "" if all(hints.values()) else f" Its keywords: {', '.join(sorted(set(known))) or 'none'}."
+        raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + available)
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    """What stands in another place is not one that is only spelt alike."""
-    return (not _same(name, known) and elsewhere(name)) or suggestion(name, known)
+    # where the option belongs comes before a name with a similar spelling
+    return (not _synonym(name, known) and elsewhere(name)) or suggestion(name, known)
 
 
 @functools.cache
 def keywords_of(target: Callable[..., Any]) -> list[str] | None:
-    """The names of the parameters of a function, or of a class's constructor; None where it takes any."""
+    """The parameter names of a function or a class's constructor; None if it has `**kwargs`."""
     parameters = inspect.signature(target).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
@@ -159,7 +158,7 @@ def keywords_of(target: Callable[..., Any]) -> list[str] | None:
 
 
 def checks_keywords(target: Checked) -> Checked:
-    """A function, or a class, whose unknown keywords are answered with what was meant.
+    """Decorates a function or a class: unknown keywords raise a `TypeError` with a suggestion.
 
     >>> @checks_keywords
     ... def train(num_epochs=1): ...
@@ -169,7 +168,7 @@ def checks_keywords(target: Checked) -> Checked:
     """
     if isinstance(target, type):
         target.__init__ = checks_keywords(target.__init__)  # type: ignore[misc]  # of this very class
-        return target  # pyright: ignore[reportReturnType]  # the class that was given
+        return target  # pyright: ignore[reportReturnType]  # the class itself
     known = keywords_of(target) or []
     owner = target.__qualname__.removesuffix(".__init__")
     parameters = inspect.signature(target).parameters.values()
@@ -183,7 +182,7 @@ def checks_keywords(target: Checked) -> Checked:
         check_keywords(owner, kwargs, known)
         return target(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]  # it is called in the same way
+    return checked  # type: ignore[return-value]  # same signature
 
 
 def _too_many_positional(
@@ -201,13 +200,13 @@ def _plain(word: str) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """How many letters must be put in, taken out, replaced or swapped with their neighbour to get from `a` to `b`.
+    """The number of insertions, deletions, substitutions and swaps of neighbours between `a` and `b`.
 
     >>> edit_distance("momentun", "momentum"), edit_distance("form", "from")
     (1, 1)
     """
-    a, b = _without_common_start(a, b)
-    a, b = _without_common_start(a[::-1], b[::-1])
+    a, b = _without_common_prefix(a, b)
+    a, b = _without_common_prefix(a[::-1], b[::-1])
     rows: list[Sequence[int]] = [range(len(b) + 1)]
     for i, letter in enumerate(a, 1):
         row = [i]
@@ -220,6 +219,6 @@ def edit_distance(a: str, b: str) -> int:
     return rows[-1][-1]
 
 
-def _without_common_start(a: str, b: str) -> tuple[str, str]:
+def _without_common_prefix(a: str, b: str) -> tuple[str, str]:
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     return a[same:], b[same:]

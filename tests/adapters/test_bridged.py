@@ -1,4 +1,4 @@
-"""Linen modules inside of nnx ones get their variables from the example batch, where there is one."""
+"""Linen modules in nnx modules are initialised with the example batch."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Inner(nn.Module):
 
 
 class Outer(nnx.Module):
-    """Has one inside."""
+    """Contains a linen module."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner, self.out = nnx.bridge.ToNNX(Inner(), rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
@@ -88,7 +88,7 @@ def test_a_module_that_was_called_keeps_its_weights(tmp_path):
     np.testing.assert_array_equal(trainer.bind_model()(X), outputs)
 
 
-def test_where_no_example_is_known_the_cure_is_named():
+def test_without_an_example_the_error_names_the_fix():
     model = MODELS["with rngs"]()
     assert lacks_variables(model)
     with pytest.raises(ValueError, match=r"ToNNX.*nnx.bridge.lazy_init\(model, x\)"):

@@ -12,7 +12,7 @@ from jax_trainer.testing import numbered_data, numbered_loader, short_run
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 
 
-def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
+def test_a_loss_of_plain_parameters_trains_like_a_hand_written_loop():
     tx = optax.adam(1e-2)
 
     def init(key, batch):
@@ -31,7 +31,7 @@ def test_a_loss_over_plain_parameters_trains_like_optax_by_hand():
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-7)
 
 
-def test_metrics_may_come_with_the_loss():
+def test_a_loss_may_return_metrics():
     def loss(params, batch, *, rng, train):
         return params**2, {"half": params / 2}
 
@@ -39,7 +39,7 @@ def test_metrics_may_come_with_the_loss():
     assert seen.steps[1]["half"] == 0.5
 
 
-def test_a_state_of_its_own_is_carried():
+def test_a_model_state_is_carried():
     def loss(params, model_state, batch, *, rng, train):
         return (params * model_state) ** 2, (model_state + 1, {"state": model_state})
 

@@ -1,4 +1,4 @@
-"""A model is told whether it trains, by whatever name its call has for it."""
+"""A model receives the mode under the parameter name of its call."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Training, IsTraining, Deterministic])
 @pytest.mark.parametrize("style", ["fit", "TrainLoop"])
-def test_a_call_is_told_whether_it_trains(kind: type[nn.Module], style: str, tmp_path: Any):
+def test_a_call_receives_the_mode(kind: type[nn.Module], style: str, tmp_path: Any):
     SEEN.clear()
     model, tx = kind(), optax.sgd(0.1)
     if style == "fit":
@@ -54,6 +54,6 @@ def test_a_call_is_told_whether_it_trains(kind: type[nn.Module], style: str, tmp
     assert {*SEEN} == {True, False}
 
 
-def test_what_has_no_default_is_told_when_a_model_is_initialised():
+def test_required_mode_parameters_are_passed_to_init():
     assert mode_flags(Training().init, train=False, only_required=True) == {}
     assert mode_flags(Deterministic().init, train=False, only_required=True) == {"deterministic": True}

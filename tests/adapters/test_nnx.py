@@ -58,7 +58,7 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed():
 
     def loss(model, batch, train):
         ones = jnp.ones(64)
-        bits = jnp.sin(jnp.arange(64.0))  # tells masks apart
+        bits = jnp.sin(jnp.arange(64.0))  # distinguishes masks
         return model.scale[...] * 0, {"a": (model.a(ones) * bits).sum(), "b": (model.b(ones) * bits).sum()}
 
     _, seen = short_run(nnx_program(Mask, loss, optax.sgd(0.1)), 3)
@@ -68,7 +68,7 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed():
     assert [again.steps[step][name] for step in (1, 2, 3) for name in ("a", "b")] == draws
 
 
-def test_random_streams_do_not_travel_with_the_state(key):
+def test_random_streams_are_not_part_of_the_state(key):
     state = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
     assert set(state.model_state) == {"norm"}
     kinds = {type(node) for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))}
@@ -121,7 +121,7 @@ def test_only_what_the_filter_names_is_trained(key):
     np.testing.assert_array_equal(state.model_state["fixed"], np.ones(3))
 
 
-def test_a_built_model_is_the_start_and_is_not_touched_until_written_back():
+def test_an_existing_model_is_not_changed_until_write_back():
     model = TinyNNX(nnx.Rngs(7))
     before = np.array(model.out.kernel[...])
     state, _ = short_run(nnx_program(model, nnx_loss, optax.adam(1e-2)), 20)
@@ -140,7 +140,7 @@ def test_averaged_weights_can_be_written_back():
     np.testing.assert_array_equal(model.out.kernel[...], state.extra["ema"]["out"]["kernel"])
 
 
-def test_a_model_is_built_from_the_example_batch_where_it_asks(key):
+def test_a_model_function_may_take_the_example_batch(key):
     def build(rngs, example):
         return nnx.Linear(example["x"].shape[-1], 4, rngs=rngs)
 
@@ -162,10 +162,10 @@ def test_a_class_that_takes_rngs_by_keyword_is_built(key):
     assert compile_program(nnx_program(Model, loss, optax.sgd(0.1))).init(key, EXAMPLE).params["layer"]
 
 
-def test_a_step_before_init_is_a_clear_error(key):
+def test_a_step_before_init_is_an_error_that_names_init(key):
     program = nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))
     state = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
-    with pytest.raises(RuntimeError, match="Call `init"):
+    with pytest.raises(RuntimeError, match="`init"):
         program.train_step(state, EXAMPLE)
 
 
@@ -193,7 +193,7 @@ def test_stacked_layers_with_their_own_streams_train():
     assert seen.steps[20]["loss"] < seen.steps[1]["loss"]
 
 
-def test_with_a_layout_no_device_holds_a_whole_sharded_parameter(key):
+def test_with_a_layout_no_device_holds_a_complete_sharded_parameter(key):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def rows(path, shape):
@@ -209,7 +209,7 @@ def test_with_a_layout_no_device_holds_a_whole_sharded_parameter(key):
     assert {shard.data.shape for shard in state.params["hidden"]["kernel"].addressable_shards} == {(1, 16)}
 
 
-def test_a_loss_may_report_nothing_else():
+def test_a_loss_may_return_no_metrics():
     def loss(model, batch, train):
         return (model(batch["x"]) ** 2).mean()
 
@@ -218,7 +218,7 @@ def test_a_loss_may_report_nothing_else():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_loss_gets_a_key_of_its_own_and_the_step_where_it_asks(micro_batches):
+def test_a_loss_may_take_rng_and_step(micro_batches):
     def loss(model, batch, train, rng, step):
         value, _ = nnx_loss(model, batch, train)
         return value, {"drawn": jax.random.uniform(rng), "step": step}
@@ -246,25 +246,25 @@ def test_a_model_may_be_built_from_a_key(key):
     assert compile_program(nnx_program(both, loss, optax.sgd(0.1))).init(key, EXAMPLE).params["kernel"].shape == (8, 4)
 
 
-def test_a_given_model_predicts_and_begins_from_other_weights(key):
+def test_an_existing_model_predicts_and_starts_from_other_weights(key):
     program = nnx_program(TinyNNX(nnx.Rngs(7)), nnx_loss, optax.sgd(0.1), to_input=lambda batch: (batch["x"],))
     compiled, other = compile_program(program), TinyNNX(nnx.Rngs(8))
     state = compiled.init(key, EXAMPLE)
     weights = jax.tree.map(lambda leaf: leaf[...], nnx.to_pure_dict(nnx.state(other, nnx.Param)))
-    begun = compiled.init_from_params(key, weights, state.model_state)
+    started = compiled.init_from_params(key, weights, state.model_state)
     other.eval()
-    assert_close(compiled.predict(begun, EXAMPLE), other(jnp.asarray(EXAMPLE["x"])), rtol=1e-5, atol=1e-5)
-    run(compiled, begun, Data([EXAMPLE] * 2), Plan(max_epochs=1))
+    assert_close(compiled.predict(started, EXAMPLE), other(jnp.asarray(EXAMPLE["x"])), rtol=1e-5, atol=1e-5)
+    run(compiled, started, Data([EXAMPLE] * 2), Plan(max_epochs=1))
     assert_same_bits(weights["out"]["kernel"], other.out.kernel[...])
 
 
-def test_a_model_that_was_only_traced_can_begin_from_weights(key):
+def test_a_model_that_was_only_traced_can_start_from_weights(key):
     start = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1))).init(key, EXAMPLE)
     again = compile_program(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1)))
     again.shapes(key, EXAMPLE)
-    begun = again.init_from_params(key, start.params, start.model_state)
-    assert_same_bits(begun, start)
-    assert int(run(again, begun, Data([EXAMPLE]), Plan(max_epochs=1)).step) == 1
+    started = again.init_from_params(key, start.params, start.model_state)
+    assert_same_bits(started, start)
+    assert int(run(again, started, Data([EXAMPLE]), Plan(max_epochs=1)).step) == 1
 
 
 class Block(nnx.Module):
@@ -298,17 +298,17 @@ def sown(micro_batches=1, modes=("mean", "max", "val"), loss=nnx_loss):
     return program, *short_run(program, 4)
 
 
-def told(metrics):
+def logged(metrics):
     return {name: value for name, value in metrics.items() if name.startswith("intermediate/")}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_what_a_model_sows_is_reported_in_training(micro_batches):
+def test_sown_values_are_logged_in_training(micro_batches):
     program, state, seen = sown(micro_batches)
     start = compile_program(program).init(jax.random.key(0), EXAMPLE)
     layer = jax.tree.map(np.asarray, start.params["blocks"][0]["layer"])
     first = next(iter(numbered_loader().epoch(1)))["x"] @ layer["kernel"] + layer["bias"]
-    found = told(seen.steps[1])
+    found = logged(seen.steps[1])
     assert found["intermediate/blocks.0.act.0_mean"] == pytest.approx(first.mean(), rel=1e-5)
     assert found["intermediate/blocks.0.act.0_max"] == pytest.approx(first.max(), rel=1e-5)
     acts = ("blocks.0.act.0", "blocks.0.act.1", "blocks.1.act")
@@ -320,22 +320,22 @@ def test_what_a_model_sows_is_reported_in_training(micro_batches):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_reporting_what_is_sown_changes_no_bit(micro_batches):
+def test_logging_sown_values_does_not_change_training(micro_batches):
     _, state, _ = sown(micro_batches)
     _, plain, seen = sown(micro_batches, ())
-    assert not told(seen.steps[1])
+    assert not logged(seen.steps[1])
     assert_same_bits(state, plain)
 
 
-def test_evaluations_and_predictions_leave_what_is_sown_alone(key):
+def test_evaluations_and_predictions_log_no_sown_values(key):
     compiled = compile_program(sown()[0])
     _, trained, evaluated = compiled.shapes(key, EXAMPLE)
-    assert told(trained.by_name)
-    assert not told(evaluated.by_name)
+    assert logged(trained.by_name)
+    assert not logged(evaluated.by_name)
     assert compiled.predict(compiled.init(key, EXAMPLE), EXAMPLE).shape == (32, 4)
 
 
-def test_a_loss_may_take_away_what_the_model_has_sown():
+def test_a_loss_may_pop_sown_values():
     def loss(model, batch, train):
         value, metrics = nnx_loss(model, batch, train)
         sown: Any = nnx.pop(model, nnx.Intermediate)
@@ -343,16 +343,16 @@ def test_a_loss_may_take_away_what_the_model_has_sown():
 
     _, _, seen = sown(loss=loss)
     assert seen.steps[4]["loss"] > 0
-    assert not told(seen.steps[1])
+    assert not logged(seen.steps[1])
 
 
-def test_a_model_that_sows_nothing_has_nothing_to_report():
+def test_a_model_that_sows_nothing_logs_nothing():
     _, seen = short_run(nnx_program(TinyNNX, nnx_loss, optax.sgd(0.1), intermediates=("mean",)), 1)
-    assert not told(seen.steps[1])
+    assert not logged(seen.steps[1])
 
 
 class PartitionedNNX(nnx.Module):
-    """Two layers, of which the first says how it is split, and the second that it is not."""
+    """Two layers; the spec of the first one shards it, that of the second one replicates it."""
 
     def __init__(self, rngs: nnx.Rngs, axis: str = "tensor") -> None:
         init = nnx.initializers.lecun_normal()
@@ -363,10 +363,10 @@ class PartitionedNNX(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["built", "given"])
-def test_a_model_says_how_its_parameters_are_split(given):
+@pytest.mark.parametrize("exists", [False, True], ids=["function", "module"])
+def test_parameters_are_sharded_by_the_model_specs(exists):
     with nnx.use_eager_sharding(False):
-        model = PartitionedNNX(nnx.Rngs(0)) if given else PartitionedNNX
+        model = PartitionedNNX(nnx.Rngs(0)) if exists else PartitionedNNX
     layout = Layout(mesh=make_mesh(fsdp=2, tensor=4), param_spec=Partitioning(smallest=1))
     compiled = compile_program(nnx_program(model, nnx_loss, optax.adam(0.1)), layout=layout, donate=False)
     start = compiled.init(jax.random.key(0), EXAMPLE)
@@ -379,7 +379,7 @@ def test_a_model_says_how_its_parameters_are_split(given):
             assert tree["hidden"]["bias"].sharding.spec == PartitionSpec("fsdp")
 
 
-def test_axes_that_the_mesh_lacks_are_refused_with_the_leaf():
+def test_unknown_axes_are_an_error_that_names_the_leaf():
     program = nnx_program(lambda rngs: PartitionedNNX(rngs, "model"), nnx_loss, optax.sgd(0.1))
-    with pytest.raises(LayoutError, match=r"says itself splits `hidden.kernel` \[8, 16\] over 'model'"):
+    with pytest.raises(LayoutError, match=r"`hidden.kernel` \[8, 16\] over 'model'"):
         compile_program(program, layout=Layout(mesh=make_mesh())).init(jax.random.key(0), EXAMPLE)

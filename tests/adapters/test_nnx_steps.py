@@ -50,7 +50,7 @@ SOME = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for 
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_same_loss_gives_the_bits_of_a_program_of_that_loss(name):
+def test_the_same_loss_is_bit_identical_to_nnx_program(name):
     tx = TRANSFORMATIONS[name]
     mine, seen = short_run(nnx_step_program(*subject(tx), train_step, val_step))
     other, seen_other = short_run(nnx_program(TinyNNX(nnx.Rngs(0)), nnx_loss, tx))
@@ -59,7 +59,7 @@ def test_the_same_loss_gives_the_bits_of_a_program_of_that_loss(name):
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_goes_back_into_it(name):
+def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_is_written_back(name):
     tx = TRANSFORMATIONS[name]
     model, optimizer = subject(tx)
     state = nnx_state(model, optimizer, jax.random.key(0))
@@ -72,11 +72,11 @@ def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_goes_back_i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_it_goes_on_from_the_optimizer_and_gives_back_what_that_can_go_on_from(name):
+def test_it_continues_from_the_optimizer_and_writes_back_a_state_that_continues(name):
     batch = jax.tree.map(jnp.asarray, EXAMPLE)
 
     @nnx.jit
-    def by_hand(model: Any, optimizer: nnx.Optimizer) -> None:
+    def hand_written(model: Any, optimizer: nnx.Optimizer) -> None:
         model.train()
         optimizer.update(model, train_step(model, jax.random.key(0), batch)[1])
 
@@ -87,15 +87,15 @@ def test_it_goes_on_from_the_optimizer_and_gives_back_what_that_can_go_on_from(n
         write_back_optimizer(optimizer, state)
 
     mixed, straight = subject(TRANSFORMATIONS[name], dropout=0.0), subject(TRANSFORMATIONS[name], dropout=0.0)
-    for step in (by_hand, ours, by_hand):
+    for step in (hand_written, ours, hand_written):
         step(*mixed)
-        by_hand(*straight)
+        hand_written(*straight)
     a, b = (nnx_state(*both, jax.random.key(0)) for both in (mixed, straight))
     assert int(a.step) == int(mixed[1].step.get_value()) == 3
     assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_caller_s_arrays_stay_alive_and_as_they_are():
+def test_the_callers_arrays_are_neither_deleted_nor_changed():
     model, optimizer = subject(optax.adam(1e-2))
     before = jax.tree.map(np.array, nnx_state(model, optimizer, jax.random.key(0)))
     compile_program(nnx_step_program(model, optimizer, train_step)).init(jax.random.key(0), EXAMPLE).params["out"][
@@ -104,7 +104,7 @@ def test_the_caller_s_arrays_stay_alive_and_as_they_are():
     assert_same_bits(jax.tree.map(np.array, nnx_state(model, optimizer, jax.random.key(0))), before)
 
 
-def test_a_step_has_a_key_of_its_own_that_repeats_with_the_seed():
+def test_a_step_has_its_own_key_derived_from_the_seed():
     def noisy(model: Any, rng_key: jax.Array, batch: Any) -> Any:
         (loss, _), grads = train_step(model, rng_key, batch)
         return (loss, {"draw": jax.random.uniform(rng_key)}), grads
@@ -122,7 +122,7 @@ def test_a_step_has_a_key_of_its_own_that_repeats_with_the_seed():
     assert draws() == first
 
 
-def test_judging_is_in_evaluation_mode_and_weighs_by_examples():
+def test_evaluation_uses_evaluation_mode_and_weights_by_examples():
     model, optimizer = subject(optax.sgd(0.1))
     compiled = compile_program(nnx_step_program(model, optimizer, train_step, val_step))
     state = compiled.init(jax.random.key(0), EXAMPLE)
@@ -134,12 +134,12 @@ def test_judging_is_in_evaluation_mode_and_weighs_by_examples():
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("result", "expected"),
     [(lambda loss: loss, {"loss"}), (lambda loss: (loss, {"two": 2}), {"loss", "two"}), (lambda loss: {"a": 1}, {"a"})],
 )
-def test_a_val_step_tells_a_loss_or_metrics_or_both(told, expected):
+def test_a_val_step_may_return_a_loss_metrics_or_both(result, expected):
     program = nnx_step_program(
-        *subject(optax.sgd(0.1)), train_step, lambda model, rng_key, batch: told(jnp.float32(1.0))
+        *subject(optax.sgd(0.1)), train_step, lambda model, rng_key, batch: result(jnp.float32(1.0))
     )
     state = program.init(jax.random.key(0), EXAMPLE)
     assert set(jax.eval_shape(program.eval_step, state, EXAMPLE).by_name) == expected
@@ -167,15 +167,15 @@ def grads_of(model: Any, batch: Any) -> Any:
         (lambda model, key, batch: jnp.float32(1.0), "must return the loss and the gradients"),
         (lambda model, key, batch: (1.0, {"out": 1.0}), "nnx.value_and_grad`, got a dict"),
         (lambda model, key, batch: ((1.0, 2.0), grads_of(model, batch)), "tuple of float, float.*a dict of metrics"),
-        (lambda model, key, batch: ({"a": 1.0}, grads_of(model, batch)), "reports no loss, only a"),
+        (lambda model, key, batch: ({"a": 1.0}, grads_of(model, batch)), "`loss`, only a"),
         (lambda model, key, batch: (jnp.ones(3), grads_of(model, batch)), r"one number, got shape \(3,\)"),
         (
             lambda model, key, batch: (1.0, nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)),
-            "bias has .* not one of them",
+            "bias is .* not one of them",
         ),
     ],
 )
-def test_what_a_train_step_must_not_return_is_told(step, message):
+def test_a_wrong_return_value_of_a_train_step_is_an_error(step, message):
     program = nnx_step_program(*subject(optax.sgd(0.1)), step)
     state = program.init(jax.random.key(0), EXAMPLE)
     with pytest.raises((TypeError, ValueError), match=message):

@@ -117,7 +117,7 @@ def test_every_collective_is_counted_once_with_its_bytes_and_as_often_as_its_loo
     ]
 
 
-def test_it_is_told_which_pass_asked_for_a_collective():
+def test_the_phase_of_a_collective_is_known():
     assert [one.phase for one in collectives_of(WRITTEN)][:3] == ["backward", "forward", "update"]
 
 
@@ -285,14 +285,14 @@ def test_what_is_compiled_ahead_is_what_the_trainer_compiles(script):
     state, placed = program.init(jax.random.key(0), batch), program.place(batch, stacked=False)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert script["state_bytes"](ahead.state)[0] == held
-    _, buffer = program.train_buffer(state, placed, script["TAPE"])
+    _, buffer = program.train_buffer(state, placed, script["BUFFER_ROWS"])
     client = jax.devices()[0].client
     before = client.live_executables()
     program.train_step(state, buffer, placed)
     texts = [one.hlo_modules()[0].to_string() for one in client.live_executables() if one not in before]
     both = (collectives_of(hlo) for hlo in (ahead.hlo, max(texts, key=len)))
-    told, found = ([(one._replace(source=""), one.phase) for one in each] for each in both)  # named otherwise
-    assert told == found != []
+    expected, found = ([(one._replace(source=""), one.phase) for one in each] for each in both)  # named otherwise
+    assert expected == found != []
 
 
 def test_eight_gpus_need_one(script):

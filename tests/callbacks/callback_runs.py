@@ -102,7 +102,7 @@ def fit(
 
 
 class Saves:
-    """Keeps what it was asked to save: step, position, metrics, and what callbacks know."""
+    """Records what it was asked to save: step, position, metrics, and what callbacks know."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, Position, dict[str, float]]] = []
@@ -178,10 +178,10 @@ def rows(run: RunContext) -> list[dict[str, Any]]:
 
 
 def evaluated(callback: Callback, metrics: Mapping[str, Any], *, step: int, epoch: int = 1, name: str = "val") -> None:
-    """Tells `callback` of an evaluation."""
+    """Sends `callback` the end of an evaluation."""
     callback.handle(EvalRoundEnd(step, epoch, None, {name: dict(metrics)}))  # type: ignore[arg-type]
 
 
-def told(callback: Callback, kind: type[Event], step: int, epoch: int, *given: Any) -> None:
-    """Tells `callback` of an event that has no state."""
-    callback.handle(kind(step, epoch, None, *given))  # type: ignore[arg-type]
+def send_event(callback: Callback, kind: type[Event], step: int, epoch: int, *fields: Any) -> None:
+    """Sends `callback` an event without a state."""
+    callback.handle(kind(step, epoch, None, *fields))  # type: ignore[arg-type]

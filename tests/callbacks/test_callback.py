@@ -92,12 +92,12 @@ def test_hooks_get_metrics_by_their_full_names():
 
 
 @pytest.mark.parametrize("steps_per_call", [1, "epoch"])
-def test_every_step_is_told_once_with_its_own_numbers(steps_per_call):
+def test_every_step_is_reported_once_with_its_own_numbers(steps_per_call):
     witness, seen = Witness(WitnessConfig()), EventRecorder()
     fit(witness, seen, plan=Plan(max_epochs=2, steps_per_call=steps_per_call))
-    told = [call[1:] for call in witness.calls if call[0] == "on_training_step"]
-    assert [(epoch, step) for _, epoch, step in told] == [(1 + i // STEPS, 1 + i) for i in range(2 * STEPS)]
-    assert [metrics["train/loss"] for metrics, _, _ in told] == [seen.steps[s]["loss"] for s in sorted(seen.steps)]
+    reported = [call[1:] for call in witness.calls if call[0] == "on_training_step"]
+    assert [(epoch, step) for _, epoch, step in reported] == [(1 + i // STEPS, 1 + i) for i in range(2 * STEPS)]
+    assert [metrics["train/loss"] for metrics, _, _ in reported] == [seen.steps[s]["loss"] for s in sorted(seen.steps)]
 
 
 class Spy(Witness):
@@ -107,7 +107,7 @@ class Spy(Witness):
         self.calls.append((copy_state(self.state), eval_metrics))
 
 
-def test_the_state_in_a_validation_hook_is_the_one_that_was_judged():
+def test_the_state_in_a_validation_hook_is_the_one_that_was_evaluated():
     spy = Spy(WitnessConfig())
     fit(spy, plan=Plan(max_steps=2 * STEPS, eval_every=Every(steps=3)))
     evaluated = [call for call in spy.calls if len(call) == 2 and isinstance(call[1], dict)]
@@ -134,7 +134,7 @@ def test_several_validation_sets_are_one_validation_with_the_metrics_of_all():
 def test_there_is_no_state_outside_a_hook():
     witness = Witness(WitnessConfig())
     fit(witness, plan=Plan(max_steps=1))
-    with pytest.raises(RuntimeError, match="Witness has an event, and a state, only while one of its hooks runs"):
+    with pytest.raises(RuntimeError, match="Witness has an event and a state only during a hook"):
         _ = witness.state
 
 
@@ -159,7 +159,7 @@ def test_several_test_sets_are_one_test():
     assert set(witness.calls[-1][1]) == {f"{name}/{metric}" for name in sets for metric in ("loss", "acc")}
 
 
-def test_a_failure_is_told_with_its_error_and_then_raised():
+def test_a_failure_is_reported_with_its_error_and_then_raised():
     witness = Witness(WitnessConfig())
     with fault("step:raise:3"), pytest.raises(Exception, match="step") as failure:
         fit(witness)
@@ -227,7 +227,7 @@ def test_the_sections_of_the_seed_document_are_read(section, config):
 
 
 def test_an_impossible_rhythm_is_refused():
-    with pytest.raises(SettingsError, match="`every_n_epochs` must be a whole number of at least -1, got -2"):
+    with pytest.raises(SettingsError, match="`every_n_epochs` must be an integer of at least -1, got -2"):
         CallbackConfig(every_n_epochs=-2)
 
 
@@ -238,7 +238,7 @@ def test_a_callback_without_a_configuration_has_the_defaults_of_its_own():
 
 
 def test_a_configuration_with_keys_that_must_be_given_is_asked_for():
-    with pytest.raises(TypeError, match="Needy cannot do without a configuration: .*'what'"):
+    with pytest.raises(TypeError, match="Needy needs a configuration: .*'what'"):
         Needy()
 
 
@@ -286,7 +286,7 @@ class Needy(Callback):
 
 def test_a_callback_that_belongs_to_no_run_says_so():
     for name in ("run", "trainer", "data_module"):
-        with pytest.raises(RuntimeError, match="Patient belongs to no run yet. A trainer attaches it"):
+        with pytest.raises(RuntimeError, match="Patient is not attached.*attach"):
             getattr(Patient(), name)
 
 
@@ -302,7 +302,7 @@ def test_an_attached_callback_knows_its_run_its_trainer_and_its_data(folder_run)
     assert (without.trainer, without.data_module, len(given)) == (None, None, 1)
 
 
-def test_a_callback_begins_anew_with_a_second_run_and_keeps_what_it_was_given_before_the_first(folder_run):
+def test_a_callback_restarts_with_a_second_run_and_keeps_what_it_was_given_before_the_first(folder_run):
     callback = Patient()
     callback.load_state_dict({"epochs": 5})
     callback.attach(folder_run)
@@ -318,12 +318,12 @@ def test_a_callback_cannot_watch_two_runs_at_once(folder_run):
     callback = Patient(run=folder_run)
     callback.attach(replace(folder_run))  # nothing has begun: training may have been refused
     nested = LambdaCallback(on_step_end=lambda event: callback.attach(folder_run))
-    with pytest.raises(RuntimeError, match="Patient watches the run in .*, which has not ended. Make another one"):
+    with pytest.raises(RuntimeError, match="Patient is attached to the run in .*, which has not ended"):
         fit(callback, nested)
     callback.attach(folder_run)
 
 
-def test_windows_of_steps_are_told_as_they_arrive():
+def test_windows_of_steps_are_reported_as_they_arrive():
     windows: list[tuple[int, int]] = []
     watcher = LambdaCallback(on_steps_reported=lambda event: windows.append((event.rows.first, event.rows.last)))
     fit(

@@ -45,7 +45,7 @@ def test_a_validation_within_an_epoch_is_saved_where_it_happened(folder_run):
         (3, Position(1, 3)),
         (6, Position(2, 2)),
     ]
-    assert kept[-1] == (2 * STEPS, Position(2, 0), {})  # the last state is saved, too, though nobody judged it
+    assert kept[-1] == (2 * STEPS, Position(2, 0), {})  # the last state is saved, too, though it was not evaluated
 
 
 TWO = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
@@ -62,7 +62,7 @@ def test_of_several_validation_sets_each_may_be_monitored_and_the_state_is_saved
 
 
 def test_a_monitor_that_no_set_reports_is_an_error_that_lists_all_of_them(folder_run):
-    message = "No metric 'val/loss' to monitor. There are: val_far/acc, val_far/loss, val_near/acc, val_near/loss."
+    message = "No metric 'val/loss' to monitor. Logged metrics: val_far/acc, val_far/loss, val_near/acc, val_near/loss."
     with pytest.raises(ValueError, match=message):
         saved(folder_run, evals=TWO)
 
@@ -81,11 +81,11 @@ def test_only_every_so_many_epochs_are_saved(folder_run):
 @pytest.mark.parametrize("eval_at_start", [True, False])
 def test_an_unknown_monitor_is_an_error_at_the_first_validation(folder_run, eval_at_start):
     plan = Plan(max_epochs=2, eval_every=Every(epochs=1), eval_at_start=eval_at_start)
-    with pytest.raises(ValueError, match="No metric 'val/accuracy' to monitor. There are: val/acc, val/loss."):
+    with pytest.raises(ValueError, match="No metric 'val/accuracy' to monitor. Logged metrics: val/acc, val/loss."):
         saved(folder_run, ModelCheckpointConfig(monitor="val/accuracy"), plan)
 
 
-def test_without_validation_every_epoch_is_saved_and_said_once(folder_run, caplog):
+def test_without_validation_every_epoch_is_saved_with_one_warning(folder_run, caplog):
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         kept = saved(folder_run, plan=Plan(max_epochs=2), validates=False)
     assert [(step, position) for step, position, _ in kept] == [(STEPS, Position(1, 0)), (2 * STEPS, Position(2, 0))]
@@ -96,7 +96,7 @@ def test_without_validation_every_epoch_is_saved_and_said_once(folder_run, caplo
 
 
 def test_a_run_without_a_store_is_refused(folder_run):
-    with pytest.raises(ValueError, match="`ModelCheckpoint` needs a place to save to"):
+    with pytest.raises(ValueError, match="`ModelCheckpoint` needs a checkpoint store.*`checkpoints`"):
         ModelCheckpoint(ModelCheckpointConfig(), folder_run)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_knows_where_the_loop_stands(folder_run):
     fit(ModelCheckpoint(ModelCheckpointConfig(every_n_steps=3), run), plan=Plan(max_steps=STEPS))
     within, end = (saved["loop"] for saved in store.runs)
     assert (within["has_ended"], end["has_ended"]) == (False, True)
-    assert within["meter"] and not end["meter"]
+    assert within["metrics_state"] and not end["metrics_state"]
     assert [position for _, position, _ in store.kept] == [Position(1, 3), Position(1, 0)]
 
 
@@ -155,7 +155,7 @@ def test_states_are_saved_every_so_many_minutes(folder_run):
     assert [step for step, _, _ in kept] == [1, 2, 3, 4, 4]  # the last one again, when its epoch is over
 
 
-def test_a_step_that_is_also_judged_is_saved_once_with_its_metrics(folder_run):
+def test_a_step_that_is_also_evaluated_is_saved_once_with_its_metrics(folder_run):
     plan = Plan(max_steps=6, eval_every=Every(steps=3))
     kept = saved(folder_run, ModelCheckpointConfig(every_n_steps=3), plan)
     assert [(step, bool(metrics)) for step, _, metrics in kept] == [(3, True), (6, True), (6, True)]
@@ -176,7 +176,7 @@ class Fails(Callback):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_run_that_fails_saves_the_state_it_had_unless_told_otherwise(folder_run, saves):
+def test_a_failing_run_saves_its_state_unless_configured_otherwise(folder_run, saves):
     store = Saves()
     saver = ModelCheckpoint(ModelCheckpointConfig(save_on_exception=saves), replace(folder_run, checkpoints=store))
     with pytest.raises(LookupError, match="mine"):
@@ -192,14 +192,14 @@ def test_a_state_that_cannot_be_saved_ends_the_run(folder_run):
     assert len(store.kept) == 1  # what fails is not tried again on the way out
 
 
-def test_with_continue_the_run_goes_on_and_the_next_state_is_tried(folder_run, caplog):
+def test_with_continue_the_run_continues_and_the_next_state_is_tried(folder_run, caplog):
     store, config = Saves(), ModelCheckpointConfig(every_n_steps=1, on_save_failure="continue")
     store.failures = [SaveError("no room")]
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store)), plan=Plan(max_steps=3))
     assert [step for step, _, _ in store.kept] == [1, 2, 3, 3]
     assert [record.message for record in caplog.records if "no room" in record.message] == [
-        "no room Training goes on, and the next state is tried again."
+        "no room Training continues, and retries at the next save."
     ]
 
 
@@ -213,7 +213,7 @@ def test_a_run_whose_last_state_is_lost_has_failed_whatever_the_policy(folder_ru
         fit(ModelCheckpoint(config, replace(folder_run, checkpoints=LosesTheLast())))
 
 
-def test_what_a_run_went_on_from_is_given_up_when_it_is_done(folder_run):
+def test_what_a_run_resumed_from_is_given_up_when_it_is_done(folder_run):
     store = Saves()
     fit(ModelCheckpoint(run=replace(folder_run, checkpoints=store)))
     assert store.asked == ["prepare", "completed"]
@@ -225,7 +225,7 @@ def test_a_run_that_compares_states_otherwise_needs_no_monitor(folder_run):
     assert [step for step, _, _ in store.kept] == [STEPS, 2 * STEPS]
 
 
-def test_a_second_run_begins_at_its_own_beginning(folder_run):
+def test_a_second_run_starts_at_its_own_beginning(folder_run):
     stores = Saves(), Saves()
     callback = ModelCheckpoint()
     plan = Plan(max_steps=6, eval_every=Every(steps=3), eval_at_start=True)
@@ -260,7 +260,7 @@ def test_the_real_store_gives_back_what_callbacks_knew(folder_run):
     assert store.restore("latest", like=last)[1].callbacks == {"mine": {"best": 0.5, "names": ["a"]}}
 
 
-def test_the_real_store_keeps_the_latest_where_nothing_is_judged(folder_run):
+def test_the_real_store_keeps_the_latest_where_nothing_is_evaluated(folder_run):
     config = ModelCheckpointConfig()
     store = CheckpointStore(folder_run.folder / "checkpoints", **config.store_options(validates=False))
     run = replace(folder_run, checkpoints=store, validates=False)

@@ -55,7 +55,7 @@ def test_shares_are_those_of_each_true_class_and_an_empty_class_has_none(folder_
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("true class", "predicted class")
 
 
-def test_counts_are_whole_numbers(folder_run):
+def test_counts_are_integers(folder_run):
     assert cells(drawn(folder_run, normalize=False)) == [["3", "1", "0"], ["0"] * 3, ["2", "0", "2"]]
     assert cells(drawn(folder_run, normalize=False, format="03d"))[0] == ["003", "001", "000"]
 
@@ -102,7 +102,7 @@ def test_validations_and_tests_are_drawn_by_their_names(folder_run):
     assert shown == [("val_near/confusion_matrix", 2), ("test/confusion_matrix", 3)]
 
 
-def test_a_run_draws_what_it_judged(tmp_path, flavour):
+def test_a_run_draws_what_it_evaluated(tmp_path, flavour):
     labels = numbered_data(64)["y"]
     with run_in(tmp_path) as run:
         gallery = Gallery()
@@ -119,13 +119,13 @@ def test_a_run_draws_what_it_judged(tmp_path, flavour):
 
 def test_a_run_without_the_metric_is_an_error_that_says_what_to_report(folder_run):
     callback = ConfusionMatrixCallback(run=run_of(folder_run))
-    with pytest.raises(ValueError, match="needs a metric 'conf_matrix' of .* There are: val/acc, val/loss. Report"):
+    with pytest.raises(ValueError, match="needs a metric 'conf_matrix' of .* Logged metrics: val/acc, val/loss"):
         evaluated(callback, {"loss": 1.0, "acc": 0.5}, step=4)
     with pytest.raises(ValueError, match=r"'val/conf_matrix' must have the shape \[classes, classes\], got \[2, 3\]"):
         evaluated(callback, {"conf_matrix": np.zeros((2, 3))}, step=4)
 
 
-def test_without_matplotlib_there_is_one_warning_and_the_run_goes_on(folder_run, caplog, monkeypatch):
+def test_without_matplotlib_there_is_one_warning_and_the_run_continues(folder_run, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = run_of(folder_run)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
@@ -134,15 +134,15 @@ def test_without_matplotlib_there_is_one_warning_and_the_run_goes_on(folder_run,
             evaluated(callback, {"conf_matrix": MATRIX}, step=step)
     assert run.logger.shown == []  # type: ignore[attr-defined]
     (record,) = caplog.records
-    assert "draws nothing, and training goes on" in record.message
+    assert "draws no figures" in record.message
 
 
 def test_mistakes_show_before_training(folder_run):
     with pytest.raises(ValueError, match="Bluess"):
         ConfusionMatrixCallback(ConfusionMatrixConfig(cmap="Bluess"), folder_run)
-    with pytest.raises(SettingsError, match="A share cannot be written with `format: d`"):
+    with pytest.raises(SettingsError, match="`format: d` is invalid"):
         ConfusionMatrixConfig(format="d")
-    with pytest.raises(SettingsError, match="two spellings of one key, and they differ"):
+    with pytest.raises(SettingsError, match="`fig_size` and `figsize`"):
         ConfusionMatrixConfig(figsize=(4, 4), fig_size=(5, 5))
 
 

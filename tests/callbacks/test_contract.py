@@ -143,7 +143,7 @@ def whole(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Callb
 
 
 def in_two(folder: Path, make: Callable[[], Callback], plan: Plan, step: int) -> tuple[Callback, list[Any]]:
-    """The same in two runs, the second of which goes on where the first one was cut off."""
+    """The same in two runs, the second of which resumes where the first one was cut off."""
     first = make()
     cut = Cut(first, step)
     with run_in(folder) as before:
@@ -252,7 +252,7 @@ def test_all_are_finalised_once_however_a_run_ends(tmp_path, ending):
             with fault("step:raise:2" if ending == "failed in a step" else "never:raise:1"), pytest.raises(error):
                 fit(*observers, program=matrix_program("linen"), plan=plan)
         for callback in callbacks.values():
-            callback.attach(run)  # would be refused if it still thought that the run goes on
+            callback.attach(run)  # would be refused if it still counted the run as running
     assert ends == [(name, STATUS.get(ending, ending)) for name in callbacks]
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from callback_runs import STEPS, Saves, evaluated, fit, run_in, told
+from callback_runs import STEPS, Saves, evaluated, fit, run_in, send_event
 
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.engine import EpochEnd, Every, FitStart, Plan, StopTraining
@@ -47,10 +47,10 @@ def test_training_ends_when_the_metric_says_so(values, options, stop):
     assert stops_at(values, **options) == stop
 
 
-def test_the_reason_is_told_and_logged(caplog):
+def test_the_reason_is_reported_and_logged(caplog):
     callback = EarlyStopping(EarlyStoppingConfig(patience=1))
     evaluated(callback, {"loss": 0.25}, step=4)
-    message = "EarlyStopping after step 8: `val/loss` has not improved 1 times in a row; the best was 0.25."
+    message = "EarlyStopping after step 8: `val/loss` has not improved in 1 validations in a row; the best was 0.25."
     with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining) as stopped:
         evaluated(callback, {"loss": 0.5}, step=8)
     assert str(stopped.value) == message
@@ -58,7 +58,7 @@ def test_the_reason_is_told_and_logged(caplog):
 
 
 def test_an_unknown_monitor_is_an_error_that_lists_what_there_is():
-    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. There are: val/acc, val/loss"):
+    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. Logged metrics: val/acc, val/loss"):
         evaluated(EarlyStopping(EarlyStoppingConfig(monitor="val/f1")), {"loss": 1.0, "acc": 0.5}, step=1)
 
 
@@ -77,10 +77,10 @@ def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitor
         with pytest.raises(ValueError, match="cannot monitor 'val/loss': this run has no validation"):
             EarlyStopping(run=run)
         callback = EarlyStopping(TRAINING, run)
-        told(callback, EpochEnd, 4, 1, {"loss": 1.0}, 1.0, 0.0, None)
+        send_event(callback, EpochEnd, 4, 1, {"loss": 1.0}, 1.0, 0.0, None)
         evaluated(callback, {"loss": 9.0}, step=4)  # not what is monitored
         with pytest.raises(StopTraining):
-            told(callback, EpochEnd, 8, 2, {"loss": 1.0}, 1.0, 0.0, None)
+            send_event(callback, EpochEnd, 8, 2, {"loss": 1.0}, 1.0, 0.0, None)
 
 
 def resumed(callback: EarlyStopping) -> EarlyStopping:
@@ -89,12 +89,12 @@ def resumed(callback: EarlyStopping) -> EarlyStopping:
     return again
 
 
-def test_a_resumed_run_goes_on_counting():
+def test_a_resumed_run_continues_counting():
     callback = EarlyStopping()
     for step, value in enumerate([3, 4, 5], 1):
         evaluated(callback, {"loss": value}, step=step)
     callback = resumed(callback)
-    told(callback, FitStart, 3, 3)
+    send_event(callback, FitStart, 3, 3)
     evaluated(callback, {"loss": 5}, step=3)  # the state of the checkpoint once more: not a new look
     with pytest.raises(StopTraining, match="after step 4.* the best was 3"):
         evaluated(callback, {"loss": 5}, step=4)
@@ -104,9 +104,9 @@ def test_a_resumed_run_that_had_stopped_stops_at_once(caplog):
     callback = EarlyStopping(EarlyStoppingConfig(stopping_threshold=2.0))
     with pytest.raises(StopTraining):
         evaluated(callback, {"loss": 1.0}, step=4)
-    with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining, match="2.0 is good enough"):
-        told(resumed(callback), FitStart, 4, 1)
-    assert "had been ended before" in caplog.text
+    with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining, match="threshold 2.0"):
+        send_event(resumed(callback), FitStart, 4, 1)
+    assert "had already stopped" in caplog.text
 
 
 @pytest.mark.parametrize("steps_per_call", [1, "epoch"])
@@ -124,7 +124,7 @@ def test_what_is_saved_at_the_end_says_that_it_is_the_end(tmp_path, steps_per_ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 0}, "`patience` must be a whole number of at least 1, got 0"),
+        ({"patience": 0}, "`patience` must be an integer of at least 1, got 0"),
         ({"min_delta": -0.1}, "`min_delta` must be a number of at least 0, got -0.1"),
         (
             {"stopping_threshold": 1.0, "divergence_threshold": 0.5},

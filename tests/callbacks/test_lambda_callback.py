@@ -20,7 +20,7 @@ def test_functions_are_called_with_the_arguments_of_their_hooks():
     assert calls == ["start", (names, 1), (names, 2), "completed"]
 
 
-def test_steps_are_told_where_there_is_a_function_for_them():
+def test_steps_are_reported_where_there_is_a_function_for_them():
     steps: list[int] = []
     fit(LambdaCallback(on_training_step=lambda metrics, epoch, step: steps.append(step)), plan=Plan(max_epochs=1))
     fit(LambdaCallback(on_step_end=lambda event: steps.append(-event.step)), plan=Plan(max_epochs=1))
@@ -39,13 +39,13 @@ def test_without_one_a_step_costs_nothing():
     [
         ("on_trainig_start", "Did you mean `on_training_start`?"),
         ("finalise", "Did you mean `finalize`?"),
-        ("zzz", "There are finalize, on_exception, "),
+        ("zzz", "The hooks are finalize, on_exception, "),
     ],
 )
 def test_an_unknown_hook_is_refused_with_a_guess(name, hint):
     with pytest.raises(TypeError) as refused:
         LambdaCallback(**{name: print})
-    assert f"There is no hook {name!r}. {hint}" in str(refused.value)
+    assert f"Unknown hook {name!r}. {hint}" in str(refused.value)
 
 
 def test_what_is_no_function_is_refused():

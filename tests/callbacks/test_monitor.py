@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from callback_runs import FIRST_RATE, STEPS, TOTAL, evaluated, fit, rows, run_in, scripted, scripted_program, told
+from callback_runs import FIRST_RATE, STEPS, TOTAL, evaluated, fit, rows, run_in, scripted, scripted_program, send_event
 
 from jax_trainer.callbacks import (
     GradientSpikeMonitor,
@@ -88,7 +88,9 @@ def test_the_spikes_themselves_are_in_a_file(folder_run):
 
 
 def test_without_the_norm_it_says_which_key_to_set(folder_run):
-    with pytest.raises(ValueError, match="needs the metric 'optimizer/grad_global_norm'.* Set `log_grad_norm: true`"):
+    with pytest.raises(
+        ValueError, match="needs the step metric 'optimizer/grad_global_norm'.* Set `log_grad_norm: true`"
+    ):
         watched(folder_run, log_norms=False)
 
 
@@ -102,8 +104,8 @@ def test_steps_that_were_skipped_are_not_looked_at(folder_run):
 
 def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(log_to_disk=True), folder_run)
-    told(callback, FitStart, 0, 0)
-    callback._look(1, float("inf"), 1.0)
+    send_event(callback, FitStart, 0, 0)
+    callback._check(1, float("inf"), 1.0)
     evaluated(callback, {"loss": 1.0}, step=1)
     assert (folder_run.folder / "gradient_spikes.npz").exists()
 
@@ -117,21 +119,21 @@ def spike_events(callback: GradientSpikeMonitor, steps: range) -> None:
             name: SimpleNamespace(values=values[step - 1 : step, index], weights=weights)
             for index, name in enumerate(("loss", "optimizer/grad_global_norm"))
         }
-        told(callback, StepMetrics, step, (step + 7) // 8, SimpleNamespace(columns=columns, first=step))
+        send_event(callback, StepMetrics, step, (step + 7) // 8, SimpleNamespace(columns=columns, first=step))
         if step % 8 == 0:
-            told(callback, EpochEnd, step, step // 8, {}, 1.0, 0.0, None)
+            send_event(callback, EpochEnd, step, step // 8, {}, 1.0, 0.0, None)
 
 
 def begun(run: RunContext, step: int, state: dict | None = None) -> GradientSpikeMonitor:
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(warmup_steps=4, log_to_disk=True), run)
     if state is not None:
         callback.load_state_dict(state)
-    told(callback, FitStart, step, (step + 7) // 8)
+    send_event(callback, FitStart, step, (step + 7) // 8)
     return callback
 
 
 def finished(run: RunContext, callback: GradientSpikeMonitor) -> tuple:
-    told(callback, FitEnd, 24, 3, "completed")
+    send_event(callback, FitEnd, 24, 3, "completed")
     return rows(run), (run.folder / "gradient_spikes.npz").read_bytes(), callback.state_dict()
 
 
@@ -160,7 +162,7 @@ def test_where_training_goes_back_the_file_does(folder_run):
     spike_events(callback, range(11, 18))
     callback.load_state_dict(state)
     spike_events(callback, range(12, 18))  # the spike of step 11 is left out
-    told(callback, FitEnd, 17, 3, "completed")
+    send_event(callback, FitEnd, 17, 3, "completed")
     with np.load(folder_run.folder / "gradient_spikes.npz", allow_pickle=False) as found:
         assert found["grad_norm_steps"].tolist() == [9, 17]
         assert found["loss_steps"].tolist() == [17]

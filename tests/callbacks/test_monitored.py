@@ -40,7 +40,7 @@ def test_auto_goes_by_the_words_of_the_metrics_name(names, mode):
     assert found == dict.fromkeys(found, mode)
 
 
-def test_only_the_last_part_of_a_name_counts_and_what_is_said_beats_it():
+def test_only_the_last_part_of_a_name_counts_and_an_explicit_mode_wins():
     assert best_mode("auto", "val_acc/perplexity") == "min"
     assert best_mode("auto", "val_loss") == "min"
     assert best_mode("max", "val/loss") == "max"
@@ -79,18 +79,18 @@ def test_the_best_of_an_accuracy_is_the_highest_wherever_a_metric_is_monitored(n
         mode_of("val/score")
 
 
-def test_a_function_that_is_tuned_is_minimised_as_by_optuna_unless_it_is_said_what_it_returns():
+def test_a_tuned_function_is_minimised_as_by_optuna_unless_a_direction_is_set():
     assert tuned().mode == "min"
 
 
 def test_a_metric_that_is_not_there_is_an_error_that_lists_those_which_are():
-    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. There are: val/acc, val/loss."):
+    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. Logged metrics: val/acc, val/loss."):
         monitored({"val/loss": 1.0, "val/acc": 0.5}, "val/f1")
-    with pytest.raises(ValueError, match="There are: none."):
+    with pytest.raises(ValueError, match="Logged metrics: none."):
         monitored({}, "val/f1")
 
 
 def test_an_array_cannot_be_monitored():
-    with pytest.raises(ValueError, match=r"`monitor: val/m` must name a number, .* an array of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"`monitor: val/m` must name a scalar, .* an array of shape \(2, 2\)"):
         monitored({"val/m": np.zeros((2, 2))}, "val/m")
     assert monitored({"val/m": np.float32(0.5)}, "val/m") == 0.5

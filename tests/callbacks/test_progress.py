@@ -88,7 +88,7 @@ def as_shown(line: str) -> str:
     return "".join(cells).rstrip()
 
 
-def test_only_the_lead_process_speaks(monkeypatch):
+def test_only_the_primary_process_shows_a_bar(monkeypatch):
     assert shown(terminal=True, is_primary=False) == ""
     screen = io.StringIO()
     bar = ProgressBar(console=Console(file=screen, force_terminal=True))
@@ -128,15 +128,15 @@ def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_
         ]
 
 
-def test_a_run_that_is_counted_in_steps_is_told_in_steps():
+def test_a_run_that_is_counted_in_steps_is_reported_in_steps():
     _, *lines = shown(terminal=False, in_steps=True).splitlines()
     assert [line.split("loss")[0].split() for line in lines] == [
         ["step", step, name] for step in ("32", "64") for name in ("train", "val")
     ]
 
 
-class Told:
-    """A bar that is told of events by hand, on a clock that only moves when it is told to."""
+class ScriptedBar:
+    """A bar that gets events from a test, on a clock that the test moves."""
 
     def __init__(self, monkeypatch, *, terminal: bool = False, **options: Any) -> None:
         self.now, self.step, self.screen = 1000.0, 0, io.StringIO()
@@ -164,16 +164,16 @@ class Told:
 
 
 def test_a_file_gets_a_line_with_step_loss_rate_and_eta_every_few_seconds(monkeypatch):
-    told = Told(monkeypatch, epochs=2, steps=200)
-    told(FitStart)
-    told(EpochStart, 100)
-    told.now += 60.0  # compiling, which does not count for the rate
-    told.steps(1, 0.0)
-    told.metrics(loss=0.25, acc=0.5)
-    told.steps(40, 0.5)
-    assert told.lines[0] == "epoch 1/2  compiling"
-    assert told.lines[1].split() == ["epoch", "1/2", "1/100", "step", "1"]
-    assert told.lines[2].split() == [
+    scripted_bar = ScriptedBar(monkeypatch, epochs=2, steps=200)
+    scripted_bar(FitStart)
+    scripted_bar(EpochStart, 100)
+    scripted_bar.now += 60.0  # compiling, which does not count for the rate
+    scripted_bar.steps(1, 0.0)
+    scripted_bar.metrics(loss=0.25, acc=0.5)
+    scripted_bar.steps(40, 0.5)
+    assert scripted_bar.lines[0] == "epoch 1/2  compiling"
+    assert scripted_bar.lines[1].split() == ["epoch", "1/2", "1/100", "step", "1"]
+    assert scripted_bar.lines[2].split() == [
         "epoch",
         "1/2",
         "11/100",
@@ -188,17 +188,17 @@ def test_a_file_gets_a_line_with_step_loss_rate_and_eta_every_few_seconds(monkey
         "ETA",
         "1:34",
     ]
-    assert [line.split()[4] for line in told.lines[3:]] == ["21", "31", "41"]  # every 5 seconds
+    assert [line.split()[4] for line in scripted_bar.lines[3:]] == ["21", "31", "41"]  # every 5 seconds
 
 
 def test_a_file_that_hears_of_epochs_often_enough_gets_no_other_lines(monkeypatch):
-    told = Told(monkeypatch)
+    scripted_bar = ScriptedBar(monkeypatch)
     for epoch in (1, 2, 3, 4):
-        told(EpochStart, 10, epoch=epoch)
-        told.steps(10, 0.19)
-        told(EpochEnd, {"loss": 0.5}, 1.9, 0.0, None, epoch=epoch)
-    told(FitEnd, "completed")
-    assert [line.split()[4] for line in told.lines[1:]] == ["train"] * 4
+        scripted_bar(EpochStart, 10, epoch=epoch)
+        scripted_bar.steps(10, 0.19)
+        scripted_bar(EpochEnd, {"loss": 0.5}, 1.9, 0.0, None, epoch=epoch)
+    scripted_bar(FitEnd, "completed")
+    assert [line.split()[4] for line in scripted_bar.lines[1:]] == ["train"] * 4
 
 
 @pytest.mark.parametrize("is_notebook", [False, True])
@@ -211,10 +211,12 @@ def test_a_notebook_gets_it_on_standard_output_and_anybody_else_on_standard_erro
 
 
 def test_secondary_statistics_do_not_crowd_a_line(monkeypatch):
-    told = Told(monkeypatch)
-    told(EvalEnd, "val", {"acc": 0.5, "acc_max": 1.0, "acc_std": 0.1, "loss": 2.0, "loss_min": 1.0, "size_max": 3.0})
-    told(FitEnd, "completed")
-    assert told.lines == ["epoch   1  step      0  val  loss 2  acc 0.5  size_max 3"]
+    scripted_bar = ScriptedBar(monkeypatch)
+    scripted_bar(
+        EvalEnd, "val", {"acc": 0.5, "acc_max": 1.0, "acc_std": 0.1, "loss": 2.0, "loss_min": 1.0, "size_max": 3.0}
+    )
+    scripted_bar(FitEnd, "completed")
+    assert scripted_bar.lines == ["epoch   1  step      0  val  loss 2  acc 0.5  size_max 3"]
 
 
 def test_a_validation_inside_an_epoch_has_its_own_numbers_and_training_goes_back_to_its_count():
@@ -231,12 +233,12 @@ def test_a_validation_inside_an_epoch_has_its_own_numbers_and_training_goes_back
 
 
 def test_the_end_says_why_and_the_beginning_from_where(monkeypatch):
-    told = Told(monkeypatch)
-    told.step = 40
-    told(FitStart, epoch=3)
-    told(Notice, "Training ends after step 40: `max_time` (5 s) is over.", epoch=3)
-    told(FitEnd, "stopped", "EarlyStopping after step 40: `val/acc` is 1.", epoch=3)
-    first, *rest = told.lines
+    scripted_bar = ScriptedBar(monkeypatch)
+    scripted_bar.step = 40
+    scripted_bar(FitStart, epoch=3)
+    scripted_bar(Notice, "Training ends after step 40: `max_time` (5 s) is over.", epoch=3)
+    scripted_bar(FitEnd, "stopped", "EarlyStopping after step 40: `val/acc` is 1.", epoch=3)
+    first, *rest = scripted_bar.lines
     assert first == "Resumed from step 40 (epoch 3)."
     assert rest == [
         "Training ends after step 40: `max_time` (5 s) is over.",
@@ -245,31 +247,31 @@ def test_the_end_says_why_and_the_beginning_from_where(monkeypatch):
 
 
 def test_the_latest_metrics_stay_until_an_epoch_has_its_own(monkeypatch):
-    told = Told(monkeypatch, terminal=True, refresh_seconds=0.0)
-    told(EpochStart, 10)
-    told.steps(10, 0.1)
-    told.metrics(loss=0.25)
-    told(EpochEnd, {"loss": 0.5}, 1.0, 0.0, None)
-    told(EpochStart, 10, epoch=2)
-    told.steps(3, 0.1)
-    drawn = told.screen.getvalue().split("\r")
+    scripted_bar = ScriptedBar(monkeypatch, terminal=True, refresh_seconds=0.0)
+    scripted_bar(EpochStart, 10)
+    scripted_bar.steps(10, 0.1)
+    scripted_bar.metrics(loss=0.25)
+    scripted_bar(EpochEnd, {"loss": 0.5}, 1.0, 0.0, None)
+    scripted_bar(EpochStart, 10, epoch=2)
+    scripted_bar.steps(3, 0.1)
+    drawn = scripted_bar.screen.getvalue().split("\r")
     assert all("loss 0.25" in line for line in drawn if "epoch 2  " in line)
 
 
 def test_a_run_that_had_ended_reports_that_no_steps_are_left(monkeypatch):
-    told = Told(monkeypatch)
-    told.step = 44
-    told(FitStart, epoch=2)
-    told(FitEnd, "completed", epoch=2)
-    assert told.lines[0] == "Resumed from step 44 (epoch 2)."
-    assert re.search("no steps are left.*step 44", told.lines[1])
+    scripted_bar = ScriptedBar(monkeypatch)
+    scripted_bar.step = 44
+    scripted_bar(FitStart, epoch=2)
+    scripted_bar(FitEnd, "completed", epoch=2)
+    assert scripted_bar.lines[0] == "Resumed from step 44 (epoch 2)."
+    assert re.search("no steps are left.*step 44", scripted_bar.lines[1])
 
 
 def test_a_resumed_run_with_steps_left_does_not_report_that_none_are(monkeypatch):
-    told = Told(monkeypatch)
-    told.step = 44
-    told(FitStart, epoch=2)
-    told(EpochStart, 10, epoch=3)
-    told.steps(1, 0.1)
-    told(FitEnd, "completed", epoch=3)
-    assert not any("no steps are left" in line for line in told.lines)
+    scripted_bar = ScriptedBar(monkeypatch)
+    scripted_bar.step = 44
+    scripted_bar(FitStart, epoch=2)
+    scripted_bar(EpochStart, 10, epoch=3)
+    scripted_bar.steps(1, 0.1)
+    scripted_bar(FitEnd, "completed", epoch=3)
+    assert not any("no steps are left" in line for line in scripted_bar.lines)

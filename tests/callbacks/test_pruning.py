@@ -26,7 +26,7 @@ def test_every_validation_is_reported(report, places):
     assert reported(trial) == dict(zip(places, (metrics["acc"] for _, _, metrics in seen.evals), strict=True))
 
 
-def test_a_trial_that_should_be_pruned_ends_and_says_so_after_everybody_was_told():
+def test_a_pruned_trial_raises_after_all_callbacks_were_notified():
     trial, ends = trial_of(optuna.pruners.ThresholdPruner(upper=1e-9, n_warmup_steps=2)), []
     watcher = LambdaCallback(finalize=ends.append)
     with pytest.raises(optuna.TrialPruned, match="Pruned after epoch 2: `val/loss` is "):
@@ -57,5 +57,5 @@ def test_pruning_is_a_stop_that_raises_later():
 def test_an_unknown_axis_and_an_unknown_metric_are_refused():
     with pytest.raises(ValueError, match="`report` must be 'epoch' or 'step', got 'minute'"):
         OptunaPruning(trial_of(), report="minute")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. There are: val/loss"):
+    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. Logged metrics: val/loss"):
         evaluated(OptunaPruning(trial_of(), "val/f1"), {"loss": 1.0}, step=4)

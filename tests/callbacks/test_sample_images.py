@@ -20,6 +20,6 @@ def test_a_last_row_that_is_not_full_is_filled_with_white():
     assert not made[36:68, 2:34].any()
 
 
-def test_images_that_nobody_can_explain_are_stretched_to_what_can_be_shown():
+def test_images_without_a_known_range_are_scaled_for_display():
     assert stretched(np.array([-2.0, 0.0, 2.0])) == pytest.approx([0, 0.5, 1])
     assert np.isfinite(stretched(np.zeros(3))).all()

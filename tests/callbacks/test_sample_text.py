@@ -54,9 +54,9 @@ def test_a_text_of_the_state_after_its_step_is_logged(tmp_path):
 
 
 @pytest.mark.parametrize(("trainer", "words"), [(None, "no trainer"), (SimpleNamespace(), "a SimpleNamespace")])
-def test_a_trainer_that_cannot_write_is_refused_when_the_run_begins(folder_run, trainer, words):
+def test_a_trainer_that_cannot_write_is_refused_when_the_run_starts(folder_run, trainer, words):
     run = RunContext(folder_run.folder, folder_run.logger, trainer=trainer)
-    with pytest.raises(TypeError, match=f"asks the trainer to `generate`, and this run has {words}"):
+    with pytest.raises(TypeError, match=f"method `generate`; this run has {words}"):
         SampleText().attach(run)
 
 

@@ -16,7 +16,7 @@ class Drawing(Sampling):
     """Notes when it draws, and one number of what it draws with."""
 
     config: SamplingConfig
-    asks_for = "sample"
+    trainer_method = "sample"
 
     def reset(self) -> None:
         super().reset()
@@ -74,5 +74,5 @@ def test_what_was_drawn_before_an_interruption_is_not_drawn_again(folder_run):
 
 
 def test_a_trainer_that_cannot_draw_is_refused_at_once(folder_run):
-    with pytest.raises(TypeError, match="asks the trainer to `sample`, and this run has no trainer, which cannot"):
+    with pytest.raises(TypeError, match="method `sample`; this run has no trainer"):
         Drawing(SamplingConfig(), folder_run)

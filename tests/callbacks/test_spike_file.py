@@ -33,7 +33,7 @@ def test_nothing_is_written_where_there_is_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_on_keeps_what_was_before_its_checkpoint(tmp_path):
+def test_a_resumed_run_keeps_what_was_before_its_checkpoint(tmp_path):
     first = SpikeFile(tmp_path)
     for step in (3, 5, 8):
         first.add("loss", step, float(step), 1.0)
@@ -52,7 +52,7 @@ def test_a_file_that_is_damaged_costs_a_warning(tmp_path, caplog):
         file.resume(5)
     file.add("loss", 7, 7.0, 1.0)
     file.write()
-    assert "cannot be read, and is begun anew" in caplog.text
+    assert "cannot be read, and is replaced" in caplog.text
     assert written(tmp_path)["loss_steps"] == [7]
 
 

@@ -9,14 +9,14 @@ from jax_trainer.callbacks.spikes import NEW_LEVEL, Level, Spikes
 
 def spikes_of(values, *, decay=0.9, threshold=2.0, warmup=3) -> list[int]:
     level = Level(decay, threshold, warmup)
-    return [index for index, value in enumerate(values) if level.takes(value)]
+    return [index for index, value in enumerate(values) if level.update(value)]
 
 
 def test_the_average_is_that_of_all_values_each_weighed_by_its_age():
     values = [3.0, 1.0, 2.0, 2.5]
     level = Level(0.9, 100.0, 1)
     for value in values:
-        assert not level.takes(value)
+        assert not level.update(value)
     assert level.average == pytest.approx(np.average(values, weights=[0.9**age for age in (3, 2, 1, 0)]), rel=1e-12)
 
 
@@ -39,11 +39,11 @@ def test_a_spike_leaves_no_trace_in_the_average():
     level, other = Level(0.9, 2.0, 3), Level(0.9, 2.0, 3)
     for index, value in enumerate(usual):
         if index == 10:
-            assert level.takes(100.0) and level.takes(math.nan) and level.takes(100.0)
-        assert not level.takes(value)  # nor are those after it taken for spikes, or missed
-        other.takes(value)
+            assert level.update(100.0) and level.update(math.nan) and level.update(100.0)
+        assert not level.update(value)  # nor are those after it taken for spikes, or missed
+        other.update(value)
     assert level.average == other.average
-    assert level.takes(2.2)
+    assert level.update(2.2)
 
 
 def test_what_stays_high_is_a_new_level_and_no_longer_a_spike():
@@ -56,7 +56,7 @@ def counted(grads: str, losses: str) -> dict[str, int]:
     spikes = Spikes.of(0.9, 2.0, 1)
     for step, (grad, loss) in enumerate(zip("." + grads, "." + losses, strict=True), 1):
         spikes.add(step, 1 + 9 * (grad == "x"), 1 + 9 * (loss == "x"))
-    return {name: count for name, count in spikes.taken_counts().items() if count}
+    return {name: count for name, count in spikes.pop_counts().items() if count}
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_which_spike_came_first_is_counted(grads, losses, counts):
     assert counted(grads, losses) == counts
 
 
-def test_counts_begin_anew_when_they_were_taken():
+def test_counts_restart_after_they_were_read():
     spikes = Spikes.of(0.9, 2.0, 1)
     spikes.add(1, 1, 1)
     spikes.add(2, 9, 9)
-    assert spikes.taken_counts()["synchronous"] == 1
-    assert not any(spikes.taken_counts().values())
+    assert spikes.pop_counts()["synchronous"] == 1
+    assert not any(spikes.pop_counts().values())
 
 
-def test_it_goes_on_exactly_from_its_state():
+def test_it_continues_exactly_from_its_state():
     values = np.random.default_rng(0).lognormal(sigma=1.0, size=(60, 2)).tolist()
     whole, first = Spikes.of(0.95, 2.0, 5), Spikes.of(0.95, 2.0, 5)
     for step, pair in enumerate(values):

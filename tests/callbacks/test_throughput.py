@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callback_runs import fit, rows, scripted, scripted_program, told
+from callback_runs import fit, rows, scripted, scripted_program, send_event
 
 from jax_trainer.callbacks import LambdaCallback, RunContext, ThroughputMonitor, ThroughputMonitorConfig, throughput
 from jax_trainer.core.metric_buffer import Field
@@ -66,10 +66,10 @@ def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, mo
     clock = iter([0.0, 1.0, 3.0, 3.001])
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     callback = ThroughputMonitor(run=folder_run)
-    told(callback, EpochStart, 0, 1, None)
+    send_event(callback, EpochStart, 0, 1, None)
     for step, steps in [(18, 10), (24, 10), (24, 4)]:  # the end of an epoch brings all that is left
-        told(callback, StepMetrics, step, 1, reported(steps))
-    told(callback, EpochEnd, 24, 1, {}, 4.0, 1.0, None)
+        send_event(callback, StepMetrics, step, 1, reported(steps))
+    send_event(callback, EpochEnd, 24, 1, {}, 4.0, 1.0, None)
     (row,) = rows(folder_run)
     assert row["throughput/step_time_p50"] == pytest.approx(2.001 / 14)  # of 24 steps, 14 took that long
     assert row["throughput/step_time_p99"] == pytest.approx(2.001 / 14)
@@ -77,21 +77,21 @@ def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, mo
     assert row["throughput/data_wait_share"] == 0.25
 
 
-def test_an_epoch_that_goes_on_counts_its_steps_before_and_after_the_interruption(folder_run, monkeypatch):
+def test_an_epoch_that_continues_counts_its_steps_before_and_after_the_interruption(folder_run, monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 100.0, 103.0, 200.0, 203.0])
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     first, second = ThroughputMonitor(run=folder_run), ThroughputMonitor(run=folder_run)
-    told(first, EpochStart, 0, 1, None)
+    send_event(first, EpochStart, 0, 1, None)
     for step in (10, 20):
-        told(first, StepMetrics, step, 1, reported(10))
+        send_event(first, StepMetrics, step, 1, reported(10))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    told(second, EpochStart, 20, 1, None)
-    told(second, StepMetrics, 30, 1, reported(10))
-    told(second, EpochEnd, 30, 1, {}, 5.0, 1.0, None)
+    send_event(second, EpochStart, 20, 1, None)
+    send_event(second, StepMetrics, 30, 1, reported(10))
+    send_event(second, EpochEnd, 30, 1, {}, 5.0, 1.0, None)
     assert second.state_dict() == {}
-    told(second, EpochStart, 30, 1, None)  # the plan has become longer: what was told is over
-    told(second, StepMetrics, 36, 1, reported(6))
-    told(second, EpochEnd, 36, 1, {}, 3.0, 1.0, None)
+    send_event(second, EpochStart, 30, 1, None)  # the plan has become longer: the epoch that was logged is over
+    send_event(second, StepMetrics, 36, 1, reported(6))
+    send_event(second, EpochEnd, 36, 1, {}, 3.0, 1.0, None)
     first.load_state_dict({})  # training goes back to where the epoch had not begun
     assert first.state_dict() == {}
     row, later = rows(folder_run)
@@ -116,5 +116,5 @@ def test_only_every_so_many_epochs_are_logged(folder_run):
 
 
 def test_an_epoch_without_steps_is_not_logged(folder_run):
-    told(ThroughputMonitor(run=folder_run), EpochEnd, 0, 1, {}, 0.0, 0.0, None)
+    send_event(ThroughputMonitor(run=folder_run), EpochEnd, 0, 1, {}, 0.0, 0.0, None)
     assert rows(folder_run) == []

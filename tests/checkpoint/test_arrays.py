@@ -100,7 +100,7 @@ def test_a_link_in_place_of_a_folder_is_refused(arrays, place, tmp_path):
 
 def test_a_pipe_is_refused_and_not_waited_for(arrays):
     os.mkfifo(arrays / "d" / "pipe")
-    assert "pipe is no plain file" in refusal(arrays, sealed=False)
+    assert "pipe is not a regular file" in refusal(arrays, sealed=False)
 
 
 def test_a_huge_shape_is_refused_before_anything_is_allocated(arrays):
@@ -172,7 +172,7 @@ def test_a_file_that_does_not_belong_there_is_refused_and_never_does_anything(ar
     monkeypatch.chdir(tmp_path)
     for folder in (arrays, arrays.parent):
         (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
-    assert "evil.pkl, state/evil.pkl are not of it" in refusal(arrays, sealed=False)
+    assert "evil.pkl, state/evil.pkl are not in the manifest" in refusal(arrays, sealed=False)
     write_manifest(arrays.parent)
     CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     assert not (tmp_path / "canary").exists()

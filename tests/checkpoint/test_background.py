@@ -67,17 +67,17 @@ def test_an_interruption_gets_through_while_one_waits():
     assert not thread.is_busy
 
 
-def test_a_long_wait_is_told_of(monkeypatch, caplog):
+def test_a_long_wait_is_reported(monkeypatch, caplog):
     monkeypatch.setattr("jax_trainer.checkpoint.background._PATIENCE", 0.1)
     thread, go_on = SavingThread("test", "a checkpoint in runs/1"), threading.Event()
     thread.start(lambda: go_on.wait(20))
     threading.Timer(0.25, go_on.set).start()
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         thread.wait()
-    assert "Still waiting for a checkpoint in runs/1, since 0 seconds" in caplog.records[0].getMessage()
+    assert "a checkpoint in runs/1 after 0 seconds" in caplog.records[0].getMessage()
 
 
-def test_it_rests_between_two_writes_unless_somebody_waits():
+def test_it_pauses_between_two_writes_unless_a_caller_waits():
     thread, done = SavingThread("test", "a checkpoint"), []
 
     def work() -> None:
@@ -96,7 +96,7 @@ def test_it_rests_between_two_writes_unless_somebody_waits():
     assert done[1] - done[0] < 0.8  # and not 0.9 of resting
 
 
-def test_after_a_failure_nothing_is_begun_before_it_was_raised():
+def test_after_a_failure_nothing_is_started_before_it_was_raised():
     thread, done = SavingThread("test", "a checkpoint"), []
     thread.submit(lambda: 1 / 0)
     thread.submit(lambda: done.append(1))

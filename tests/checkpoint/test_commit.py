@@ -29,7 +29,7 @@ LEAVES = {
 
 # the same, while step 1 became slim because step 2 had been saved: (the failpoint, what step 1 then lacks)
 SLIMMING = {
-    "slim_mid_slim": ("mid_slim:kill", ()),
+    "slim_mid_convert": ("mid_convert:kill", ()),
     "slim_mid_replace": ("mid_replace:kill", ()),
     "slim_mid_delete": ("mid_delete:kill", ("opt_state",)),
 }
@@ -105,7 +105,7 @@ def killed(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("point", LEAVES)
-def test_a_process_killed_while_saving_leaves_only_whole_checkpoints(killed, point):
+def test_a_process_killed_while_saving_leaves_only_complete_checkpoints(killed, point):
     store = CheckpointStore(killed / point)
     assert store.steps() == LEAVES[point]
     for step in LEAVES[point]:
@@ -125,7 +125,7 @@ def test_the_next_save_removes_what_a_killed_process_left(killed, point):
 
 
 @pytest.mark.parametrize("name", SLIMMING)
-def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_new_one(killed, name):
+def test_a_process_killed_while_a_checkpoint_becomes_weights_only_leaves_the_old_or_the_new_one(killed, name):
     store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     assert store.steps() == [1, 2]
     best = store.best()
@@ -137,7 +137,7 @@ def test_a_process_killed_while_a_checkpoint_becomes_slim_leaves_the_old_or_the_
 
 
 @pytest.mark.parametrize("name", SLIMMING)
-def test_what_a_killed_process_did_not_make_slim_the_next_save_does(killed, name):
+def test_what_a_killed_process_did_not_convert_to_weights_only_the_next_save_does(killed, name):
     store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     store.save(state(3), Position(1, 3), {"time": 3})
     assert sorted(entry.name for entry in (killed / name).iterdir()) == ["step_00000001", "step_00000003"]
@@ -153,6 +153,6 @@ def test_a_process_that_just_ends_loses_nothing(killed, name):
     assert_same_bits(restored, state(1))
 
 
-def test_a_failure_that_nobody_asked_for_is_told_when_the_process_ends(killed):
+def test_an_unraised_failure_is_logged_when_the_process_ends(killed):
     assert "The checkpoint of step 1 could not be saved" in (killed / "stderr").read_text()
     assert list((killed / "ends_fails").iterdir()) == []

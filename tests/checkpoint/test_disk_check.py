@@ -25,31 +25,31 @@ def test_the_folder_is_made_private_and_left_empty(tmp_path):
 
 def test_a_file_in_its_place_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file is a file, and no folder"):
+    with pytest.raises(CheckpointError, match="file is a file, not a folder"):
         prepare(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"No checkpoint can be written to .*file/checkpoints: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"file/checkpoints: Not a directory"):
         prepare(tmp_path / "file" / "checkpoints")
 
 
-def test_a_place_that_cannot_be_written_to_is_an_error():
-    with pytest.raises(CheckpointError, match=r"No checkpoint can be written to /proc/nowhere/checkpoints: .*Choose"):
+def test_a_path_that_cannot_be_written_to_is_an_error():
+    with pytest.raises(CheckpointError, match=r"/proc/nowhere/checkpoints: .*Choose"):
         prepare(Path("/proc/nowhere/checkpoints"))  # not even root can
 
 
-def test_too_little_room_is_an_error_with_the_sizes(tmp_path, monkeypatch):
+def test_too_little_space_is_an_error_with_the_sizes(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"needs about 466 kB \(465548 bytes\), and 300 kB \(300000 byt"):
         prepare(tmp_path)
-    assert 400_012 + disk_check._BESIDES == 465_548
+    assert 400_012 + disk_check._OVERHEAD == 465_548
 
 
-def test_a_folder_that_everybody_may_write_to_is_told_of(tmp_path, caplog):
+def test_a_world_writable_folder_costs_a_warning(tmp_path, caplog):
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         prepare(tmp_path)
     [warning] = caplog.records
-    assert f"Everybody may write to {tmp_path}" in warning.getMessage()
+    assert f"{tmp_path} is world-writable" in warning.getMessage()
 
 
 def test_what_a_dead_process_left_is_swept(tmp_path):

@@ -63,7 +63,7 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("version", [None, "v1"])
-def test_a_folder_that_cannot_be_made_is_told_in_one_sentence_with_its_cure(tmp_path, monkeypatch, code, version):
+def test_a_folder_that_cannot_be_made_is_reported_in_one_sentence_with_its_fix(tmp_path, monkeypatch, code, version):
     def refused(path: Any, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
@@ -133,7 +133,9 @@ def test_a_name_that_leads_elsewhere_is_an_error_and_nothing_is_made(tmp_path, b
 def test_a_version_that_holds_anything_is_an_error_that_offers_to_resume(tmp_path):
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=rf"{tmp_path}/v1 exists.*`jax-trainer resume {tmp_path}/v1`.*version"):
+    with pytest.raises(
+        FileExistsError, match=rf"{tmp_path}/v1 already exists.*`jax-trainer resume {tmp_path}/v1`.*version"
+    ):
         RunFolder.create(tmp_path, version="v1")
     assert [entry.name for entry in (tmp_path / "v1").iterdir()] == ["notes.txt"]
 
@@ -169,24 +171,24 @@ def test_a_run_is_opened_again(tmp_path):
 def test_opening_the_parent_of_runs_lists_the_five_newest(tmp_path):
     ages = {name: age for age, name in enumerate("gbdface")}
     runs = {name: run_named(tmp_path / "deep", name, age) for name, age in ages.items()}
-    with pytest.raises(FileNotFoundError, match="it has no config.yaml. These are runs: ") as error:
+    with pytest.raises(FileNotFoundError, match="it has no config.yaml. Runs nearby: ") as error:
         RunFolder.open(tmp_path)
-    listed = str(error.value).split("These are runs: ")[1].rstrip(".").split(", ")
+    listed = str(error.value).split("Runs nearby: ")[1].rstrip(".").split(", ")
     assert listed == [str(runs[name]) for name in "gbdfa"]
 
 
 @pytest.mark.parametrize("inside", ["checkpoints", "config.yaml", "checkpoints/step_00000003"])
 def test_opening_something_in_a_run_suggests_the_run(tmp_path, inside):
     run = run_named(tmp_path, "a")
-    with pytest.raises(FileNotFoundError, match=rf"is not the folder of a run.*These are runs: {run}\.$"):
+    with pytest.raises(FileNotFoundError, match=rf"is not a run folder.*Runs nearby: {run}\.$"):
         RunFolder.open(run / inside)
 
 
 def test_opening_what_does_not_exist_suggests_its_neighbours(tmp_path):
     run = run_named(tmp_path, "second")
-    with pytest.raises(FileNotFoundError, match=rf"first is not.*does not exist.*These are runs: {run}\.$"):
+    with pytest.raises(FileNotFoundError, match=rf"first is not.*does not exist.*Runs nearby: {run}\.$"):
         RunFolder.open(tmp_path / "first")
-    with pytest.raises(FileNotFoundError, match="does not exist. Pass the folder that a run has made"):
+    with pytest.raises(FileNotFoundError, match="does not exist. Pass the folder of a run"):
         RunFolder.open(tmp_path / "no" / "where")
 
 

@@ -50,7 +50,7 @@ def folder(one_to_four, tmp_path) -> Path:
     return Path(shutil.copytree(one_to_four, tmp_path / "checkpoints"))
 
 
-def test_every_so_many_steps_one_stays_whole(tmp_path):
+def test_every_so_many_steps_one_stays_complete(tmp_path):
     store = CheckpointStore(tmp_path, keep_latest=1, keep_every=4, monitor="loss", weights_only_best=True)
     save(store, 2, loss=0.1)
     save(store, 4, 5, 8, 9)
@@ -58,7 +58,7 @@ def test_every_so_many_steps_one_stays_whole(tmp_path):
     assert {saved.step: tuple(saved.without) for saved in store.all()} == {2: ("opt_state",), 4: (), 8: (), 9: ()}
 
 
-def test_what_a_run_goes_on_from_stays_until_it_is_completed(folder):
+def test_what_a_run_resumes_from_stays_until_it_is_completed(folder):
     store = CheckpointStore(folder, keep_latest=1)
     store.mark_resumed_from(saved_of(store, 2))
     save(store, 5, 6, 7)
@@ -67,7 +67,7 @@ def test_what_a_run_goes_on_from_stays_until_it_is_completed(folder):
     assert store.steps() == [7]
 
 
-def test_later_steps_no_longer_count_and_go_once_something_new_is_there(folder):
+def test_later_steps_no_longer_count_and_continuece_something_new_is_there(folder):
     store = CheckpointStore(folder, keep_latest=3, monitor="loss")
     store.mark_resumed_from(saved_of(store, 2))
     latest = store.latest()
@@ -104,7 +104,7 @@ def test_a_run_that_saves_nothing_deletes_nothing(folder):
     assert bytes_of(folder) == before
 
 
-def test_going_on_from_another_run_touches_nothing_of_it(folder, tmp_path):
+def test_resuming_from_another_run_touches_nothing_of_it(folder, tmp_path):
     before = bytes_of(folder)
     store = CheckpointStore(tmp_path / "new", keep_latest=1)
     restored, saved = store.restore(folder / "step_00000004", state(0))
@@ -127,17 +127,17 @@ def test_a_failed_clean_up_costs_nothing_that_should_stay(folder):
     assert names(folder) == ["step_00000006", "step_00000007"]
 
 
-def test_a_save_without_metrics_is_not_judged_and_others_must_have_the_metric(tmp_path):
+def test_a_save_without_metrics_is_not_evaluated_and_others_must_have_the_metric(tmp_path):
     store = CheckpointStore(tmp_path, keep_latest=1, monitor="loss")
     save(store, 1, loss=0.5)
     store.save(state(2), AT, {})
     store.save(state(3), AT, {})
     assert store.steps() == [1, 3]
-    with pytest.raises(ValueError, match="No metric 'loss' to monitor. There are: val/acc"):
+    with pytest.raises(ValueError, match="No metric 'loss' to monitor. Logged metrics: val/acc"):
         store.save(state(4), AT, {"val/acc": 1.0})
 
 
-def test_the_default_keeps_two_to_go_on_from(tmp_path):
+def test_the_default_keeps_two_to_resume_from(tmp_path):
     store: Any = CheckpointStore(tmp_path)
     save(store, 1, 2, 3)
     assert store.steps() == [2, 3]

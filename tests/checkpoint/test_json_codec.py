@@ -138,7 +138,7 @@ def array(**changed: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_somebody_else_made_up_is_an_error(content):
+def test_other_data_is_an_error(content):
     with pytest.raises(ValueError, match="."):
         decoded(["fine", {"a": content}])
 

@@ -33,7 +33,7 @@ def flip(file: Path, rng: np.random.Generator) -> None:
     file.write_bytes(content)
 
 
-def test_what_was_not_changed_is_whole_wherever_it_is(folder, tmp_path):
+def test_an_unchanged_checkpoint_is_complete_wherever_it_is(folder, tmp_path):
     verify_digests(folder)
     verify_digests(Path(shutil.move(folder, tmp_path / "elsewhere")))
 
@@ -80,7 +80,7 @@ def test_every_file_that_is_changed_is_found(folder, how):
 
 def test_a_file_that_does_not_belong_there_and_a_link_are_found(folder):
     (folder / "state" / "more").write_text("x")
-    with pytest.raises(CheckpointError, match="state/more is not of it"):
+    with pytest.raises(CheckpointError, match="state/more is not in the manifest"):
         verify_sizes(folder)
     (folder / "state" / "more").unlink()
     (folder / "state" / "link").symlink_to("/etc/passwd")

@@ -65,15 +65,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import content, shares
+from jax_trainer.checkpoint import content, local_shards
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.processes import peers
+from jax_trainer.processes import process_group
 
 FOLDER, SPLIT, GIVEN = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
-us, AT = peers(), Position(2, 7)
+us, AT = process_group(), Position(2, 7)
 
 def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -162,7 +162,7 @@ SAVING = """
 store = CheckpointStore(FOLDER, keep_latest=2, monitor="loss", patience=60)
 store.prepare(state(0))
 say("made", names(FOLDER))
-store.save(state(1), AT, {"loss": 0.1}, callbacks={"who": {"index": us.index}}, run=lambda: {"lead": us.index})
+store.save(state(1), AT, {"loss": 0.1}, callbacks={"who": {"index": us.index}}, run=lambda: {"primary": us.index})
 found, saved = store.restore("latest", state(0))
 same(found, state(1))
 say("saved", [saved.step, saved.callbacks, saved.run, saved.metrics, store.verify(saved.path)])
@@ -176,22 +176,22 @@ for step, loss in ((2, 0.3), (3, 0.2), (4, 0.4)):
 store.wait()
 best, latest = store.best(), store.latest()
 say("kept", [store.steps(), best.step, latest.step, names(FOLDER)])
-say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.listed()])
+say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.infos()])
 
 if us.is_primary:
     file = max((store.folder / "step_00000004").rglob("*"), key=lambda file: file.stat().st_size)
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-us.everyones("damaged")
+us.all_gather("damaged")
 found, saved = store.restore("latest", state(0))
 same(found, state(3))
-say("passed over", saved.step)
+say("skipped", saved.step)
 say("refused", [failure(lambda: store.restore(which, state(0))) for which in (4, 7, "no such")])
 say("does not fit", failure(lambda: store.restore(3, state(0).replace(params={}))))
 like = state(0).replace(params={}) if us.index else state(0)
 say("does not fit one", failure(lambda: store.restore(3, like)))
-store.goes_on_from(saved)
+store.mark_resumed_from(saved)
 say("went back", store.steps())
 store.save(state(5), AT, {"loss": 0.5})
 store.completed()
@@ -211,11 +211,11 @@ for step in (1, 2):
     slim.save(state(step), AT, {"loss": step})
 weights = ("step", "params", "model_state", "rng", "extra")
 same(slim.restore("best", state(0), only=weights)[0], state(1).replace(opt_state=state(0).opt_state))
-say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.listed()]])
+say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.infos()]])
 
-shares.is_on_cpu, kept = lambda _: False, shares.is_on_cpu  # and no device says that it has room
+local_shards.is_on_cpu, kept = lambda _: False, local_shards.is_on_cpu  # and no device says that it has room
 small.save(state(2), AT, {})
-shares.is_on_cpu = kept
+local_shards.is_on_cpu = kept
 same(small.restore("latest", state(0))[0], state(2))
 small.save(state(3), Position(2, 7, {"drawn": [us.index, 5]}), {})
 say("position", small.restore("latest", state(0))[1].position.state)
@@ -228,22 +228,22 @@ def failing(step, spec, process):
     arm(spec if us.index == process else None)
     store.save(state(step), AT, {}, wait=False)
     store.check()
-    told = failure(store.wait)
+    primary = failure(store.wait)
     arm(None)
     store.check()
-    us.everyones("to look")
+    us.all_gather("to look")
     found = names(FOLDER)
-    us.everyones("looked at")
-    return [told, found]
+    us.all_gather("looked at")
+    return [primary, found]
 
 same(CheckpointStore(FOLDER.parent / "of one", patience=60).restore("latest", state(0))[0], state(9))
 
 store = CheckpointStore(FOLDER, patience=60)
 store.save(state(1), AT, {})
 say("raised", failing(2, "mid_array:raise", 1))
-say("in the lead", failing(2, "before_rename:enospc", 0))
+say("in the primary process", failing(2, "before_rename:enospc", 0))
 say("passed", failing(2, "mid_array:eio", 1))
-say("lead passed", failing(3, "before_manifest:eio", 0))
+say("primary passed", failing(3, "before_manifest:eio", 0))
 def no_room(arrays):
     raise MemoryError("no room for the pack")
 
@@ -257,13 +257,13 @@ say("absent", failure(lambda: store.save(bad, AT, {})))
 say("other steps", failure(lambda: store.save(state(4 + us.index), AT, {})))
 store.save(state(4), AT, {})
 same(store.restore("latest", state(0))[0], state(4))
-say("went on", store.steps())
+say("resumed", store.steps())
 
 hasty = CheckpointStore(FOLDER, patience=1)
 arm("mid_array:sleep=2.5" if us.index else None)
 say("late", failure(lambda: hasty.save(state(5), AT, {})))
 arm(None)
-us.everyones("to go on")
+us.all_gather("to go on")
 store.save(state(5), AT, {})
 say("found each other again", [store.steps(), names(FOLDER)])
 (FOLDER.parent / "file").touch()
@@ -286,7 +286,7 @@ for number in range(2):
     for _ in range(20):
         now, total = step(now)
         total.block_until_ready()
-        count += us.everyones("is it saving", str(int(store.is_saving)))[0] == "1"
+        count += us.all_gather("is it saving", str(int(store.is_saving)))[0] == "1"
     store.wait()
     same(store.restore("latest", on_devices(0))[0], wanted)
 say("trained meanwhile", [count >= 20, store.steps()])
@@ -308,8 +308,8 @@ CheckpointStore(FOLDER, patience=60).save(state(1), AT, {})
 store = CheckpointStore(FOLDER, keep_latest=1, patience=3)
 arm(spec if us.index == victim else None)
 began = time.monotonic()
-told = failure(lambda: store.save(state(2), AT, {}))
-say("missed", [told, time.monotonic() - began])
+primary = failure(lambda: store.save(state(2), AT, {}))
+say("missed", [primary, time.monotonic() - began])
 os._exit(0)
 """
 
@@ -319,7 +319,7 @@ class Spoken:
     """What two processes said, and where they saved."""
 
     folder: Path
-    lead: dict[str, Any]
+    primary: dict[str, Any]
     other: dict[str, Any]
 
 
@@ -353,25 +353,25 @@ def left(folder: Path) -> list[int]:
 
 
 def test_two_processes_save_and_restore_one_checkpoint_and_look_at_the_same(spoken):
-    told, heard = spoken.lead, spoken.other
-    assert told["made"] == []
-    assert told["saved"] == [1, {"who": {"index": 0}}, {"lead": 0}, {"loss": 0.1}, ""]
-    assert told["kept"] == [[1, 3, 4], 1, 4, ["step_00000001", "step_00000003", "step_00000004"]]
-    assert told["listed"] == [[step, "", True, {"loss": loss}] for step, loss in ((1, 0.1), (3, 0.2), (4, 0.4))]
-    assert (told["passed over"], told["went back"]) == (3, [1, 3])
-    assert told["completed"] == [[1, 3, 5], ["step_00000001", "step_00000003", "step_00000005"]]
-    assert told["slim"] == [[1, 2], ["opt_state"], [["opt_state"], []]]
-    for what in ("saved", "kept", "listed", "passed over", "went back", "completed", "nothing is split", "slim"):
-        assert heard[what] == told[what]
+    primary, secondary = spoken.primary, spoken.other
+    assert primary["made"] == []
+    assert primary["saved"] == [1, {"who": {"index": 0}}, {"primary": 0}, {"loss": 0.1}, ""]
+    assert primary["kept"] == [[1, 3, 4], 1, 4, ["step_00000001", "step_00000003", "step_00000004"]]
+    assert primary["listed"] == [[step, "", True, {"loss": loss}] for step, loss in ((1, 0.1), (3, 0.2), (4, 0.4))]
+    assert (primary["skipped"], primary["went back"]) == (3, [1, 3])
+    assert primary["completed"] == [[1, 3, 5], ["step_00000001", "step_00000003", "step_00000005"]]
+    assert primary["slim"] == [[1, 2], ["opt_state"], [["opt_state"], []]]
+    for what in ("saved", "kept", "listed", "skipped", "went back", "completed", "nothing is split", "slim"):
+        assert secondary[what] == primary[what]
 
 
 def test_a_checkpoint_that_one_cannot_restore_is_refused_by_all(spoken):
-    told, heard = spoken.lead, spoken.other
-    for message, repeated in zip(told["refused"], heard["refused"], strict=True):
+    primary, secondary = spoken.primary, spoken.other
+    for message, repeated in zip(primary["refused"], secondary["refused"], strict=True):
         assert repeated == f"CheckpointError: process 0 of 2: {message}"
-    assert "is damaged" in told["refused"][0] and "no checkpoint of step 7" in told["refused"][1]
-    assert told["does not fit"] == heard["does not fit"] and "not expected, found" in heard["does not fit"]
-    assert told["does not fit one"].startswith("CheckpointError: process 1 of 2: CheckpointError: The checkpoint")
+    assert "is damaged" in primary["refused"][0] and "step 7" in primary["refused"][1]
+    assert primary["does not fit"] == secondary["does not fit"] and "not expected, found" in secondary["does not fit"]
+    assert primary["does not fit one"].startswith("CheckpointError: process 1 of 2: CheckpointError: The checkpoint")
 
 
 def test_one_process_restores_what_two_saved_wherever_it_is_to_be(spoken):
@@ -387,40 +387,40 @@ def test_one_process_restores_what_two_saved_wherever_it_is_to_be(spoken):
 
 
 def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
-    told, heard = spoken.lead, spoken.other
-    for what in ("raised", "passed", "lead passed", "went on"):
-        assert heard[what] == told[what]
+    primary, secondary = spoken.primary, spoken.other
+    for what in ("raised", "passed", "primary passed", "resumed"):
+        assert secondary[what] == primary[what]
     path = spoken.folder / "failing" / "step_00000002"
     prefix = f"SaveError: The checkpoint of step 2 could not be saved as {path}: "
-    assert told["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'.", ["step_00000001"]]
-    for message, found in (told["in the lead"], heard["in the lead"]):
+    assert primary["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'.", ["step_00000001"]]
+    for message, found in (primary["in the primary process"], secondary["in the primary process"]):
         assert message.startswith(prefix + "the disk is full. It needs about")
         assert "process 0 of 2: OSError: [Errno 28]" in message and found == ["step_00000001"]
-    assert told["passed"] == [None, ["step_00000001", "step_00000002"]]
-    assert told["lead passed"] == [None, ["step_00000002", "step_00000003"]]
-    assert "process 0 of 2: MemoryError: no room for the pack" in heard["before the arrays"]
-    assert "process 1 of 2: CheckpointError: params.text is 'none'" in told["absent"]
-    assert heard["absent"].startswith("CheckpointError: params.text is 'none'")
-    wrong = "process 1 of 2: CheckpointError: It saves step_00000005, and the lead step_00000004"
-    assert wrong in told["other steps"] and wrong in heard["other steps"]
-    assert told["went on"] == [3, 4]
-    assert "Not all of the 2 processes came as far as" in told["late"]
-    assert "Not all of the 2 processes came as far as" in heard["late"]
-    assert told["found each other again"] == [[4, 5], ["step_00000004", "step_00000005"]]
-    assert "is a file, and no folder" in told["no folder"] and told["no folder"] in heard["no folder"]
+    assert primary["passed"] == [None, ["step_00000001", "step_00000002"]]
+    assert primary["primary passed"] == [None, ["step_00000002", "step_00000003"]]
+    assert "process 0 of 2: MemoryError: no room for the pack" in secondary["before the arrays"]
+    assert "process 1 of 2: CheckpointError: params.text is 'none'" in primary["absent"]
+    assert secondary["absent"].startswith("CheckpointError: params.text is 'none'")
+    wrong = "process 1 of 2: CheckpointError: It saves step_00000005, and the primary process step_00000004"
+    assert wrong in primary["other steps"] and wrong in secondary["other steps"]
+    assert primary["resumed"] == [3, 4]
+    assert "Not all of the 2 processes reached" in primary["late"]
+    assert "Not all of the 2 processes reached" in secondary["late"]
+    assert primary["found each other again"] == [[4, 5], ["step_00000004", "step_00000005"]]
+    assert "is a file, not a folder" in primary["no folder"] and primary["no folder"] in secondary["no folder"]
 
 
-def test_saving_goes_on_beside_collectives_and_beside_another_store(spoken):
-    told, heard = spoken.lead, spoken.other
-    assert told["trained meanwhile"] == heard["trained meanwhile"] == [True, [10, 30]]
-    assert told["two at once"] == heard["two at once"] == [[2, 3], [2, 3]]
+def test_saving_continues_beside_collectives_and_beside_another_store(spoken):
+    primary, secondary = spoken.primary, spoken.other
+    assert primary["trained meanwhile"] == secondary["trained meanwhile"] == [True, [10, 30]]
+    assert primary["two at once"] == secondary["two at once"] == [[2, 3], [2, 3]]
 
 
 def test_a_process_that_is_killed_leaves_no_half_checkpoint_and_is_missed_in_time(spoken):
     assert left(spoken.folder) == [1]
-    message, seconds = spoken.lead["missed"]
+    message, seconds = spoken.primary["missed"]
     assert message.startswith("SaveError: The checkpoint of step 2 could not be saved as ")
-    assert re.search("Not all of the 2 processes came as far as 'checkpoints/.*/killed/saving'", message)
+    assert re.search("Not all of the 2 processes reached 'checkpoints/.*/killed/saving'", message)
     assert 2 < seconds < 20
     assert "missed" not in spoken.other
 
@@ -436,7 +436,7 @@ def test_a_process_that_is_killed_leaves_no_half_checkpoint_and_is_missed_in_tim
         ("mid_delete", [2]),
     ],
 )
-def test_whenever_the_lead_is_killed_what_is_left_is_whole(tmp_path, point, steps):
+def test_whenever_the_primary_process_is_killed_what_is_left_is_complete(tmp_path, point, steps):
     run(tmp_path, KILLED, 0, f"{point}:kill")
     assert left(tmp_path) == steps
 
@@ -444,21 +444,21 @@ def test_whenever_the_lead_is_killed_what_is_left_is_whole(tmp_path, point, step
 class Scripted(ProcessGroup):
     """One of two processes, which hears from the other one what a test says."""
 
-    def __init__(self, index: int, *heard: dict[str, Any]) -> None:
+    def __init__(self, index: int, *answers: dict[str, Any]) -> None:
         super().__init__(index, 2)
-        self._heard = [json.dumps(one) for one in heard]
+        self._answers = [json.dumps(one) for one in answers]
 
-    def everyones(self, topic: str, word: str = "", *, patience: float = 1.0) -> list[str]:
-        other = self._heard.pop(0)
+    def all_gather(self, topic: str, word: str = "", *, timeout: float = 1.0) -> list[str]:
+        other = self._answers.pop(0)
         return [other, word] if self.index else [word, other]
 
 
 @pytest.fixture
-def exchange_of(monkeypatch, tmp_path):
-    """Gives the exchange of a process with such peers."""
+def barrier_of(monkeypatch, tmp_path):
+    """Gives the barrier of a process with such peers."""
 
     def make(us: ProcessGroup) -> HostBarrier:
-        monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", lambda: us)
+        monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", lambda: us)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return HostBarrier(tmp_path, "asking", 1.0)
 
@@ -466,31 +466,31 @@ def exchange_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "agreed"), [(errno.EIO, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (None, None)])
-def test_all_try_again_only_where_every_failure_may_pass(exchange_of, code, agreed):
+def test_all_try_again_only_where_every_failure_may_pass(barrier_of, code, agreed):
     def fail() -> None:
         raise OSError(errno.EIO, "for a moment")
 
-    exchange = exchange_of(Scripted(0, {"word": "", "problem": "what the other has", "errno": code}))
+    barrier = barrier_of(Scripted(0, {"text": "", "problem": "what the other has", "errno": code}))
     with pytest.raises(
         MultiHostError, match="^process 0 of 2: OSError: .*for a moment; process 1 of 2: what the"
     ) as error:
-        exchange.all_do(fail)
+        barrier.all_do(fail)
     assert error.value.errno == agreed
     assert isinstance(error.value.__cause__, OSError)
 
 
-def test_a_process_that_does_not_see_the_folder_of_the_lead_says_so(exchange_of, tmp_path):
-    exchange = exchange_of(Scripted(1, {"word": str(tmp_path / "elsewhere")}, {"word": ""}))
+def test_a_process_that_does_not_see_the_folder_of_the_primary_process_says_so(barrier_of, tmp_path):
+    barrier = barrier_of(Scripted(1, {"text": str(tmp_path / "elsewhere")}, {"text": ""}))
     with pytest.raises(CheckpointError, match="does not see .*elsewhere.* all processes must save to the same file"):
-        probe_all(exchange, tmp_path, lambda: None)
+        probe_all(barrier, tmp_path, lambda: None)
 
 
-def test_a_process_alone_asks_nobody(tmp_path, monkeypatch):
+def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
         raise AssertionError("somebody was asked")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.multihost.peers", ask)
-    monkeypatch.setattr(ProcessGroup, "everyones", ask)
+    monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", ask)
+    monkeypatch.setattr(ProcessGroup, "all_gather", ask)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare(state(1))
     path = store.save(state(1), AT, {})
@@ -500,8 +500,8 @@ def test_a_process_alone_asks_nobody(tmp_path, monkeypatch):
     assert (store.steps(), len(store.infos()), store.verify(path)) == ([1], 1, "")
 
 
-def test_every_process_goes_on_where_its_own_loader_stood(spoken):
-    assert (spoken.lead["position"], spoken.other["position"]) == ({"drawn": [0, 5]}, {"drawn": [1, 5]})
+def test_every_process_continues_where_its_own_loader_stood(spoken):
+    assert (spoken.primary["position"], spoken.other["position"]) == ({"drawn": [0, 5]}, {"drawn": [1, 5]})
     saved = CheckpointStore(spoken.folder / "small").restore("latest", state(0))[1]
-    with pytest.raises(DataError, match="was kept by 2 processes, each with its own, and there are 1 now"):
+    with pytest.raises(DataError, match="2 processes, and 1 are running"):
         DataSource([np.zeros(3)], "train").restore(saved.position.state)

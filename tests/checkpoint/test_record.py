@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path):
     assert {**saved.metrics, "a": 0} == {**{name: float(value) for name, value in metrics.items()}, "a": 0}
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_omitted_fields_are_recorded(tmp_path):
     text = replace(record(), without=["opt_state"]).text()
     assert Record.read(written(tmp_path, text)).saved(tmp_path).without == ("opt_state",)
 
@@ -68,7 +68,7 @@ def test_it_says_which_versions_wrote_it():
 def test_a_position_that_is_not_plain_is_an_error_that_points_at_it(state, problem):
     with pytest.raises(CheckpointError, match=f"position in the data cannot be saved: .*{problem}") as error:
         record(Position(1, 1, state))
-    assert "must give it as text, bytes, numbers" in str(error.value)
+    assert "must return it as text, bytes, numbers" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_a_position_that_is_not_plain_is_an_error_that_points_at_it(state, probl
         ({7: {}}, "callbacks has the key 7, of type int"),
     ],
 )
-def test_a_callback_whose_state_is_not_plain_is_named_and_told_what_it_may_hold(callbacks, problem):
+def test_a_callback_whose_state_is_not_plain_is_named_with_the_allowed_types(callbacks, problem):
     with pytest.raises(CheckpointError, match=f"state of a callback cannot be saved: {re.escape(problem)}") as error:
         record(callbacks=callbacks)
-    assert "A `state_dict` may hold text, bytes, numbers, true, false, None, numpy arrays" in str(error.value)
+    assert "A `state_dict` may contain text, bytes, numbers, true, false, None, numpy arrays" in str(error.value)
 
 
 def test_what_a_run_remembers_is_written_and_read_exactly(tmp_path):
@@ -91,7 +91,7 @@ def test_what_a_run_remembers_is_written_and_read_exactly(tmp_path):
     assert again.keys() == run.keys() and again["$"] == run["$"]
     assert again["meter"] == run["meter"] and type(again["meter"]["sum"][0]) is np.float64
     np.testing.assert_array_equal(again["rows"][3], np.arange(3))
-    with pytest.raises(CheckpointError, match=r"What the run has to remember cannot be saved: run\['a'\] is"):
+    with pytest.raises(CheckpointError, match=r"The state of the run cannot be saved: run\['a'\] is"):
         record().with_run({"a": object()})
 
 
@@ -106,14 +106,14 @@ def test_what_is_given_may_change_afterwards():
     assert held.text() == before
 
 
-def test_a_position_that_goes_on_for_ever_is_an_error():
+def test_a_position_that_continues_for_ever_is_an_error():
     state: list[Any] = []
     state.append(state)
     with pytest.raises(CheckpointError, match="nested too deeply"):
         record(Position(1, 1, state))
 
 
-def test_a_record_that_somebody_nested_too_deeply_is_not_written_again():
+def test_a_record_that_is_nested_too_deeply_is_not_written_again():
     deep: list[Any] = []
     for _ in range(5_000):
         deep = [deep]
@@ -130,15 +130,15 @@ def test_a_dict_with_an_order_is_as_good_as_a_dict(tmp_path):
 
 def test_more_than_can_be_read_again_is_not_written(monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.record.MAX_BYTES", 1_000_000)
-    with pytest.raises(CheckpointError, match="has 1[0-9]{6} bytes, more than 1000000. The state of the data alone"):
+    with pytest.raises(CheckpointError, match="has 1[0-9]{6} bytes, .*1000000. The state of the data alone"):
         record(Position(1, 1, "x" * 1_100_000)).text()
-    with pytest.raises(CheckpointError, match="than 1000000. The state of the callback 'Spikes' alone has 1100011"):
+    with pytest.raises(CheckpointError, match="1000000. The state of the callback 'Spikes' alone has 1100011"):
         record(Position(1, 1, "x" * 10), callbacks={"a": {}, "Spikes": {"all": "x" * 1_100_000}}).text()
 
 
 @pytest.mark.parametrize("value", [np.zeros(3), "good", None])
 def test_a_metric_that_is_no_number_is_an_error(value):
-    with pytest.raises(CheckpointError, match="'val/confusion' is .* not one number"):
+    with pytest.raises(CheckpointError, match="'val/confusion' is .* not a scalar"):
         record(metrics={"val/confusion": value})
 
 
@@ -195,7 +195,7 @@ def test_a_number_that_is_too_large_to_be_one_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1, 3, 10**30])
 def test_an_unknown_format_is_an_error_of_its_own(tmp_path, number):
-    with pytest.raises(UnknownFormatError, match=f"was written in format {number}, and this version.* knows format 2"):
+    with pytest.raises(UnknownFormatError, match=f"format {number}.*format 2"):
         Record.read(written(tmp_path, {"format": number, "shape_of_things": "to come"}))
 
 
@@ -206,7 +206,7 @@ def test_a_link_or_a_pipe_is_not_read(tmp_path):
         Record.read(tmp_path)
     (tmp_path / RECORD).unlink()
     os.mkfifo(tmp_path / RECORD)
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         Record.read(tmp_path)
 
 

@@ -68,14 +68,14 @@ def test_a_shape_is_never_changed():
         RestoreOptions(cast=True, partial=True).sources({"a": Spec("float32", (4,))}, {"a": BF16}, ("a",), Path("x"))
 
 
-def test_a_part_is_restored_when_asked_and_both_remainders_are_told(store, caplog):
+def test_a_part_is_restored_when_asked_and_both_remainders_are_reported(store, caplog):
     params = {"encoder": zeros(ENCODER["encoder"]), "new": {"kernel": jnp.full(4, 7.0)}}
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         restored, _ = store.restore("latest", state(params), partial=True, only=("params",))
     assert_same_bits(restored.params, {"encoder": ENCODER["encoder"], "new": params["new"]})
     [line] = caplog.records
-    assert "2 arrays are restored. 1 stay as they are (params.new.kernel); 1 of the checkpoint are" in line.getMessage()
-    assert "not used (params.head.kernel)" in line.getMessage()
+    assert "2 arrays restored, 1 keep their values (params.new.kernel), 1 of the checkpoint" in line.getMessage()
+    assert "unused (params.head.kernel)" in line.getMessage()
 
 
 def test_a_part_that_is_nothing_is_an_error(store):
@@ -101,7 +101,7 @@ def test_a_name_may_move_to_another_field(store):
 def test_the_first_pattern_that_fits_counts_and_several_stars_keep_their_order():
     held = {"params.a.x.k": F32, "params.b.y.k": F32}
     rename = {"params.a.*": "params.c.*", "params.*.k": "params.*.q", "params.*.*.z": "params.*.*"}
-    with pytest.raises(CheckpointError, match=r"nothing in x is called 'params.\*.\*.z'. There are, for example: p"):
+    with pytest.raises(CheckpointError, match=r"no array in x matches 'params.\*.\*.z'\. .*params.a"):
         RestoreOptions(rename=rename).sources(held, held, ("params",), Path("x"))
     del rename["params.*.*.z"]
     wanted = {"params.c.x.k": F32, "params.b.y.q": F32}
@@ -114,7 +114,7 @@ def test_the_first_pattern_that_fits_counts_and_several_stars_keep_their_order()
 
 
 def test_two_that_would_become_one_are_an_error():
-    with pytest.raises(CheckpointError, match=r"both params.a and params.b would be restored as params.b"):
+    with pytest.raises(CheckpointError, match=r"both params.a and params.b .*to params.b"):
         RestoreOptions(rename={"params.a": "params.b"}).sources(
             {"params.a": F32, "params.b": F32}, {"params.b": F32}, ("params",), Path("x")
         )

@@ -113,10 +113,10 @@ def test_what_was_just_saved_stays_though_later_steps_are_there():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"keep_latest": 0}, "`keep_latest` must be a whole number of at least 1, got 0. A run goes on"),
+        ({"keep_latest": 0}, "`keep_latest` must be an integer of at least 1, got 0"),
         ({"keep_latest": 1.5}, "`keep_latest` .* got 1.5"),
         ({"keep_latest": True}, "`keep_latest` .* got True"),
-        ({"keep_best": -1}, "`keep_best` must be a whole number of at least 0, got -1"),
+        ({"keep_best": -1}, "`keep_best` must be an integer of at least 0, got -1"),
         ({"better": "val/acc"}, "`better` must be a function .*, got 'val/acc'"),
         ({"mode": "auto"}, "`mode` must be 'min' or 'max', got 'auto'"),
     ],

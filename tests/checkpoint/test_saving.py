@@ -96,7 +96,7 @@ def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(stor
         store.save(state(7), AT, {}, wait=False, coalesce=True)
         store.save(state(8), AT, {}, coalesce=True)
     [warning] = caplog.records
-    assert "Saving takes longer than the time between two saves: so far training waited" in warning.getMessage()
+    assert "training has waited" in warning.getMessage()
     assert not store.is_saving and store.steps() == [7, 8]
 
 
@@ -141,8 +141,8 @@ def test_what_waits_is_written_after_a_failure_which_is_raised(store):
         store.save(state(6), AT, {}, wait=False, coalesce=True)
         with pytest.raises(SaveError, match="step [45] could not be saved") as error:
             store.wait()
-    store.wait()  # the first one failed: 4, or 5 where that came before the thread had begun with 4
-    assert store.steps() == [step for step in (5, 6) if step != error.value.step]
+    store.wait()  # the first one failed: 4, or 5 if that replaced 4 before the thread had started
+    assert store.steps() in ([5, 6], [6]) and error.value.step not in store.steps()
 
 
 def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tmp_path):
@@ -162,7 +162,7 @@ def test_restoring_waits_for_what_is_being_saved(store):
 
 
 @pytest.mark.parametrize("point", ["after_tmp_dir", "mid_array", "before_manifest", "before_rename"])
-def test_a_save_that_fails_is_told_once_costs_nothing_and_leaves_nothing(store, point):
+def test_a_save_that_fails_is_reported_once_costs_nothing_and_leaves_nothing(store, point):
     with fault(f"{point}:raise"):
         store.save(state(4), AT, {}, wait=False)
         with pytest.raises(SaveError, match=r"step 4 could not be saved as .*step_00000004: FaultInjected") as error:
@@ -176,7 +176,7 @@ def test_a_save_that_fails_is_told_once_costs_nothing_and_leaves_nothing(store, 
     assert store.steps() == [3, 4]
 
 
-def test_a_failure_is_told_by_the_next_save_which_can_then_be_repeated(store):
+def test_a_failure_is_reported_by_the_next_save_which_can_then_be_repeated(store):
     with fault("before_rename:raise"):
         store.save(state(4), AT, {}, wait=False)
         while store.is_saving:
@@ -220,7 +220,7 @@ def test_storage_that_fails_for_a_moment_is_tried_again_with_one_warning(store, 
     with fault("before_rename:eio"), caplog.at_level(logging.WARNING, "jax_trainer"):
         store.save(state(4), AT, {}, run=lambda: calls.append(1) or {"a": 1})
     [warning] = caplog.records
-    assert "Saving the checkpoint of step 4 failed, and is tried again: OSError: [Errno 5]" in warning.getMessage()
+    assert "Saving the checkpoint of step 4 failed, retrying: OSError: [Errno 5]" in warning.getMessage()
     assert (store.steps(), names(store.folder), len(calls)) == ([3, 4], ["step_00000003", "step_00000004"], 1)
 
 
@@ -268,7 +268,7 @@ def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, capl
     assert store.steps() == [1, 4]
 
 
-def test_a_limit_of_file_sizes_is_told_in_one_sentence_with_its_cure(tmp_path, caplog):
+def test_a_limit_of_file_sizes_is_reported_in_one_sentence_with_its_fix(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "absl")
     noise = np.random.default_rng(0).standard_normal(300_000)
     store, before = CheckpointStore(tmp_path / "checkpoints"), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -286,7 +286,7 @@ def test_a_limit_of_file_sizes_is_told_in_one_sentence_with_its_cure(tmp_path, c
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
-def test_what_another_library_says_at_length_about_the_disk_is_told_in_one_sentence(store, monkeypatch, code):
+def test_what_another_library_says_at_length_about_the_disk_is_reported_in_one_sentence(store, monkeypatch, code):
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
 

@@ -28,9 +28,9 @@ def leaves() -> dict[str, Any]:
 
 def test_a_snapshot_has_the_same_bits_wherever_the_arrays_are():
     state = leaves()
-    taken = Snapshots().take(state)
-    assert all(isinstance(leaf, np.ndarray) for leaf in taken.values())
-    assert_same_bits(taken, {name: np.asarray(leaf) for name, leaf in state.items()})
+    copies = Snapshots().take(state)
+    assert all(isinstance(leaf, np.ndarray) for leaf in copies.values())
+    assert_same_bits(copies, {name: np.asarray(leaf) for name, leaf in state.items()})
 
 
 def test_memory_is_used_again_and_only_where_it_fits():
@@ -41,7 +41,7 @@ def test_memory_is_used_again_and_only_where_it_fits():
     del changed["half"]
     beside = snapshots.take(state)
     assert all(beside[name] is not first[name] for name in state)
-    snapshots.give_back(first)
+    snapshots.release(first)
     second = snapshots.take(changed)
     assert all(second[name] is first[name] for name in ("plain", "split", "host"))
     assert second["one"] is not first["one"] and "half" not in second
@@ -49,15 +49,15 @@ def test_memory_is_used_again_and_only_where_it_fits():
 
 
 @pytest.mark.parametrize(("free", "kind"), [(10**9, jax.Array), (100, np.ndarray)])
-def test_another_kind_of_device_keeps_the_copy_where_it_has_room(monkeypatch, free, kind):
+def test_another_kind_of_device_keeps_the_copy_where_it_has_space(monkeypatch, free, kind):
     monkeypatch.setattr(snapshot, "_is_on_host", lambda _: False)
     monkeypatch.setattr(snapshot, "_free", lambda _: free)
     state = leaves()
     host = state["host"].copy()
     expected = {name: np.asarray(leaf).copy() for name, leaf in state.items()}
-    taken = Snapshots().take(state)
+    copies = Snapshots().take(state)
     state["host"][:] = 7
     jax.jit(lambda given: given + 1, donate_argnums=0)(state["plain"]).block_until_ready()
-    assert isinstance(taken["plain"], kind) and isinstance(taken["host"], np.ndarray)
-    np.testing.assert_array_equal(taken["host"], host)
-    assert_same_bits({name: np.asarray(leaf) for name, leaf in taken.items()}, expected)
+    assert isinstance(copies["plain"], kind) and isinstance(copies["host"], np.ndarray)
+    np.testing.assert_array_equal(copies["host"], host)
+    assert_same_bits({name: np.asarray(leaf) for name, leaf in copies.items()}, expected)

@@ -50,7 +50,7 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "copy")
 
 
-def test_a_run_that_is_restored_goes_on_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
+def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]
     _, buffer = program.train_buffer(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
@@ -160,7 +160,7 @@ def test_what_callbacks_hold_is_saved_and_found_again(copied):
 
 def test_what_callbacks_hold_that_cannot_be_saved_is_an_error_and_nothing_is_written(copied):
     before = all_bytes(copied.folder)
-    with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is <object.* `state_dict` may hold"):
+    with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is <object.* `state_dict` may contain"):
         copied.save(state(4), AT, {}, callbacks={"Early": {"best": object()}})
     assert all_bytes(copied.folder) == before
 
@@ -170,7 +170,7 @@ def test_a_function_may_say_which_checkpoint_is_better(tmp_path):
         return abs(new["ratio"] - 1) < abs(old["ratio"] - 1)
 
     store = CheckpointStore(tmp_path, keep_latest=1, better=nearer_to_one)
-    with pytest.raises(CheckpointError, match="no checkpoint with metrics to compare in"):
+    with pytest.raises(CheckpointError, match="No checkpoint .*has metrics to compare"):
         store.restore("best", state())
     seen = []
     for step, ratio in [(1, 0.5), (2, 1.25), (3, 0.75), (4, math.nan), (5, 2.0)]:
@@ -187,7 +187,7 @@ def test_a_function_that_fails_costs_no_checkpoint(tmp_path):
 
     store = CheckpointStore(tmp_path, better=broken)
     store.save(state(1), AT, {"val/acc": 0.5})
-    with pytest.raises(ValueError, match=r"`better` \(broken\) failed .*KeyError: 'val/f1'.*There are: val/acc"):
+    with pytest.raises(ValueError, match=r"`better` \(broken\) failed .*KeyError: 'val/f1'.*Metrics of both: val/acc"):
         store.save(state(2), AT, {"val/acc": 0.5})
     assert store.steps() == [1, 2]
 
@@ -214,7 +214,7 @@ def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
 
 def test_a_metric_to_monitor_that_is_missing_is_an_error_and_nothing_is_saved(tmp_path):
     store = CheckpointStore(tmp_path / "new", monitor="val/acc")
-    with pytest.raises(ValueError, match="No metric 'val/acc' to monitor. There are: train/loss, val/loss. Set"):
+    with pytest.raises(ValueError, match="No metric 'val/acc' to monitor. Logged metrics: train/loss, val/loss"):
         store.save(state(), AT, {"val/loss": 1.0, "train/loss": 2.0})
     assert not (tmp_path / "new").exists()
 
@@ -308,7 +308,7 @@ def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied, number):
     before = all_bytes(copied.folder)
     calls: list[Any] = [copied.latest, copied.steps, copied.best, lambda: copied.save(state(4), AT, {})]
     for call in [*calls, lambda: copied.restore(3, state())]:
-        with pytest.raises(CheckpointError, match=f"format {number}, and this version of jax-trainer knows format 2"):
+        with pytest.raises(CheckpointError, match=f"format {number}.*format 2"):
             call()
     assert all_bytes(copied.folder) == before
 
@@ -316,9 +316,9 @@ def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied, number):
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        (7, "no checkpoint of step 7 in .*There are the steps 3."),
+        (7, "No checkpoint .*step 7.*Saved steps: 3"),
         (9, "step_00000009: checkpoint.json cannot be read"),
-        ("best", "no checkpoint that is the best, as no metric is monitored, in"),
+        ("best", "No checkpoint .*no metric is monitored"),
         ("newest", "`which` must be 'latest', 'best', a step, a checkpoint or its folder, got 'newest'"),
     ],
 )
@@ -329,7 +329,7 @@ def test_asking_for_what_is_not_there_says_what_is(copied, which, message):
 
 
 def test_an_empty_store_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint to restore in .*Nothing has been saved there"):
+    with pytest.raises(CheckpointError, match="No checkpoint in .*has no checkpoints"):
         CheckpointStore(tmp_path / "none").restore("latest", state())
 
 

@@ -105,7 +105,7 @@ def test_what_it_says_besides_stays_as_it_was(one_slim):
     assert (one_slim / BEST).stat().st_mode & 0o077 == 0
 
 
-def test_every_kind_of_number_outlives_becoming_slim_bit_for_bit_wherever_it_was(tmp_path):
+def test_every_kind_of_number_outlives_becoming_weights_only_bit_for_bit_wherever_it_was(tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
     odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001], np.uint32).view(np.float32)
@@ -144,7 +144,7 @@ def test_the_weights_of_a_real_model_are_restored_and_its_optimizer_stays_as_it_
     assert_same_bits(restored.opt_state, other.opt_state)
 
 
-def test_going_on_from_a_slim_one_is_an_error_that_names_the_setting_and_the_whole_ones(slim):
+def test_resuming_from_a_weights_only_one_is_an_error_that_names_the_setting_and_the_complete_ones(slim):
     slim = slim_store(slim.folder, keep_latest=2)
     save(slim, 3)
     for which in ("best", 1):
@@ -152,20 +152,20 @@ def test_going_on_from_a_slim_one_is_an_error_that_names_the_setting_and_the_who
             slim.restore(which, state(0))
         assert f"{slim.folder / BEST} was stored without `opt_state`" in str(error.value)
         assert "`save_optimizer_state: false`" in str(error.value)
-        assert "These are whole: the steps 2, 3." in str(error.value)
+        assert "Resumable steps: 2, 3." in str(error.value)
         assert "deleted" not in str(error.value)
 
 
-def test_a_slim_one_that_is_the_latest_because_others_were_deleted_says_so(slim):
+def test_a_weights_only_one_that_is_the_latest_because_others_were_deleted_says_so(slim):
     shutil.rmtree(slim.folder / "step_00000002")
     latest = slim.latest()
     assert latest is not None and latest.step == 1
     with pytest.raises(CheckpointError) as error:
         slim.restore("latest", state(0))
-    assert "There is no whole one. A later one was whole, and has been deleted." in str(error.value)
+    assert "A later one with optimizer state was deleted." in str(error.value)
     CheckpointStore(slim.folder).save(state(0), AT, {})
     assert slim.restore("latest", state(0), only=("opt_state",))[1].step == 0
-    with pytest.raises(CheckpointError, match="These are whole: the steps 0. A later one was whole, and has been del"):
+    with pytest.raises(CheckpointError, match="Resumable steps: 0.*later one .*deleted"):
         slim.restore(1, state(0), only=("opt_state",))
 
 
@@ -176,13 +176,13 @@ def test_only_what_was_left_out_is_refused(slim):
         slim.restore(1, state(0, w=jnp.zeros(5)), only=("params",))
 
 
-def test_a_slim_one_is_not_written_again(slim):
+def test_a_weights_only_one_is_not_written_again(slim):
     before = {path: path.stat().st_ino for path in (slim.folder / BEST).rglob("*")}
     save(slim, 3)
     assert {path: path.stat().st_ino for path in (slim.folder / BEST).rglob("*")} == before
 
 
-def test_as_long_as_one_of_the_best_is_among_the_latest_it_stays_whole(whole):
+def test_as_long_as_one_of_the_best_is_among_the_latest_it_stays_complete(whole):
     store = slim_store(whole.folder, keep_latest=2)
     save(store, 2)
     assert without(store, 1) == ()
@@ -190,14 +190,14 @@ def test_as_long_as_one_of_the_best_is_among_the_latest_it_stays_whole(whole):
     assert (without(store, 1), without(store, 2), store.steps()) == (("opt_state",), (), [1, 2, 3])
 
 
-def test_of_several_best_each_becomes_slim(tmp_path):
+def test_of_several_best_each_becomes_weights_only(tmp_path):
     store = slim_store(tmp_path, keep_best=2)
     for step, loss in [(1, 0.1), (2, 0.2), (3, 0.15), (4, 0.3)]:
         save(store, step, loss)
     assert {step: without(store, step) for step in store.steps()} == {1: ("opt_state",), 3: ("opt_state",), 4: ()}
 
 
-def test_a_run_that_goes_back_to_a_slim_one_and_saves_there_again_has_a_whole_one(slim):
+def test_a_run_that_goes_back_to_a_weights_only_one_and_saves_there_again_has_a_whole_one(slim):
     save(slim, 1, loss=0.1)
     assert (slim.steps(), without(slim, 1)) == ([1, 2], ())
     assert_same_bits(slim.restore(1, state(0))[0], state(1))
@@ -205,7 +205,7 @@ def test_a_run_that_goes_back_to_a_slim_one_and_saves_there_again_has_a_whole_on
     assert without(slim, 1) == ("opt_state",)
 
 
-def test_unless_it_is_asked_for_every_checkpoint_stays_whole(whole):
+def test_unless_it_is_asked_for_every_checkpoint_stays_complete(whole):
     store = CheckpointStore(whole.folder, monitor="loss")
     save(store, 2)
     assert_same_bits(store.restore("best", state(0))[0], state(1))
@@ -222,8 +222,8 @@ def test_without_an_optimizers_state_there_is_nothing_to_leave_out(tmp_path):
     assert_same_bits(restored, state(1).replace(opt_state=()))
 
 
-@pytest.mark.parametrize("point", ["mid_slim:raise", "before_manifest:enospc:2", "mid_replace:raise"])
-def test_a_failure_while_it_becomes_slim_costs_neither_it_nor_the_newest(whole, point):
+@pytest.mark.parametrize("point", ["mid_convert:raise", "before_manifest:enospc:2", "mid_replace:raise"])
+def test_a_failure_while_it_becomes_weights_only_costs_neither_it_nor_the_newest(whole, point):
     with fault(point), pytest.raises(SaveError, match="The checkpoint of step 2 could not be saved") as error:
         save(whole, 2)
     assert isinstance(error.value.__cause__, FaultInjected | OSError)
@@ -251,20 +251,20 @@ def missing_array(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("complaints_end_here")
 @pytest.mark.parametrize("damage", [flipped_bit, missing_array])
-def test_a_damaged_one_is_left_alone_with_one_warning_and_the_run_goes_on(whole, caplog, damage):
+def test_a_damaged_one_is_left_alone_with_one_warning_and_the_run_continues(whole, caplog, damage):
     damage(whole.folder / BEST)
     before = all_bytes(whole.folder / BEST)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         save(whole, 2)
         save(whole, 3)
     [warning] = [record for record in caplog.records if record.name == "jax_trainer"]  # orbax may complain, too
-    assert "stays as it is, with the optimizer's state: " in warning.getMessage()
+    assert "keeps its optimizer state" in warning.getMessage()
     assert str(whole.folder / BEST) in warning.getMessage()
     assert all_bytes(whole.folder / BEST) == before
     assert_same_bits(whole.restore("latest", state(0))[0], state(3))
 
 
-def test_one_that_is_no_longer_whole_does_not_count_and_is_not_touched(whole):
+def test_one_that_is_no_longer_complete_does_not_count_and_is_not_touched(whole):
     (whole.folder / BEST / "state" / "manifest.ocdbt").unlink()
     before = all_bytes(whole.folder / BEST)
     save(whole, 2)
@@ -282,7 +282,7 @@ def test_one_that_does_not_fit_the_run_is_not_read(whole, caplog):
     assert_same_bits(store.restore("best", state(0))[0], state(1))
 
 
-def test_what_was_left_alone_and_is_saved_again_becomes_slim_in_its_time(whole):
+def test_what_was_left_alone_and_is_saved_again_becomes_weights_only_in_its_time(whole):
     whole.save(state(2, w=jnp.ones(3)), AT, {"loss": math.nan})
     save(whole, 1, loss=0.1)
     save(whole, 3)

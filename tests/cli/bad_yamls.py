@@ -1,4 +1,4 @@
-"""Bad configurations, and what must be said about each: place, key, what was expected and found, what was meant."""
+"""Bad configurations with the parts of the message that each must give: location, key, expected, found, suggestion."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Bad:
 
     name: str
     content: str | bytes
-    told: tuple[tuple[str, ...], ...]
+    expected: tuple[tuple[str, ...], ...]
     overrides: tuple[str, ...] = ()
 
     @property
@@ -28,8 +28,8 @@ def changed(old: str, new: str, text: str = TINY) -> str:
     return text.replace(old, new)
 
 
-def _epochs(value: str, *told: str, name: str) -> Bad:
-    expected = (f"{FILE}:3: trainer.train_epochs: ", "expected a whole number of at least 1", *told)
+def _epochs(value: str, *parts: str, name: str) -> Bad:
+    expected = (f"{FILE}:3: trainer.train_epochs: ", "expected an integer of at least 1", *parts)
     return Bad(name, changed("train_epochs: 2", f"train_epochs: {value}"), (expected,))
 
 
@@ -42,21 +42,21 @@ def _rate(value: str, found: str, *, name: str) -> Bad:
     return Bad(name, changed("peak_value: 1e-3", f"peak_value: {value}"), (expected,))
 
 
-def _one(name: str, content: str | bytes, *told: str) -> Bad:
-    return Bad(name, content, (told,))
+def _one(name: str, content: str | bytes, *expected: str) -> Bad:
+    return Bad(name, content, (expected,))
 
 
-def _override(name: str, override: str, *told: str) -> Bad:
-    return Bad(name, TINY, (("command line: ", *told),), (override,))
+def _override(name: str, override: str, *expected: str) -> Bad:
+    return Bad(name, TINY, (("command line: ", *expected),), (override,))
 
 
 SAVER = "    ModelCheckpoint: {monitor: val/acc, mode: max}"
 
 WRITTEN_BADLY = [
-    _one("a bracket is not closed", changed("mode: max}", "mode: max"), f"{FILE}:8: ", "no YAML", "expected ','"),
+    _one("a bracket is not closed", changed("mode: max}", "mode: max"), f"{FILE}:8: ", "Invalid YAML", "expected ','"),
     _one("a tab indents", changed("  train_epochs", "\ttrain_epochs"), f"{FILE}:3: ", "tab", "Use spaces"),
     _one("a key stands twice", changed("  num_classes: 10\n", "  num_classes: 10\n  train_epochs: 3\n"),
-         f"{FILE}:6: trainer.train_epochs: ", "second time", f"first is at {FILE}:3"),
+         f"{FILE}:6: trainer.train_epochs: ", "Duplicate key `train_epochs`", f"first is at {FILE}:3"),
     _one("the file is empty", "", f"{FILE}:1: ", "expected keys and values, found nothing"),
     _one("the file is a comment", "# trainer:\n", f"{FILE}:", "expected keys and values, found nothing"),
     _one("the file is a list", "- 1\n- 2\n", f"{FILE}:1: ", "expected keys and values, found a list"),
@@ -81,7 +81,7 @@ WRONG_KEYS = [
          f"{FILE}:7: trainer.callbacks.ModelCheckpoint.moniter: ", "Did you mean `monitor`?"),
     _one("an unknown key in a schedule", changed("warmup_steps:", "warmup_stesp:"),
          f"{FILE}:18: optimizer.learning_rate.warmup_stesp: ", "Did you mean `warmup_steps`?"),
-    _one("a key like no other", changed("train_epochs:", "xyzzy:"), f"{FILE}:3: trainer.xyzzy: ", "There are acc"),
+    _one("a key like no other", changed("train_epochs:", "xyzzy:"), f"{FILE}:3: trainer.xyzzy: ", "Its keys: acc"),
     _one("a section is missing", TINY[: TINY.index("dataset:")], f"{FILE}:1: dataset: ", "is missing", "DigitsDataset"),
     _one("a section is empty", TINY[: TINY.index("dataset:")] + "dataset:\n", f"{FILE}:19: dataset: ",
          "expected a section with a `class_name` of", "found null"),
@@ -90,17 +90,17 @@ WRONG_KEYS = [
 ]  # fmt: skip
 
 WRONG_VALUES = [
-    _epochs("two", "found 'two'", name="a word for a whole number"),
-    _epochs("1.5", "found 1.5", name="a fraction for a whole number"),
-    _epochs("true", "found true", name="true for a whole number"),
-    _epochs("'2'", "found '2'", name="text for a whole number"),
-    _one("null for a whole number", changed("num_classes: 10", "num_classes: 10\n  seed:"),
-         f"{FILE}:6: trainer.seed: ", "expected a whole number of at least 0", "found null"),
+    _epochs("two", "found 'two'", name="a word for an integer"),
+    _epochs("1.5", "found 1.5", name="a fraction for an integer"),
+    _epochs("true", "found true", name="true for an integer"),
+    _epochs("'2'", "found '2'", name="text for an integer"),
+    _one("null for an integer", changed("num_classes: 10", "num_classes: 10\n  seed:"),
+         f"{FILE}:6: trainer.seed: ", "expected an integer of at least 0", "found null"),
     _one("no limit", changed("train_epochs: 2", "train_epochs:"), f"{FILE}:3: trainer.train_epochs: ",
          "`max_steps`", "`max_time`"),
     _epochs("-1", "found -1", name="a negative number"),
-    _epochs("[2]", "found [2]", name="a list for a whole number"),
-    _epochs("{n: 2}", "found {'n': 2}", name="a section for a whole number"),
+    _epochs("[2]", "found [2]", name="a list for an integer"),
+    _epochs("{n: 2}", "found {'n': 2}", name="a section for an integer"),
     _rate(".nan", "nan", name="a learning rate that is NaN"),
     _rate(".inf", "inf", name="an infinite learning rate"),
     _rate("1e999", "inf", name="a learning rate that no number can hold"),
@@ -115,7 +115,7 @@ WRONG_VALUES = [
     _one("no regular expression", changed("  class_name: AdamW\n", "  class_name: AdamW\n  freeze: (a\n"),
          f"{FILE}:15: optimizer.freeze: ", "expected text that is a regular expression, found '(a'"),
     _one("values that do not go together", changed(SAVER, f"{SAVER}\n    again: {{class_name: ModelCheckpoint}}"),
-         f"{FILE}:6: trainer.callbacks: ", "One ModelCheckpoint", "there are 2"),
+         f"{FILE}:6: trainer.callbacks: ", "ModelCheckpoint", "again"),
 ]  # fmt: skip
 
 WRONG_CLASSES = [
@@ -131,16 +131,16 @@ WRONG_CLASSES = [
 
 REFERENCES_AND_INCLUDES = [
     _one("a reference to nothing", changed("${trainer.num_classes}", "${trainer.num_clases}"),
-         f"{FILE}:10: model.num_classes: ", "stands for nothing", "Did you mean `trainer.num_classes`?"),
+         f"{FILE}:10: model.num_classes: ", "does not exist", "Did you mean `trainer.num_classes`?"),
     _one("a reference without an end", changed("${trainer.num_classes}", "${trainer.num_classes"),
-         f"{FILE}:10: model.num_classes: ", "`}` does not end"),
+         f"{FILE}:10: model.num_classes: ", "closing `}`"),
     _one("a reference to a section", changed("${trainer.num_classes}", "${trainer}"), f"{FILE}:10: model.num_classes: ",
-         "one value"),
+         "section or list"),
     _one("references in a circle", changed("num_classes: 10", "num_classes: ${model.num_classes}"),
-         f"{FILE}:10: model.num_classes: ", "circle"),
-    _one("an included file is missing", f"include: bat.yaml\n{TINY}", f"{FILE}:1: ", "no file bat.yaml",
+         f"{FILE}:10: model.num_classes: ", "circular"),
+    _one("an included file is missing", f"include: bat.yaml\n{TINY}", f"{FILE}:1: ", "not found: bat.yaml",
          f"Did you mean `{FILE}`?"),
-    _one("a file includes itself", f"include: {FILE}\n{TINY}", f"{FILE}:1: include: ", "circle"),
+    _one("a file includes itself", f"include: {FILE}\n{TINY}", f"{FILE}:1: include: ", "Circular"),
     _one("an include that is no configuration", f"include: /etc/passwd\n{TINY}", f"{FILE}:1: include: ",
          "expected the name of a .yaml file"),
 ]  # fmt: skip
@@ -151,7 +151,7 @@ OVERRIDES = [
     _override(
         "an override of an unknown key", "trainer.train_epoch=1", "trainer.train_epoch: ", "mean `train_epochs`?"
     ),
-    _override("an override that is no YAML", "trainer.callbacks={a", "trainer.callbacks: ", "no YAML"),
+    _override("an override that is no YAML", "trainer.callbacks={a", "trainer.callbacks: ", "Invalid YAML"),
     _override("an override inside of a number", "trainer.train_epochs.x=1", "trainer.train_epochs.x: ", f"{FILE}:3"),
     Bad(
         "several problems at once",
@@ -172,11 +172,11 @@ BAD = [*WRITTEN_BADLY, *WRONG_KEYS, *WRONG_VALUES, *WRONG_CLASSES, *REFERENCES_A
 # found when the length of the run and the model are known, and before anything is trained or written
 BAD_TOGETHER = [
     _one("a warm-up longer than the run", changed("warmup_steps: 2", "warmup_steps: 20"),
-         f"{FILE}:18: optimizer.learning_rate.warmup_steps: ", "is 20", "the run makes only 8"),
+         f"{FILE}:18: optimizer.learning_rate.warmup_steps: ", "20", "8"),
     _one("a schedule longer than the run", changed("warmup_steps: 2", "warmup_steps: 2\n    decay_steps: 50"),
-         f"{FILE}:19: optimizer.learning_rate.decay_steps: ", "lasts 52", "the run makes 8"),
+         f"{FILE}:19: optimizer.learning_rate.decay_steps: ", "52", "8"),
     _one("a model of the other kind", changed("  num_classes: 10\n", "  num_classes: 10\n  model_mode: linen\n"),
-         f"{FILE}:6: trainer.model_mode: ", "MLP is a model of nnx"),
+         f"{FILE}:6: trainer.model_mode: ", "MLP", "nnx"),
     _override("more GPUs than there are", "num_gpus=64", "num_gpus: ", "is 64"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a tiny experiment, and two ways to ask."""
+"""What the tests of the command line share: a tiny experiment, and two ways to run a command."""
 
 import contextlib
 import io
@@ -48,8 +48,8 @@ dataset:
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a command ended, and what it said."""
+class CommandResult:
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -66,25 +66,25 @@ def pytest_fails(text: str) -> Any:
     raise AssertionError(text)
 
 
-def ask(*arguments: str | Path, folder: Path) -> Said:
-    """Asks in this process, in `folder`."""
+def run_command(*arguments: str | Path, folder: Path) -> CommandResult:
+    """Runs a command in this process, in `folder`."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
-    return Said(code, out.getvalue(), without_haste(err.getvalue()))
+    return CommandResult(code, out.getvalue(), without_slow_saves(err.getvalue()))
 
 
-def ask_process(*arguments: str | Path, folder: Path, **environment: str) -> Said:
-    """Asks as a person does, without a terminal."""
+def run_process(*arguments: str | Path, folder: Path, **environment: str) -> CommandResult:
+    """Runs a command in a new process, without a terminal."""
     command = [*PROGRAM, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=folder, env=process_environment(**environment), capture_output=True, timeout=PATIENCE, text=True
     )
-    return Said(done.returncode, done.stdout, without_haste(done.stderr))
+    return CommandResult(done.returncode, done.stdout, without_slow_saves(done.stderr))
 
 
-def without_haste(err: str) -> str:
-    """What was said, without what depends on how much else the disk has to do."""
+def without_slow_saves(err: str) -> str:
+    """Standard error without the warnings that depend on the load of the disk."""
     return "".join(line for line in err.splitlines(keepends=True) if "Saving takes longer than" not in line)
 
 
@@ -99,10 +99,10 @@ def process_environment(**more: str) -> dict[str, str]:
 
 
 def watched(jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What commands said and did in a process of their own, in `folder`, under an audit hook: see `watched.py`."""
-    given, report = folder.parent / f"{folder.name}-jobs.json", folder.parent / f"{folder.name}-report.json"
-    given.write_text(json.dumps(jobs))
-    script = [sys.executable, str(Path(__file__).with_name("watched.py")), str(given), str(report)]
+    """The output and system events of commands in a new process, in `folder`: see `watched.py`."""
+    jobs_file, report = folder.parent / f"{folder.name}-jobs.json", folder.parent / f"{folder.name}-report.json"
+    jobs_file.write_text(json.dumps(jobs))
+    script = [sys.executable, str(Path(__file__).with_name("watched.py")), str(jobs_file), str(report)]
     subprocess.run(script, cwd=folder, env=process_environment(), check=True, timeout=PATIENCE)
     return json.loads(report.read_text())
 
@@ -115,7 +115,7 @@ def tiny_file(folder: Path, text: str = TINY) -> Path:
 
 
 def last_state(run: Path) -> tuple[TrainState, int]:
-    """All that the last checkpoint of a run holds, and its step."""
+    """The state in the last checkpoint of a run, and its step."""
     folder = RunFolder.open(run)
     trainer = build(stored_run(folder).value, folder=folder)
     program = trainer.prepare(trainer.dataset.train_loader)

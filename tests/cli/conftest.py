@@ -1,4 +1,4 @@
-"""One run that many tests look at."""
+"""One run that many tests read."""
 
 import shutil
 import time
@@ -6,26 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import ask, tiny_file
+from cli_runs import run_command, tiny_file
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of the tiny experiment: for looking only."""
+    """The folder of a finished run of the tiny experiment: read-only."""
     folder = tmp_path_factory.mktemp("trained")
-    said = ask("train", tiny_file(folder), "--json", folder=folder)
-    assert (said.code, said.err) == (0, "")
-    return Path(said.data["run"])
+    result = run_command("train", tiny_file(folder), "--json", folder=folder)
+    assert (result.code, result.err) == (0, "")
+    return Path(result.data["run"])
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that folder, to do with as one likes."""
+    """A copy of that folder that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture
-def complaints_end_here() -> Iterator[None]:
-    """When orbax fails, it leaves threads behind that complain about its closed loop a little later."""
+def log_stays_here() -> Iterator[None]:
+    """When orbax fails, its threads log errors about the closed event loop a little later."""
     yield
     time.sleep(0.2)

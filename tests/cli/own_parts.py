@@ -1,7 +1,7 @@
-"""What a user may have written: a model and a callback, as the content of files that tests write and ask to import."""
+"""What a user may have written: a model and a callback, as the content of files that tests write and import."""
 
 MODEL = '''\
-"""A model of somebody's own."""
+"""A user's model."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -41,7 +41,7 @@ class OwnWide(BaseModelNNX):
 '''
 
 CALLBACK = '''\
-"""A callback of somebody's own, by which a test has the time to send a signal, or sends one itself."""
+"""A user's callback that gives a test the time to send a signal, or sends one itself."""
 
 import signal
 import time
@@ -57,7 +57,7 @@ class OwnPauseConfig(CallbackConfig):
 
     Args:
         seconds: how long to wait after each epoch.
-        signal_at_epoch: the epoch at the beginning of which Ctrl-C comes; 0: none.
+        signal_at_epoch: the epoch at whose start SIGINT is raised; 0: never.
     """
 
     seconds: float = 0.0

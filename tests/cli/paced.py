@@ -1,4 +1,4 @@
-"""A callback of somebody's own, by which every step takes a while."""
+"""A user's callback that slows down every step."""
 
 import time
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import TINY, Said, ask, ask_process, tiny_file
+from cli_runs import TINY, CommandResult, run_command, run_process, tiny_file
 
 CANARY = "CANARY-9f3a"
 ENVIRONMENT = {
@@ -39,7 +39,7 @@ class LeakyToolConfig(Settings):
 
 @register
 class LeakyTool(ToolLoggerInterface):
-    """Fails with what it was told."""
+    """Fails with what it was expected."""
 
     config: LeakyToolConfig
 
@@ -54,7 +54,7 @@ class LeakyCallbackConfig(CallbackConfig):
 
 @register
 class LeakyCallback(Callback):
-    """Fails with what it was told."""
+    """Fails with what it was expected."""
 
     config: LeakyCallbackConfig
 
@@ -67,47 +67,49 @@ def secret_file(folder: Path) -> Path:
     return tiny_file(folder, TINY + SECRETS)
 
 
-def found_in(folder: Path, *said: Said) -> Iterator[str]:
+def found_in(folder: Path, *result: CommandResult) -> Iterator[str]:
     for path in folder.rglob("*"):
         if CANARY in path.name or (path.is_file() and CANARY.encode() in path.read_bytes()):
             yield str(path)
-    for one in said:
+    for one in result:
         yield from (line for line in (one.out + one.err).splitlines() if CANARY in line)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
     """A whole run as a process that knows many secrets."""
     folder = tmp_path_factory.mktemp("canary")
     monitor = "trainer.callbacks.LearningRateMonitor={}"
-    said = ask_process("train", secret_file(folder), TOOL, monitor, *ARGUMENTS, folder=folder, **ENVIRONMENT)
-    assert said.code == 0
-    return folder, said
+    result = run_process("train", secret_file(folder), TOOL, monitor, *ARGUMENTS, folder=folder, **ENVIRONMENT)
+    assert result.code == 0
+    return folder, result
 
 
-def test_a_run_leaves_no_secret_anywhere(told: tuple[Path, Said]):
-    folder, said = told
+def test_a_run_leaves_no_secret_anywhere(expected: tuple[Path, CommandResult]):
+    folder, result = expected
     [run] = (folder / "runs" / "MLP").iterdir()
     assert {"config.yaml", "metrics.jsonl", "run.log"} < {path.name for path in run.iterdir()}
     assert any(path.name.startswith("events") for path in run.iterdir())
-    assert list(found_in(folder / "runs", said)) == []
+    assert list(found_in(folder / "runs", result)) == []
     stored = (run / "config.yaml").read_text()
     assert "api_key: <hidden>" in stored and "https://<hidden>@example.org/data?token=<hidden>" in stored
     assert "123456789012" not in stored
 
 
-def test_the_folder_of_the_run_is_no_secret(told: tuple[Path, Said]):
-    folder, said = told
+def test_the_folder_of_the_run_is_no_secret(expected: tuple[Path, CommandResult]):
+    folder, result = expected
     [run] = (folder / "runs" / "MLP").iterdir()
-    assert f"Run folder: {run}\n" in said.out
+    assert f"Run folder: {run}\n" in result.out
 
 
-def test_a_run_with_hidden_secrets_goes_on_when_they_are_given_again(told: tuple[Path, Said], tmp_path: Path):
-    [run] = (told[0] / "runs" / "MLP").iterdir()
-    said = ask("test", run, folder=tmp_path)
-    assert said.code == 2
-    assert "dataset.aux" in said.err and "Give it again" in said.err and str(run / "config.yaml") in said.err
-    again = ask("test", run, f"dataset.aux={{api_key: {CANARY}-again-0001}}", "--json", folder=tmp_path)
+def test_a_run_with_hidden_secrets_is_resumed_when_they_are_set_again(
+    expected: tuple[Path, CommandResult], tmp_path: Path
+):
+    [run] = (expected[0] / "runs" / "MLP").iterdir()
+    result = run_command("test", run, folder=tmp_path)
+    assert result.code == 2
+    assert "dataset.aux" in result.err and "Give it again" in result.err and str(run / "config.yaml") in result.err
+    again = run_command("test", run, f"dataset.aux={{api_key: {CANARY}-again-0001}}", "--json", folder=tmp_path)
     assert again.code == 0
     assert list(found_in(tmp_path, again)) == []
 
@@ -127,9 +129,9 @@ def test_a_run_with_hidden_secrets_goes_on_when_they_are_given_again(told: tuple
 def test_a_mistake_beside_a_secret_does_not_tell_it(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    said = ask("train", secret_file(tmp_path), mistake, "--json", folder=tmp_path)
-    assert said.code == 2 and said.data["problems"]
-    assert list(found_in(tmp_path / "runs", said)) == []
+    result = run_command("train", secret_file(tmp_path), mistake, "--json", folder=tmp_path)
+    assert result.code == 2 and result.data["problems"]
+    assert list(found_in(tmp_path / "runs", result)) == []
 
 
 def test_what_fails_in_a_run_does_not_tell_secrets(tmp_path: Path):
@@ -140,16 +142,16 @@ def test_what_fails_in_a_run_does_not_tell_secrets(tmp_path: Path):
         "trainer.fast_dev_run=2",
         *ARGUMENTS,
     ]
-    said = ask("train", secret_file(tmp_path), "leaky_parts.py", *changes, folder=tmp_path)
-    assert said.code == 1
-    assert "ConnectionError" in said.err and "cannot send" in said.err
+    result = run_command("train", secret_file(tmp_path), "leaky_parts.py", *changes, folder=tmp_path)
+    assert result.code == 1
+    assert "ConnectionError" in result.err and "cannot send" in result.err
     [log] = (tmp_path / "runs").rglob("run.log")
     assert "https://<hidden>@example.org refused <hidden>" in log.read_text()
-    assert list(found_in(tmp_path / "runs", said)) == []
+    assert list(found_in(tmp_path / "runs", result)) == []
 
 
 def test_the_folder_one_works_in_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.setenv("OLDPWD", os.path.expanduser("~"))
-    said = ask("test", "nowhere", folder=tmp_path)
-    assert str(tmp_path / "nowhere") in said.err
+    result = run_command("test", "nowhere", folder=tmp_path)
+    assert str(tmp_path / "nowhere") in result.err

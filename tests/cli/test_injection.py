@@ -68,7 +68,7 @@ def evil_texts() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process said and did that was given all of them, and all that is merely wrong."""
+    """What a process result and did that was given all of them, and all that is merely wrong."""
     folder = tmp_path_factory.mktemp("evil")
     (folder / "good.yaml").write_text(TINY)
     texts = evil_texts()
@@ -116,7 +116,7 @@ def test_it_takes_neither_time_nor_memory(report: dict[str, Any]):
     assert report["grown_kb"] < 50_000
 
 
-def test_what_is_told_stays_readable(report: dict[str, Any]):
+def test_messages_stay_readable(report: dict[str, Any]):
     longest = max(report["by_name"].values(), key=lambda one: len(one["err"]))
     assert len(longest["err"]) < 60_000
     assert [name for name, one in report["by_name"].items() if "\x1b" in one["err"] or "\0" in one["err"]] == []

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import paced
 import pytest
-from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, last_state, process_environment, tiny_file
+from cli_runs import (
+    PATIENCE,
+    PROGRAM,
+    TINY,
+    CommandResult,
+    last_state,
+    process_environment,
+    run_command,
+    run_process,
+    tiny_file,
+)
 
 from jax_trainer.cli import launch
 from jax_trainer.testing import assert_same_bits
@@ -21,8 +31,8 @@ LONG = TINY.replace("train_epochs: 2", "train_epochs: 30").replace("mode: max}",
 PACED = Path(paced.__file__).read_text()
 
 
-def launched(folder: Path, *words: str) -> Said:
-    return ask_process("launch", "--processes", "2", *words, folder=folder, **ONE_DEVICE)
+def launched(folder: Path, *words: str) -> CommandResult:
+    return run_process("launch", "--processes", "2", *words, folder=folder, **ONE_DEVICE)
 
 
 @pytest.fixture
@@ -33,7 +43,7 @@ def long(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path) -> subprocess.Popen[str]:
     command = [*PROGRAM, "launch", "--processes", "2", "--heartbeat", "5", "tiny.yaml", "paced.py", "resume=auto"]
     environment = process_environment(**ONE_DEVICE)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -60,31 +70,31 @@ def test_two_processes_train_to_the_same_end_as_one_and_write_one_folder(tmp_pat
     together = launched(tmp_path, "tiny.yaml", "--json")
     assert together.code == 0, together.err
     assert together.data["processes"] == 2
-    alone = ask("train", "tiny.yaml", "--json", folder=tmp_path)
+    alone = run_command("train", "tiny.yaml", "--json", folder=tmp_path)
     assert together.data["metrics"].keys() == alone.data["metrics"].keys()
     for place, metrics in alone.data["metrics"].items():
         assert together.data["metrics"][place] == pytest.approx(metrics, rel=1e-5)
     assert len(list(tmp_path.glob("runs/MLP/*"))) == 2  # a folder for each of the two commands
     run = Path(together.data["run"])
     assert (run / "layout.txt").is_file()
-    tested = ask("test", run, "--json", folder=tmp_path)  # by one process
+    tested = run_command("test", run, "--json", folder=tmp_path)  # by one process
     assert tested.data["metrics"]["test"] == pytest.approx(together.data["metrics"]["test"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_named_and_the_same_command_goes_on_bit_for_bit(long):
+def test_a_process_that_is_killed_is_named_and_the_same_command_resumes_bit_for_bit(long):
     undisturbed = launched(long, "tiny.yaml", "paced.py", "--json")
     assert undisturbed.code == 0, undisturbed.err
     whole = Path(undisturbed.data["run"]).rename(long / "whole")
-    process = begun(long)
+    process = started(long)
     run = until_saved(long, process)
     os.kill(children(process)[1], signal.SIGKILL)
     began = time.monotonic()
-    said = process.communicate(timeout=PATIENCE)[1]
+    result = process.communicate(timeout=PATIENCE)[1]
     assert time.monotonic() - began < 5 + 5 + 3  # the heartbeat and five seconds, and Python's own end
     assert process.returncode == 1
-    assert re.search(r"Process 1 of 2 \(.*, pid \d+\) has given no sign of life", said), said
-    assert "Process 1 was ended by SIGKILL" in said
+    assert re.search(r"Process 1 of 2 \(.*, pid \d+\) has given no sign of life", result), result
+    assert "Process 1 was ended by SIGKILL" in result
     again = launched(long, "tiny.yaml", "paced.py", "resume=auto", "--json")
     assert (again.code, again.data["run"]) == (0, str(run)), again.err
     (state, step), (expected, last) = last_state(run), last_state(whole)
@@ -93,67 +103,67 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_goes_on_bit_for_
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_go_on(long):
-    process = begun(long)
+def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_resume(long):
+    process = started(long)
     run = until_saved(long, process)
     process.send_signal(signal.SIGTERM)
-    out, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143, (out, said)
+    out, result = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143, (out, result)
     steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] >= max(row["step"] for row in rows)
     assert launched(long, "tiny.yaml", "paced.py", "resume=auto", "--restarts", "1").code == 0
 
 
-def test_a_wrong_configuration_is_told_by_the_first_process_and_is_wrong_input(tmp_path):
+def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code_2(tmp_path):
     tiny_file(tmp_path, TINY.replace("hidden: [16]", "hiden: [16]"))
-    said = launched(tmp_path, "tiny.yaml")
-    assert said.code == 2
-    assert "Did you mean `hidden`?" in said.err
+    result = launched(tmp_path, "tiny.yaml")
+    assert result.code == 2
+    assert "Did you mean `hidden`?" in result.err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--processes", "0", "tiny.yaml"], "at least 1"),
         (["tiny.yaml"], "--processes"),
-        (["--processes", "two", "tiny.yaml"], "expected a whole number, found 'two'"),
+        (["--processes", "two", "tiny.yaml"], "expected an integer, found 'two'"),
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )
-def test_what_cannot_be_started_is_refused_at_once(words, told, tmp_path):
-    said = ask("launch", *words, folder=tmp_path)
-    assert said.code == 2
-    assert told in said.err
+def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path):
+    result = run_command("launch", *words, folder=tmp_path)
+    assert result.code == 2
+    assert expected in result.err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--processes", "2"], "coordinator, process are missing"),
         (["--distributed", "off", "--coordinator", "here:1", "--processes", "2", "--process", "0"], "joins nobody"),
         (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be host:port"),
     ],
 )
-def test_half_a_description_of_the_others_is_refused_at_once(words, told, tmp_path):
-    said = ask("train", "tiny.yaml", *words, folder=tmp_path)
-    assert said.code == 2
-    assert told in said.err
+def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tmp_path):
+    result = run_command("train", "tiny.yaml", *words, folder=tmp_path)
+    assert result.code == 2
+    assert expected in result.err
 
 
-def test_gpus_are_shared_evenly_and_too_few_are_told(monkeypatch):
+def test_gpus_are_shared_evenly_and_too_few_are_reported(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
-    class Asked:
+    class Args:
         processes, devices = 2, None
 
-    asked: object = Asked()
-    assert launch._environment(asked, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"  # type: ignore[arg-type]
-    Asked.processes, Asked.devices = 4, 2  # type: ignore[assignment]
+    args: object = Args()
+    assert launch._environment(args, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"  # type: ignore[arg-type]
+    Args.processes, Args.devices = 4, 2  # type: ignore[assignment]
     with pytest.raises(launch.WrongInput, match="need 8, and this machine has 4"):
-        launch._environment(asked, 0)  # type: ignore[arg-type]
+        launch._environment(args, 0)  # type: ignore[arg-type]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "processes.md"

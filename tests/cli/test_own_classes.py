@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli_runs import TINY, Said, ask, ask_process, tiny_file
+from cli_runs import TINY, CommandResult, run_command, run_process, tiny_file
 from own_parts import MODEL
 
 
@@ -21,20 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def begun(folder: Path) -> Said:
-    return ask_process("train", "tiny.yaml", "own_models.py", folder=folder)
+def started(folder: Path) -> CommandResult:
+    return run_process("train", "tiny.yaml", "own_models.py", folder=folder)
 
 
 @pytest.fixture(scope="module")
-def run(begun: Said, folder: Path) -> Path:
+def run(started: CommandResult, folder: Path) -> Path:
     [run] = (folder / "runs" / "OwnWide").iterdir()
     return run
 
 
-def test_a_class_that_was_not_imported_is_told_with_how_to_do_so(folder: Path):
-    said = ask_process("train", "tiny.yaml", folder=folder)
-    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert "tiny.yaml:9: model.class_name: " in said.err and "'OwnWide'" in said.err and "--import" in said.err
+def test_a_class_that_was_not_imported_is_reported_with_how_to_import_it(folder: Path):
+    result = run_process("train", "tiny.yaml", folder=folder)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "tiny.yaml:9: model.class_name: " in result.err and "'OwnWide'" in result.err and "--import" in result.err
 
 
 def test_a_model_with_another_constructor_is_reported_with_its_section(tmp_path: Path):
@@ -46,35 +46,35 @@ def test_a_model_with_another_constructor_is_reported_with_its_section(tmp_path:
         .replace("hidden: [16]", "width: 4")
         .replace("  dropout: 0.1\n", ""),
     )
-    said = ask("check", file, "own_narrow.py", folder=tmp_path)
-    assert (said.code, "Traceback" in said.err) == (2, False)
-    assert f"{file}:8: model: OwnNarrow" in said.err and "`__init__(self, config, *, rngs)`" in said.err
+    result = run_command("check", file, "own_narrow.py", folder=tmp_path)
+    assert (result.code, "Traceback" in result.err) == (2, False)
+    assert f"{file}:8: model: OwnNarrow" in result.err and "`__init__(self, config, *, rngs)`" in result.err
 
 
-def test_a_class_in_a_file_is_trained(begun: Said, run: Path):
-    assert begun.code == 0
-    assert f"`jax-trainer test {run} --import own_models.py`" in begun.out
+def test_a_class_in_a_file_is_trained(started: CommandResult, run: Path):
+    assert started.code == 0
+    assert f"`jax-trainer test {run} --import own_models.py`" in started.out
 
 
 def test_a_run_does_not_import_what_it_needs_by_itself(run: Path, folder: Path):
-    said = ask_process("resume", run, folder=folder)
-    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert f"{run}/config.yaml:" in said.err and "'OwnWide'" in said.err
-    assert "A class of your own is registered by importing it: `--import your_package.models`" in said.err
+    result = run_process("resume", run, folder=folder)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert f"{run}/config.yaml:" in result.err and "'OwnWide'" in result.err
+    assert "`--import your_package.models`" in result.err
 
 
 def test_the_same_class_in_a_package_tests_the_run(run: Path, folder: Path):
-    said = ask_process("test", run, "--import", "own_package.models", "--json", folder=folder)
-    assert (said.code, said.err) == (0, "")
-    assert set(said.data["metrics"]["test"]) == {"test/acc", "test/acc_std", "test/loss"}
+    result = run_process("test", run, "--import", "own_package.models", "--json", folder=folder)
+    assert (result.code, result.err) == (0, "")
+    assert set(result.data["metrics"]["test"]) == {"test/acc", "test/acc_std", "test/loss"}
 
 
 def test_the_run_is_resumed_described_and_checked_with_its_file(run: Path, folder: Path):
-    said = ask("resume", run, "own_models.py", "trainer.train_epochs=3", "--json", folder=folder)
-    assert (said.code, said.err, list(said.data["metrics"])) == (0, "", ["1", "2", "3", "test"])
+    result = run_command("resume", run, "own_models.py", "trainer.train_epochs=3", "--json", folder=folder)
+    assert (result.code, result.err, list(result.data["metrics"])) == (0, "", ["1", "2", "3", "test"])
     for words in (["OwnWide"], ["OwnWide", "own_models.py"], ["own_models.py", "OwnWide"]):
-        assert "  width: 24\n      how many units it has." in ask("describe", *words, folder=folder).out
-    wrong = ask("check", "tiny.yaml", "own_models.py", "model.width=0", "model.widht=1", folder=folder)
+        assert "  width: 24\n      how many units it has." in run_command("describe", *words, folder=folder).out
+    wrong = run_command("check", "tiny.yaml", "own_models.py", "model.width=0", "model.widht=1", folder=folder)
     assert wrong.code == 2
-    assert "model.width: expected a whole number of at least 1, found 0." in wrong.err
+    assert "model.width: expected an integer of at least 1, found 0." in wrong.err
     assert "OwnWide has no key `widht`. Did you mean `width`?" in wrong.err

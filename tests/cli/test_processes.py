@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, last_state, process_environment, tiny_file
+from cli_runs import (
+    PATIENCE,
+    PROGRAM,
+    TINY,
+    CommandResult,
+    last_state,
+    process_environment,
+    run_command,
+    run_process,
+    tiny_file,
+)
 from own_parts import CALLBACK
 
 from jax_trainer.testing import assert_same_bits
@@ -47,10 +57,10 @@ def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path):
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
-    said = ask_process("train", tiny_file(tmp_path), folder=tmp_path)
-    assert said.code == 0
-    assert "\x1b" not in said.out + said.err and "\r" not in said.out + said.err
-    first, *lines = said.err.splitlines()
+    result = run_process("train", tiny_file(tmp_path), folder=tmp_path)
+    assert result.code == 0
+    assert "\x1b" not in result.out + result.err and "\r" not in result.out + result.err
+    first, *lines = result.err.splitlines()
     assert first.startswith("Run folder: ")
     assert lines.pop(0) == "epoch 1/2  compiling"
     assert [[*line.split()[:2], line.split()[4]] for line in lines] == [
@@ -60,7 +70,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
         ["epoch", "2", "val"],
         ["epoch", "2", "test"],
     ]
-    assert "test/acc" in said.out and "Run folder: " in said.out
+    assert "test/acc" in result.out and "Run folder: " in result.out
 
 
 def test_a_reader_may_leave_early_and_need_not_know_every_letter(tmp_path: Path):
@@ -86,9 +96,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Path:
-    said = ask("train", "tiny.yaml", "own_pause.py", "--json", "trainer.logger.log_dir=whole", folder=folder)
-    assert said.code == 0
-    return Path(said.data["run"])
+    result = run_command("train", "tiny.yaml", "own_pause.py", "--json", "trainer.logger.log_dir=whole", folder=folder)
+    assert result.code == 0
+    return Path(result.data["run"])
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -97,7 +107,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if "/time" not in name} for row in measured]
 
 
-def interrupted(number: signal.Signals, folder: Path, where: str, *options: str) -> tuple[Path, Said]:
+def interrupted(number: signal.Signals, folder: Path, where: str, *options: str) -> tuple[Path, CommandResult]:
     """Sends a signal to a training process that has finished two epochs and waits in the next."""
     changes = [f"trainer.logger.log_dir={where}", "trainer.callbacks.OwnPause.seconds=0.4"]
     command = [*PROGRAM, "train", "tiny.yaml", "own_pause.py", *changes, *options]
@@ -110,7 +120,7 @@ def interrupted(number: signal.Signals, folder: Path, where: str, *options: str)
         out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
-    return run, Said(process.returncode, out, err)
+    return run, CommandResult(process.returncode, out, err)
 
 
 def wait_for_epochs(count: int, folder: Path, process: subprocess.Popen[str]) -> Path:
@@ -133,19 +143,21 @@ def wait_for_epochs(count: int, folder: Path, process: subprocess.Popen[str]) ->
 def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
     number: signal.Signals, code: int, options: list[str], folder: Path, uninterrupted: Path
 ):
-    run, said = interrupted(number, folder, f"by {number.name}", *options)
-    assert said.code == code
-    assert "Traceback" not in said.err
+    run, result = interrupted(number, folder, f"by {number.name}", *options)
+    assert result.code == code
+    assert "Traceback" not in result.err
     step = int(max((run / "checkpoints").iterdir()).name.removeprefix("step_"))
     assert 8 <= step < 4 * EPOCHS
     way_on = f"Interrupted. Go on from step {step} by `jax-trainer resume '{run}' --import own_pause.py`."
-    assert said.err.splitlines()[-1] == f"jax-trainer: {way_on}"
+    assert result.err.splitlines()[-1] == f"jax-trainer: {way_on}"
     if options:
-        assert said.data == {"status": "interrupted", "error": way_on, "run": str(run)}
+        assert result.data == {"status": "interrupted", "error": way_on, "run": str(run)}
     else:
-        assert said.out == "" and re.search(r"epoch   1  step +4  val  loss", said.err)
+        assert result.out == "" and re.search(r"epoch   1  step +4  val  loss", result.err)
 
-    resumed = ask("resume", run, "own_pause.py", "trainer.callbacks.OwnPause.seconds=0", "--json", folder=folder)
+    resumed = run_command(
+        "resume", run, "own_pause.py", "trainer.callbacks.OwnPause.seconds=0", "--json", folder=folder
+    )
     assert (resumed.code, resumed.err) == (0, "")
     (state, last), (expected, expected_last) = last_state(run), last_state(uninterrupted)
     assert last == expected_last
@@ -155,10 +167,12 @@ def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
 
 def test_a_run_that_ends_before_anything_is_saved_says_so(folder: Path, uninterrupted: Path):
     changes = ["trainer.logger.log_dir=early", "trainer.callbacks.OwnPause.signal_at_epoch=1"]
-    said = ask("train", "tiny.yaml", "own_pause.py", *changes, folder=folder)
-    assert (said.code, said.out) == (130, "")
-    assert said.err.splitlines()[-1] == "jax-trainer: Interrupted. Nothing was saved."
+    result = run_command("train", "tiny.yaml", "own_pause.py", *changes, folder=folder)
+    assert (result.code, result.out) == (130, "")
+    assert result.err.splitlines()[-1] == "jax-trainer: Interrupted. Nothing was saved."
     [run] = (folder / "early").iterdir()
-    again = ask("resume", run, "own_pause.py", "trainer.callbacks.OwnPause.signal_at_epoch=0", "-q", folder=folder)
-    assert again == Said(0, "", "")
+    again = run_command(
+        "resume", run, "own_pause.py", "trainer.callbacks.OwnPause.signal_at_epoch=0", "-q", folder=folder
+    )
+    assert again == CommandResult(0, "", "")
     assert_same_bits(last_state(run)[0], last_state(uninterrupted)[0])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli_runs import ask, tiny_file
+from cli_runs import run_command, tiny_file
 
 TOOL = "trainer.logger.tool_config"
 BAD = {
@@ -38,44 +38,44 @@ def test_a_name_that_leads_elsewhere_is_refused(command: str, what: str, kind: s
     inside = tmp_path / "a" / "b"
     inside.mkdir(parents=True)
     tool = f"{{class_name: TensorboardToolLogger, {kind}: {BAD[what]}}}"
-    said = ask(command, tiny_file(inside), f"{TOOL}={tool}", folder=inside)
-    assert (said.code, said.out) == (2, "")
-    assert "Traceback" not in said.err and len(said.err) < 1000
-    assert said.err.startswith(f"jax-trainer: command line: {TOOL}") or "no YAML" in said.err
+    result = run_command(command, tiny_file(inside), f"{TOOL}={tool}", folder=inside)
+    assert (result.code, result.out) == (2, "")
+    assert "Traceback" not in result.err and len(result.err) < 1000
+    assert result.err.startswith(f"jax-trainer: command line: {TOOL}") or "Invalid YAML" in result.err
     assert [names(folder) for folder in (tmp_path, tmp_path / "a", inside)] == [["a"], ["b"], ["tiny.yaml"]]
 
 
 def test_a_version_is_one_folder(tmp_path: Path):
     tool = "{class_name: TensorboardToolLogger, version: a/b}"
-    said = ask("train", tiny_file(tmp_path), f"{TOOL}={tool}", folder=tmp_path)
-    assert said.code == 2 and "separator of paths" in said.err
+    result = run_command("train", tiny_file(tmp_path), f"{TOOL}={tool}", folder=tmp_path)
+    assert result.code == 2 and "path separator" in result.err
     assert names(tmp_path) == ["tiny.yaml"]
 
 
 @pytest.mark.parametrize("what", GOOD)
 def test_other_names_are_folders(what: str, tmp_path: Path):
     tool = f"{{class_name: TensorboardToolLogger, name: {GOOD[what]}/part, version: {GOOD[what]}}}"
-    said = ask("train", tiny_file(tmp_path), f"{TOOL}={tool}", *QUICK, folder=tmp_path)
-    assert (said.code, said.err) == (0, "")
+    result = run_command("train", tiny_file(tmp_path), f"{TOOL}={tool}", *QUICK, folder=tmp_path)
+    assert (result.code, result.err) == (0, "")
     assert (tmp_path / "runs" / GOOD[what] / "part" / GOOD[what] / "config.yaml").is_file()
     assert names(tmp_path) == ["runs", "tiny.yaml"]
 
 
 def test_without_a_name_a_run_is_called_after_its_model_and_the_time(tmp_path: Path):
     tool = "{class_name: TensorboardToolLogger, name: '', version: ''}"
-    said = ask("train", tiny_file(tmp_path), f"{TOOL}={tool}", *QUICK, folder=tmp_path)
-    assert said.code == 0
+    result = run_command("train", tiny_file(tmp_path), f"{TOOL}={tool}", *QUICK, folder=tmp_path)
+    assert result.code == 0
     [run] = (tmp_path / "runs" / "MLP").iterdir()
     assert run.name[:2] == "20" and (run / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize(("where", "told"), [('"a\\0b"', "NUL"), ("x" * 5000, "File name too long")])
+@pytest.mark.parametrize(("where", "expected"), [('"a\\0b"', "NUL"), ("x" * 5000, "File name too long")])
 @pytest.mark.parametrize("key", ["trainer.logger.log_dir", f"{TOOL}.save_dir"])
-def test_a_folder_for_runs_that_cannot_exist_is_refused(key: str, where: str, told: str, tmp_path: Path):
+def test_a_folder_for_runs_that_cannot_exist_is_refused(key: str, where: str, expected: str, tmp_path: Path):
     tool = f"{TOOL}={{class_name: TensorboardToolLogger}}"
-    said = ask("train", tiny_file(tmp_path), tool, f"{key}={where}", folder=tmp_path)
-    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert told in said.err and len(said.err) < 1000
+    result = run_command("train", tiny_file(tmp_path), tool, f"{key}={where}", folder=tmp_path)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert expected in result.err and len(result.err) < 1000
     assert names(tmp_path) == ["tiny.yaml"]
 
 
@@ -83,7 +83,7 @@ def test_the_folder_for_runs_is_the_users_choice(tmp_path: Path):
     inside = tmp_path / "a"
     inside.mkdir()
     where = "trainer.logger.log_dir=../all my runs 🙂"
-    said = ask("train", tiny_file(inside), where, *QUICK, folder=inside)
-    assert said.code == 0
+    result = run_command("train", tiny_file(inside), where, *QUICK, folder=inside)
+    assert result.code == 0
     [run] = (tmp_path / "all my runs 🙂").iterdir()
     assert (run / "config.yaml").is_file()

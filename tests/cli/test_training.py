@@ -1,4 +1,4 @@
-"""train and resume: beginning, going on, going back, and what is refused."""
+"""train and resume: starting, resuming, forking, and what is refused."""
 
 import errno
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import Said, ask, last_state, tiny_file
+from cli_runs import CommandResult, last_state, run_command, tiny_file
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.cli import commands
@@ -46,20 +46,20 @@ def assert_is_the_same_run(run: Path, whole: Path) -> None:
     assert numbers(run) == numbers(whole)
 
 
-def one_line(said: Said, code: int) -> str:
-    assert (said.code, said.out, said.err.count("\n")) == (code, "", 1), said.err
-    return said.err
+def one_line(result: CommandResult, code: int) -> str:
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1), result.err
+    return result.err
 
 
 # the same command again
 
 
-def test_the_same_command_goes_on_with_a_run_that_was_killed(trained: Path, tmp_path: Path):
+def test_the_same_command_resumes_a_run_that_was_killed(trained: Path, tmp_path: Path):
     run = cut_short(Path(shutil.copytree(trained, tmp_path / "runs" / "MLP" / trained.name)))
     before = place_on_disk(run)
-    said = ask("train", tiny_file(tmp_path), "resume=auto", "--json", folder=tmp_path)
-    assert (said.code, said.err, said.data["run"]) == (0, "", str(run))
-    assert place_on_disk(run) == before  # it did not begin again
+    result = run_command("train", tiny_file(tmp_path), "resume=auto", "--json", folder=tmp_path)
+    assert (result.code, result.err, result.data["run"]) == (0, "", str(run))
+    assert place_on_disk(run) == before  # it did not start again
     assert_is_the_same_run(run, trained)
 
 
@@ -67,82 +67,84 @@ def test_another_configuration_is_another_run(trained: Path, tmp_path: Path):
     run = Path(shutil.copytree(trained, tmp_path / "runs" / "MLP" / trained.name))
     before = contents(run)
     change = "trainer.fast_dev_run=1"
-    said = ask("train", tiny_file(tmp_path), change, "resume=auto", "--json", folder=tmp_path)
-    assert (said.code, said.data["run"]) == (0, str(max((tmp_path / "runs/MLP").iterdir())))
-    assert said.data["run"] != str(run) and contents(run) == before
+    result = run_command("train", tiny_file(tmp_path), change, "resume=auto", "--json", folder=tmp_path)
+    assert (result.code, result.data["run"]) == (0, str(max((tmp_path / "runs/MLP").iterdir())))
+    assert result.data["run"] != str(run) and contents(run) == before
 
 
 @pytest.mark.parametrize("which", ["", f"/checkpoints/{FIRST}"])
 def test_a_run_can_be_named(which: str, run: Path, trained: Path, tmp_path: Path):
-    said = ask("train", tiny_file(tmp_path), f"resume={cut_short(run)}{which}", "--json", folder=tmp_path)
-    assert (said.code, said.err, said.data["run"]) == (0, "", str(run))
+    result = run_command("train", tiny_file(tmp_path), f"resume={cut_short(run)}{which}", "--json", folder=tmp_path)
+    assert (result.code, result.err, result.data["run"]) == (0, "", str(run))
     assert_is_the_same_run(run, trained)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("word", ["", "yes", "true", "Auto", "tiny.yaml", "."])
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_what_else_is_said_about_resuming_is_told_with_what_is_possible(command: str, word: str, tmp_path: Path):
-    told = one_line(ask(command, tiny_file(tmp_path), f"resume={word}", folder=tmp_path), 2)
-    assert "`resume=auto`" in told and "`resume=never`" in told and f"found {word!r}" in told
+def test_another_value_of_resume_is_answered_with_the_possible_ones(command: str, word: str, tmp_path: Path):
+    expected = one_line(run_command(command, tiny_file(tmp_path), f"resume={word}", folder=tmp_path), 2)
+    assert "`resume=auto`" in expected and "`resume=never`" in expected and f"found {word!r}" in expected
 
 
 def test_of_two_words_the_last_one_counts_and_what_can_be_trained_can_be_checked(tmp_path: Path):
-    said = ask("check", tiny_file(tmp_path), "resume=nowhere", "resume=never", "--json", folder=tmp_path)
-    assert (said.code, said.data["steps"]) == (0, 8)
+    result = run_command("check", tiny_file(tmp_path), "resume=nowhere", "resume=never", "--json", folder=tmp_path)
+    assert (result.code, result.data["steps"]) == (0, 8)
 
 
 # going back, and forking
 
 
-def test_a_run_that_saved_nothing_begins_again(run: Path, trained: Path, tmp_path: Path):
+def test_a_run_that_saved_nothing_starts_again(run: Path, trained: Path, tmp_path: Path):
     shutil.rmtree(run / "checkpoints")
-    said = ask("resume", run, "--json", folder=tmp_path)
-    assert (said.code, said.data["run"], said.err.count("\n")) == (0, str(run), 1)
-    assert "begins again" in said.err
+    result = run_command("resume", run, "--json", folder=tmp_path)
+    assert (result.code, result.data["run"], result.err.count("\n")) == (0, str(run), 1)
+    assert "no checkpoint" in result.err
     assert_is_the_same_run(run, trained)
 
 
 def test_a_run_goes_back_to_an_earlier_step(run: Path, trained: Path, tmp_path: Path):
     first, last = place_on_disk(run), (run / "checkpoints" / LAST).stat().st_ino
-    said = ask("resume", run, "--which", "4", "--json", folder=tmp_path)
-    assert (said.code, said.err) == (0, "")
+    result = run_command("resume", run, "--which", "4", "--json", folder=tmp_path)
+    assert (result.code, result.err) == (0, "")
     assert place_on_disk(run) == first and (run / "checkpoints" / LAST).stat().st_ino != last
     assert (run / "config.yaml").read_text() == (trained / "config.yaml").read_text()  # `resume=auto` finds it by that
     assert_is_the_same_run(run, trained)
 
 
-def test_a_fork_goes_on_elsewhere_and_leaves_the_run_as_it_is(run: Path, trained: Path, tmp_path: Path):
+def test_a_fork_resumes_into_a_new_folder_and_leaves_the_run_unchanged(run: Path, trained: Path, tmp_path: Path):
     before = contents(run)
-    said = ask("resume", run / "checkpoints" / FIRST, "--fork", "--json", folder=tmp_path)
-    assert (said.code, said.err) == (0, "")
+    result = run_command("resume", run / "checkpoints" / FIRST, "--fork", "--json", folder=tmp_path)
+    assert (result.code, result.err) == (0, "")
     assert contents(run) == before
     [fork] = (tmp_path / "runs" / "MLP").iterdir()
-    assert said.data["run"] == str(fork) and [path.name for path in (fork / "checkpoints").iterdir()] == [LAST]
+    assert result.data["run"] == str(fork) and [path.name for path in (fork / "checkpoints").iterdir()] == [LAST]
     assert_same_bits(last_state(fork)[0], last_state(trained)[0])
 
 
-def test_the_best_can_be_gone_on_from(run: Path, tmp_path: Path):
-    kept = {one["step"]: one["kept_as"] for one in ask("ckpt", run, "--json", folder=tmp_path).data["checkpoints"]}
+def test_the_best_checkpoint_can_be_resumed(run: Path, tmp_path: Path):
+    kept = {
+        one["step"]: one["kept_as"] for one in run_command("ckpt", run, "--json", folder=tmp_path).data["checkpoints"]
+    }
     [best] = [step for step in kept if "best" in kept[step]]
-    said = ask("resume", run, "--which", "best", "--fork", "--quiet", folder=tmp_path)
+    result = run_command("resume", run, "--which", "best", "--fork", "--quiet", folder=tmp_path)
     [fork] = (tmp_path / "runs" / "MLP").iterdir()
     steps = [row["step"] for row in numbers(fork) if "val/acc" in row]
-    assert said == Said(0, "", "") and steps == [4, 8]
+    assert result == CommandResult(0, "", "") and steps == [4, 8]
     went_on = {path.name for path in (fork / "checkpoints").iterdir()}
     assert went_on == ({LAST} if best == 4 else set())
 
 
 def test_a_checkpoint_is_named_once(run: Path, tmp_path: Path):
     for command in ("test", "resume"):
-        said = ask(command, run / "checkpoints" / FIRST, "--which", "8", folder=tmp_path)
-        assert "is the checkpoint of step 4 already. Leave out `--which`" in one_line(said, 2)
+        result = run_command(command, run / "checkpoints" / FIRST, "--which", "8", folder=tmp_path)
+        assert "is already the checkpoint of step 4. Leave out `--which`" in one_line(result, 2)
 
 
 def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: Path, tmp_path: Path):
     for where in ([run, "--which", "7"], [run / "checkpoints" / "step_00000007"]):
-        told = one_line(ask("resume", *where, folder=tmp_path), 2)
-        assert f"{run} has no checkpoint of step 7. There are 4, 8." in told
+        expected = one_line(run_command("resume", *where, folder=tmp_path), 2)
+        assert f"{run} has no checkpoint of step 7. Saved steps: 4, 8." in expected
 
 
 # in use, and failing
@@ -156,34 +158,34 @@ def test_a_run_that_is_in_use_is_refused_before_data_is_loaded(
     arguments = [run] if command == "resume" else [tiny_file(tmp_path), f"resume={run}"]
     before = contents(run)
     with RunFolder(run).locked():
-        told = one_line(ask(command, *arguments, folder=tmp_path), 1)
-    assert str(run) in told and "in use" in told
+        expected = one_line(run_command(command, *arguments, folder=tmp_path), 1)
+    assert str(run) in expected and "in use" in expected
     assert {**contents(run), "run.lock": b""} == {**before, "run.lock": b""}
 
 
 @pytest.fixture
 def full_disk() -> Iterator[None]:
-    """The second checkpoint finds no room."""
+    """The second checkpoint does not fit on the disk."""
     arm("before_rename:enospc:2")
     yield
     arm(None)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_a_way_on(tmp_path: Path, full_disk: None):
-    said = ask("train", tiny_file(tmp_path), "--json", folder=tmp_path)
+def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_the_resume_command(tmp_path: Path, full_disk: None):
+    result = run_command("train", tiny_file(tmp_path), "--json", folder=tmp_path)
     [run] = (tmp_path / "runs" / "MLP").iterdir()
-    assert (said.code, said.data["status"], said.err.count("\n")) == (1, "failed", 1)
-    assert "step 8" in said.err and "bytes" in said.err and "Traceback" not in said.err
-    assert f"Go on from step 4 by `jax-trainer resume {run}`" in said.err
+    assert (result.code, result.data["status"], result.err.count("\n")) == (1, "failed", 1)
+    assert "step 8" in result.err and "bytes" in result.err and "Traceback" not in result.err
+    assert f"step 4 with `jax-trainer resume {run}`" in result.err
 
 
-def test_a_loss_that_is_not_finite_is_one_error_with_a_way_on_and_no_traceback(tmp_path: Path):
+def test_a_loss_that_is_not_finite_is_one_error_with_the_resume_command_and_no_traceback(tmp_path: Path):
     changes = ["optimizer.learning_rate=1e17", "trainer.callbacks.ModelCheckpoint.every_n_steps=1"]
-    said = ask("train", tiny_file(tmp_path), *changes, "--json", folder=tmp_path)
+    result = run_command("train", tiny_file(tmp_path), *changes, "--json", folder=tmp_path)
     [run] = (tmp_path / "runs" / "MLP").iterdir()
-    assert (said.code, said.data["status"], said.err.count("\n")) == (1, "failed", 1)
-    assert "Step 4: the norm of all parameters after it was nan" in said.err and "Traceback" not in said.err
-    assert f"step 3 by `jax-trainer resume {run}`" in said.err
+    assert (result.code, result.data["status"], result.err.count("\n")) == (1, "failed", 1)
+    assert "Step 4" in result.err and "Traceback" not in result.err
+    assert f"step 3 with `jax-trainer resume {run}`" in result.err
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
@@ -192,16 +194,16 @@ def test_a_disk_on_which_nothing_can_be_written_is_one_line(tmp_path: Path, monk
         raise OSError(code, os.strerror(code), str(self.path / name))
 
     monkeypatch.setattr(RunFolder, "write_text", full)
-    said = ask("train", tiny_file(tmp_path), "--quiet", folder=tmp_path)
-    assert (said.code, said.out) == (1, "") and "Traceback" not in said.err
-    [line] = said.err.splitlines()
+    result = run_command("train", tiny_file(tmp_path), "--quiet", folder=tmp_path)
+    assert (result.code, result.out) == (1, "") and "Traceback" not in result.err
+    [line] = result.err.splitlines()
     assert os.strerror(code) in line and "config.yaml" in line and "Nothing was saved" in line
 
 
 def test_the_screen_says_why_a_run_ended_and_from_where_it_is_resumed(tmp_path: Path):
     stopping = "trainer.callbacks.EarlyStopping={monitor: val/acc, stopping_threshold: 0.01}"
-    said = ask("train", tiny_file(tmp_path), stopping, folder=tmp_path)
-    assert said.code == 0 and "EarlyStopping after step 4: `val/acc` is " in said.err
+    result = run_command("train", tiny_file(tmp_path), stopping, folder=tmp_path)
+    assert result.code == 0 and "EarlyStopping after step 4: `val/acc` is " in result.err
     [run] = (tmp_path / "runs" / "MLP").iterdir()
-    said = ask("resume", run, "trainer.callbacks.EarlyStopping.stopping_threshold=null", folder=tmp_path)
-    assert said.code == 0 and "Resumed from step 4 (epoch 1)." in said.err
+    result = run_command("resume", run, "trainer.callbacks.EarlyStopping.stopping_threshold=null", folder=tmp_path)
+    assert result.code == 0 and "Resumed from step 4 (epoch 1)." in result.err

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import PATIENCE, PROGRAM, TINY, Said, ask, ask_process, process_environment, tiny_file
+from cli_runs import PATIENCE, PROGRAM, TINY, CommandResult, process_environment, run_command, run_process, tiny_file
 from own_parts import CALLBACK
 
-pytestmark = pytest.mark.slow  # it trains a study; the tests of the room `tuning` look at each part
+pytestmark = pytest.mark.slow  # it trains a study; tests/tuning tests each part
 
 SPACE = "optimizer.learning_rate.peak_value: {low: 1e-3, high: 1e-1, log: true}\n"
 RATE = "optimizer.learning_rate.peak_value"
@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(folder: Path) -> Said:
+def tuned(folder: Path) -> CommandResult:
     """A study of two trials, as a process that knows secrets."""
-    return ask_process("tune", *experiment(folder), *OPTIONS, folder=folder, DB_PASSWORD=f"{CANARY}-env")
+    return run_process("tune", *experiment(folder), *OPTIONS, folder=folder, DB_PASSWORD=f"{CANARY}-env")
 
 
-def test_a_study_is_shown_line_by_line_and_as_a_table(tuned: Said, folder: Path):
+def test_a_study_is_shown_line_by_line_and_as_a_table(tuned: CommandResult, folder: Path):
     assert tuned.code == 0, tuned.err
     first, *lines = tuned.err.splitlines()
     assert first == "Study tiny in sqlite:///file:study.db?uri=true&token=<hidden>: 0 of 2 trials."
@@ -50,16 +50,16 @@ def test_a_study_is_shown_line_by_line_and_as_a_table(tuned: Said, folder: Path)
     assert "\x1b" not in tuned.out + tuned.err
 
 
-def test_the_next_command_imports_what_this_one_has_imported(tuned: Said, folder: Path):
+def test_the_next_command_imports_what_this_one_has_imported(tuned: CommandResult, folder: Path):
     (folder / "tune_hint_parts.py").write_text("")
-    said = ask("tune", *experiment(folder), "tune_hint_parts.py", *OPTIONS, folder=folder)
-    assert "best.yaml --import tune_hint_parts.py`" in said.out.splitlines()[-1]
+    result = run_command("tune", *experiment(folder), "tune_hint_parts.py", *OPTIONS, folder=folder)
+    assert "best.yaml --import tune_hint_parts.py`" in result.out.splitlines()[-1]
 
 
-def test_the_same_command_adds_only_what_is_missing_and_prints_one_object(tuned: Said, folder: Path):
-    said = ask("tune", *experiment(folder), *OPTIONS, "--json", folder=folder)
-    assert (said.code, said.err) == (0, "")
-    data = said.data
+def test_the_same_command_adds_only_what_is_missing_and_prints_one_object(tuned: CommandResult, folder: Path):
+    result = run_command("tune", *experiment(folder), *OPTIONS, "--json", folder=folder)
+    assert (result.code, result.err) == (0, "")
+    data = result.data
     assert data["status"] == "completed" and data["study"] == "tiny" and data["monitor"] == "val/acc"
     assert data["counts"] == {"complete": 2, "pruned": 0, "failed": 0, "interrupted": 0, "running": 0}
     assert [set(trial) for trial in data["trials"]] == [
@@ -70,7 +70,7 @@ def test_the_same_command_adds_only_what_is_missing_and_prints_one_object(tuned:
     assert data["storage"] == "sqlite:///file:study.db?uri=true&token=<hidden>"
 
 
-def test_no_secret_is_left_anywhere(tuned: Said, folder: Path):
+def test_no_secret_is_left_anywhere(tuned: CommandResult, folder: Path):
     files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
     assert len(files) > 5
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
@@ -79,11 +79,11 @@ def test_no_secret_is_left_anywhere(tuned: Said, folder: Path):
     assert "token: <hidden>" in (folder / "runs" / "tune" / "tiny" / "best.yaml").read_text()
 
 
-def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: Said, folder: Path):
+def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: CommandResult, folder: Path):
     best = folder / "runs" / "tune" / "tiny" / "best.yaml"
-    said = ask("train", best, "dataset.aux.token=again", "--json", folder=folder)
-    assert said.code == 0, said.err
-    values = [metrics["val/acc"] for place, metrics in said.data["metrics"].items() if place != "test"]
+    result = run_command("train", best, "dataset.aux.token=again", "--json", folder=folder)
+    assert result.code == 0, result.err
+    values = [metrics["val/acc"] for place, metrics in result.data["metrics"].items() if place != "test"]
     shown = float(best.read_text().splitlines()[0].rpartition(" ")[2].rstrip("."))
     assert f"{max(values):.6g}" == f"{shown:.6g}"
 
@@ -91,13 +91,16 @@ def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: Said, fol
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--space", "spac.yaml"], "There is no file spac.yaml. Did you mean `space.yaml`?"),
-        (["--space", "space.yaml", "--trials", "0"], "expected a whole number of at least 1, found 0."),
-        (["--space", "space.yaml", "--trials", "x"], "expected a whole number, found 'x'."),
+        (["--space", "spac.yaml"], "not found: spac.yaml. Did you mean `space.yaml`?"),
+        (["--space", "space.yaml", "--trials", "0"], "expected an integer of at least 1, found 0."),
+        (["--space", "space.yaml", "--trials", "x"], "expected an integer, found 'x'."),
         (["--space", "space.yaml", "--timeout", "-1"], "--timeout"),
         (["--space", "space.yaml", "--sampler", "grid"], f"`{RATE}` has no end of values"),
         (["--space", "space.yaml", "--sampler", "magic"], "invalid choice: 'magic'"),
-        (["--space", "space.yaml", "--monitor", "val/nope"], "No metric 'val/nope' to monitor. There are val/acc"),
+        (
+            ["--space", "space.yaml", "--monitor", "val/nope"],
+            "No metric 'val/nope' to monitor. Logged metrics: val/acc",
+        ),
         (["--space", "space.yaml", "--name", "../x"], "A study cannot be called that."),
         (["--space", "space.yaml", "--pruner", "none", "trainer.train_epochs=0"], "command line: trainer.train_epochs"),
         (["--space", "space.yaml", "optimizer.learning_rate=0.1"], f"space.yaml:1: {RATE}: "),
@@ -106,34 +109,36 @@ def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: Said, fol
 )
 def test_what_is_wrong_ends_with_2_before_the_first_trial(arguments: list[str], text: str, tmp_path: Path):
     experiment(tmp_path)
-    said = ask("tune", "tiny.yaml", *arguments, "--json", folder=tmp_path)
-    assert said.code == 2
-    assert text in said.err and "Traceback" not in said.err
-    assert said.data["status"] == "failed"
+    result = run_command("tune", "tiny.yaml", *arguments, "--json", folder=tmp_path)
+    assert result.code == 2
+    assert text in result.err and "Traceback" not in result.err
+    assert result.data["status"] == "failed"
     assert not list(tmp_path.glob("runs/tune/*/trials"))
 
 
-def test_a_mistake_in_the_space_is_told_with_its_line_for_scripts(tmp_path: Path):
+def test_a_mistake_in_the_space_is_reported_with_its_line_as_json(tmp_path: Path):
     experiment(tmp_path)
     (tmp_path / "space.yaml").write_text("\nmodel.drpout: {low: 0.0, high: 0.5}\n")
     began = time.perf_counter()
-    said = ask("tune", "tiny.yaml", "--space", "space.yaml", "--json", folder=tmp_path)
+    result = run_command("tune", "tiny.yaml", "--space", "space.yaml", "--json", folder=tmp_path)
     assert time.perf_counter() - began < 5  # measured: 0.1
-    assert said.code == 2
+    assert result.code == 2
     text = "MLP has no key `drpout`. Did you mean `dropout`?"
-    assert said.data["problems"] == [{"file": "space.yaml", "line": 2, "key": "model.drpout", "problem": text}]
+    assert result.data["problems"] == [{"file": "space.yaml", "line": 2, "key": "model.drpout", "problem": text}]
 
 
 def test_a_storage_that_is_not_there_ends_with_1(tmp_path: Path):
     url = f"postgresql+nodriver://me:{CANARY}@localhost/db"
-    said = ask("tune", *experiment(tmp_path), "--storage", url, folder=tmp_path)
-    assert said.code == 1
-    assert said.err.startswith("jax-trainer: The storage postgresql+nodriver://<hidden>@localhost/db cannot be opened.")
-    assert CANARY not in said.err and "Traceback" not in said.err
+    result = run_command("tune", *experiment(tmp_path), "--storage", url, folder=tmp_path)
+    assert result.code == 1
+    assert result.err.startswith(
+        "jax-trainer: The storage postgresql+nodriver://<hidden>@localhost/db cannot be opened."
+    )
+    assert CANARY not in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(tmp_path: Path):
+def test_ctrl_c_ends_with_130_and_the_same_command_resumes(tmp_path: Path):
     text = TINY.replace("callbacks:", "callbacks:\n    OwnPause:").replace("train_epochs: 2", "train_epochs: 3")
     arguments = ["tune", *experiment(tmp_path, text), "--trials", "2", "--seed", "0", "--pruner", "none"]
     (tmp_path / "own_pause.py").write_text(CALLBACK)
@@ -158,12 +163,12 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(tmp_path: Path):
     assert "Traceback" not in err
 
     without = "trainer.callbacks={ModelCheckpoint: {monitor: val/acc, mode: max}}"
-    said = ask(*arguments, without, "--json", folder=tmp_path)
-    assert said.code == 0
-    assert said.err.startswith(
-        "jax-trainer: The study 'tiny' was begun with another experiment: `trainer.callbacks.OwnP"
+    result = run_command(*arguments, without, "--json", folder=tmp_path)
+    assert result.code == 0
+    assert result.err.startswith(
+        "jax-trainer: The study 'tiny' was started with another experiment: `trainer.callbacks.OwnP"
     )
-    trials = sorted(said.data["trials"], key=lambda trial: trial["trial"])
+    trials = sorted(result.data["trials"], key=lambda trial: trial["trial"])
     assert [trial["state"] for trial in trials] == ["interrupted", "complete", "complete"]
     assert trials[0]["params"] == trials[1]["params"] != trials[2]["params"]
 

@@ -1,4 +1,4 @@
-"""Runs commands under an audit hook and says what they did: `python watched.py jobs.json report.json`.
+"""Runs commands under an audit hook and reports what they did: `python watched.py jobs.json report.json`.
 
 The file has "first" (commands that may do anything, so that what is imported late is there), "watched" (commands that
 may not), "forbidden" (events besides those that always are) and "writable" (a folder, or nothing). The report has for
@@ -65,7 +65,7 @@ def _report(jobs: dict[str, Any]) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watched = [_ran(command, watch=True) for command in jobs["watched"]]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    devices = len(jax._src.xla_bridge._backends)  # type: ignore[attr-defined]  # asking in public would begin to use them
+    devices = len(jax._src.xla_bridge._backends)  # type: ignore[attr-defined]  # the public function would initialize them
     return {"first": first, "watched": watched, "grown_kb": grown, "devices": devices}
 
 

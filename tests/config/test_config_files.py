@@ -49,20 +49,20 @@ def test_included_files_are_found_beside_the_file_that_includes_them(tmp_path: P
 
 def test_a_problem_in_an_included_file_is_placed_there(tmp_path: Path):
     written(tmp_path, "title: x\npages: 0\n", "base.yaml")
-    assert complaint(tmp_path, "include: base.yaml\n").startswith("base.yaml:2: pages: expected a whole number")
+    assert complaint(tmp_path, "include: base.yaml\n").startswith("base.yaml:2: pages: expected an integer")
 
 
 def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_path: Path):
     written(tmp_path, "title: x\ninclude: [sketch.yaml]\n", "base.yaml")
-    said = complaint(tmp_path, "include: base.yaml\n")
+    message = complaint(tmp_path, "include: base.yaml\n")
     circle = "sketch.yaml includes base.yaml includes sketch.yaml"
-    assert said == f"base.yaml:2: include: Files include each other in a circle: {circle}."
+    assert message == f"base.yaml:2: include: Circular include: {circle}."
 
 
 @pytest.mark.parametrize(
-    ("include", "said"),
+    ("include", "message"),
     [
-        ("bose.yaml", "There is no file bose.yaml. Did you mean `base.yaml`?"),
+        ("bose.yaml", "File not found: bose.yaml. Did you mean `base.yaml`?"),
         ("folder.yaml", "folder.yaml cannot be read: Is a directory."),
         ("loop.yaml", "loop.yaml cannot be read: Too many levels of symbolic links."),
         ("/etc/passwd", "expected the name of a .yaml file, or a list of them, found '/etc/passwd'."),
@@ -73,13 +73,13 @@ def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_pa
         (f"{'x' * 300}.yaml", "cannot be read: File name too long."),
     ],
 )
-def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, include: str, said: str):
+def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, include: str, message: str):
     written(tmp_path, "title: x\n", "base.yaml")
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     (problem,) = complaints(tmp_path, f"title: x\ninclude: {include}\n")
     assert problem.location.line == 2
-    assert said in problem.text.replace(f"{tmp_path}/", "") or said[-20:] in problem.text
+    assert message in problem.text.replace(f"{tmp_path}/", "") or message[-20:] in problem.text
 
 
 def test_a_pipe_that_is_included_is_refused_at_once(tmp_path: Path):
@@ -118,21 +118,19 @@ def test_few_files_that_include_each_other_often_are_refused_at_once(tmp_path: P
     for level in range(4):
         written(tmp_path, f"include: [{', '.join([f'f{level + 1}.yaml'] * 5)}]\n", f"f{level}.yaml")
     written(tmp_path, "title: x\n", "f4.yaml")
-    said = complaint(tmp_path, "include: f0.yaml\n")
-    assert said.endswith("More than 20 files are included.")
+    message = complaint(tmp_path, "include: f0.yaml\n")
+    assert message.endswith("More than 20 files are included.")
 
 
 def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
     for name in ("a", "b", "c"):
         written(tmp_path, f"title: x\n#{'x' * 40_000}\n", f"{name}.yaml")
-    said = complaint(tmp_path, "include: [a.yaml, b.yaml, c.yaml]\n")
-    assert said == "sketch.yaml:1: c.yaml, with what it includes, is larger than 100,000 bytes. " + (
-        "A configuration is a few pages at most."
-    )
+    message = complaint(tmp_path, "include: [a.yaml, b.yaml, c.yaml]\n")
+    assert message.startswith("sketch.yaml:1: c.yaml, with its includes, is larger than 100,000 bytes.")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "sketch.yaml:1: expected keys and values, found nothing."),
         ("# nothing\n", "expected keys and values, found nothing."),
@@ -143,15 +141,15 @@ def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
         ("title: x\n".encode("utf-16"), "sketch.yaml:1: This is not UTF-8 text"),
     ],
 )
-def test_what_is_no_file_of_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, said: str):
-    assert said in complaint(tmp_path, text)
+def test_what_is_no_file_of_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, message: str):
+    assert message in complaint(tmp_path, text)
 
 
 def test_a_file_that_is_not_there_is_named_with_one_that_is(tmp_path: Path):
     written(tmp_path, "title: x\n")
-    with pytest.raises(ConfigError, match=r"There is no file .*skech.yaml. Did you mean `sketch.yaml`\?"):
+    with pytest.raises(ConfigError, match=r"not found: .*skech.yaml. Did you mean `sketch.yaml`\?"):
         load_config(tmp_path / "skech.yaml", Sketch)
-    with pytest.raises(ConfigError, match="There is no file"):
+    with pytest.raises(ConfigError, match="not found: .*folder.yaml"):
         load_config(tmp_path / "no" / "folder.yaml", Sketch)
     with pytest.raises(ConfigError, match="cannot be read: embedded null byte"):
         load_config(f"{tmp_path}/a\0.yaml", Sketch)
@@ -193,9 +191,9 @@ def test_later_overrides_count_and_may_build_on_earlier_ones(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
-        ("pages=1.5", "pages: expected a whole number of at least 1, found 1.5."),
+        ("pages=1.5", "pages: expected an integer of at least 1, found 1.5."),
         ("page=1", "page: Sketch has no key `page`. Did you mean `pages`?"),
         ("--pages=1", "--pages: Sketch has no key `--pages`. Did you mean `pages`?"),
         ("papr.width=1", "papr: Sketch has no key `papr`. Did you mean `paper`?"),
@@ -206,22 +204,22 @@ def test_later_overrides_count_and_may_build_on_earlier_ones(tmp_path: Path):
         (".pages=5", ".pages: the path has an empty part."),
         (
             "title.x=5",
-            "title.x: `x` cannot be set inside of a single value (sketch.yaml:1). Override the value as a whole.",
+            "title.x: `x` cannot be set inside a scalar (sketch.yaml:1).",
         ),
-        ("margins.2=5", "margins.2: there is no item '2' in a list of 2 at sketch.yaml:2."),
-        ("margins.01=5", "margins.01: there is no item '01' in a list of 2 at sketch.yaml:2."),
-        ("title=[1", "title: This is no YAML: while parsing a flow sequence"),
+        ("margins.2=5", "margins.2: item '2' is out of range"),
+        ("margins.01=5", "margins.01: item '01' is out of range"),
+        ("title=[1", "title: Invalid YAML: while parsing a flow sequence"),
         ("title=!!str x", "title: Tags"),
-        ("extra={a: {b: 1, b: 2}}", "extra.a.b: The key `b` stands here for the second time"),
+        ("extra={a: {b: 1, b: 2}}", "extra.a.b: Duplicate key `b`"),
         (f"title={'x' * 100_001}", "title: The text is larger than 100,000 bytes."),
-        ("title=\ud800", "title: This is no YAML: the character 0xd800"),
-        ("x" * 300 + "=5", "A key has at most 200 characters."),
+        ("title=\ud800", "title: Invalid YAML: write the character 0xd800"),
+        ("x" * 300 + "=5", "at most 200 characters."),
     ],
 )
-def test_an_override_is_checked_like_the_file(tmp_path: Path, override: str, said: str):
+def test_an_override_is_checked_like_the_file(tmp_path: Path, override: str, message: str):
     problem = complaint(tmp_path, "title: x\nmargins: [1, 2]\n", override)
     assert problem.startswith("command line: ")
-    assert said in problem
+    assert message in problem
 
 
 def test_an_override_of_any_depth_is_answered(tmp_path: Path):

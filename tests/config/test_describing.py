@@ -78,7 +78,7 @@ class Derived(Base):
     """The second.
 
     Args:
-        one: said anew.
+        one: message anew.
         six: its own.
     """
 
@@ -87,7 +87,7 @@ class Derived(Base):
 
 def test_help_is_found_in_the_docstrings_of_a_class_and_its_bases():
     assert help_of(Derived) == {
-        "one": "said anew.",
+        "one": "message anew.",
         "two": "two keys on two lines or three.",
         "three": "two keys on two lines or three.",
         "four": "with a type.",

@@ -153,7 +153,7 @@ def test_the_same_value_in_two_places_is_written_twice():
 
 
 def test_a_key_that_no_file_may_have_is_refused_when_it_is_written():
-    with pytest.raises(ValueError, match="cannot be written to a file. A key is a name without dots, got 'a.b'"):
+    with pytest.raises(ValueError, match="cannot be written.*'a.b'"):
         dump_config(Sketch(notes={"a.b": "c"}))
 
 
@@ -165,7 +165,7 @@ def test_a_whole_number_for_a_key_of_floats_is_written_as_it_will_be_read():
         Args:
             rate: takes floats.
             bounded: takes floats.
-            count: takes whole numbers.
+            count: takes integers.
             either: takes both.
         """
 

@@ -112,7 +112,7 @@ TAGS = [
 def test_a_tag_builds_no_object(tmp_path: Path, tag: str):
     canary = tmp_path / "canary"
     file = written(tmp_path, f"extra: {tag.format(canary=canary)}\n")
-    with nothing_happens(), pytest.raises(ConfigError, match=r"sketch.yaml:1: extra: Tags \(`!`\) are not read here"):
+    with nothing_happens(), pytest.raises(ConfigError, match=r"sketch.yaml:1: extra: Tags \(`!`\) are not supported"):
         load_config(file, Sketch)
     assert not canary.exists()
 

@@ -62,20 +62,20 @@ def test_python_data_is_checked_like_a_file():
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ([1, 2], r"configuration: expected a section of Sketch, found \[1, 2\]"),
-        ({"notes": {"a.b": "c"}}, "configuration: notes: A key is a name without dots, got 'a.b'"),
+        ({"notes": {"a.b": "c"}}, "configuration: notes: A key must be a name without dots, got 'a.b'"),
         ({"include": "x.yaml"}, "configuration: include: Sketch has no key `include`"),
         ({"extra": object}, None),
         ({"title": object()}, "configuration: title: expected text, found <object object"),
     ],
 )
-def test_python_data_that_no_file_could_hold_is_refused(data: Any, said: str | None):
-    if said is None:
+def test_python_data_that_no_file_could_hold_is_refused(data: Any, message: str | None):
+    if message is None:
         assert config_from(data, Sketch).extra is object
     else:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             config_from(data, Sketch)
 
 

@@ -52,39 +52,42 @@ def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("limit: ${pagse}\n", "limit: `${pagse}` stands for nothing. Did you mean `pages`?"),
-        ("limit: ${paper.widht}\n", "limit: `${paper.widht}` stands for nothing. Did you mean `paper.width`?"),
-        ("limit: ${}\n", "limit: `${}` stands for nothing."),
-        ("limit: ${extra.2}\n", "limit: `${extra.2}` stands for nothing. Did you mean `extra.0`?"),
-        ("title: a ${paper} b\n", "title: `${paper}` is a section or list; a reference is to one value."),
-        ("limit: ${extra}\n", "limit: `${extra}` is a section or list; a reference is to one value."),
-        ("limit: ${limit}\n", "limit: `${limit}` refers to itself in a circle."),
-        ("title: ${title}x\n", "title: `${title}` refers to itself in a circle."),
-        ("title: ${pages\n", "title: `${` begins a reference that `}` does not end. A plain `${` is `$${`."),
-        ("title: '${${pages}}'\n", "title: `${` begins a reference that `}` does not end. A plain `${` is `$${`."),
+        ("limit: ${pagse}\n", "limit: `${pagse}` refers to a key that does not exist. Did you mean `pages`?"),
+        (
+            "limit: ${paper.widht}\n",
+            "limit: `${paper.widht}` refers to a key that does not exist. Did you mean `paper.width`?",
+        ),
+        ("limit: ${}\n", "limit: `${}` refers to a key that does not exist."),
+        ("limit: ${extra.2}\n", "limit: `${extra.2}` refers to a key that does not exist. Did you mean `extra.0`?"),
+        ("title: a ${paper} b\n", "title: `${paper}` is a section or list. Refer to a scalar."),
+        ("limit: ${extra}\n", "limit: `${extra}` is a section or list. Refer to a scalar."),
+        ("limit: ${limit}\n", "limit: `${limit}` is a circular reference."),
+        ("title: ${title}x\n", "title: `${title}` is a circular reference."),
+        ("title: ${pages\n", "title: `${` has no closing `}`. For a literal `${`, write `$${`."),
+        ("title: '${${pages}}'\n", "title: `${` has no closing `}`. For a literal `${`, write `$${`."),
     ],
 )
-def test_a_reference_that_stands_for_nothing_is_an_error_at_its_line(tmp_path: Path, text: str, said: str):
+def test_a_reference_that_stands_for_nothing_is_an_error_at_its_line(tmp_path: Path, text: str, message: str):
     base = "pages: 1\npaper: {width: 1}\nextra: [1, 2]\n"
-    assert complaint(tmp_path, base + text) == f"sketch.yaml:4: {said}"
+    assert complaint(tmp_path, base + text) == f"sketch.yaml:4: {message}"
 
 
-def test_a_reference_that_yaml_takes_for_a_section_is_told_to_be_quoted(tmp_path: Path):
-    said = complaint(tmp_path, "pages: 1\nmargins: [${pages}, 1]\n")
-    assert said.endswith("A reference inside of [] or {} must stand in quotes.")
+def test_a_reference_that_yaml_takes_for_a_section_must_be_quoted(tmp_path: Path):
+    message = complaint(tmp_path, "pages: 1\nmargins: [${pages}, 1]\n")
+    assert message.endswith("Quote a reference inside [] or {}.")
     assert sketch(tmp_path, "pages: 1\nmargins: ['${pages}', 1]\n").margins == (1, 1)
 
 
 def test_a_reference_of_the_wrong_type_is_an_error_at_the_reference(tmp_path: Path):
-    said = complaint(tmp_path, "title: ten\npages: ${title}\n")
-    assert said == "sketch.yaml:2: pages: expected a whole number of at least 1, found 'ten'."
+    message = complaint(tmp_path, "title: ten\npages: ${title}\n")
+    assert message == "sketch.yaml:2: pages: expected an integer of at least 1, found 'ten'."
 
 
-def test_a_circle_of_several_is_told_once(tmp_path: Path):
-    said = complaint(tmp_path, "extra: {a: '${extra.b}', b: 'x${extra.c}', c: '${extra.a}'}\n")
-    assert said == "sketch.yaml:1: extra.c: `${extra.a}` refers to itself in a circle."
+def test_a_circular_reference_is_reported_once(tmp_path: Path):
+    message = complaint(tmp_path, "extra: {a: '${extra.b}', b: 'x${extra.c}', c: '${extra.a}'}\n")
+    assert message == "sketch.yaml:1: extra.c: `${extra.a}` is a circular reference."
 
 
 def test_a_broken_reference_hides_nothing_else(tmp_path: Path):
@@ -100,16 +103,16 @@ def test_a_broken_reference_hides_nothing_else(tmp_path: Path):
 def test_a_long_chain_of_references_is_refused_and_not_followed(tmp_path: Path):
     links = "".join(f"  k{i}: ${{extra.k{i + 1}}}\n" for i in range(2000))
     problems = complaints(tmp_path, f"extra:\n{links}  k2000: 1\n")
-    assert problems[0].text == "more than 40 references lead to each other."
+    assert "longer than 40" in problems[0].text
 
 
 def test_texts_that_grow_by_references_are_bounded(tmp_path: Path):
     doubling = "".join(f"  k{i}: ${{extra.k{i + 1}}}${{extra.k{i + 1}}}\n" for i in range(35))
     problems = complaints(tmp_path, f"extra:\n{doubling}  k35: xxxxxxxxxx\n")
-    assert problems[0].text == "references make texts of more than 100,000 characters."
+    assert "100,000 characters" in problems[0].text
     many = "${extra.long}" * 5000
-    said = complaint(tmp_path, f"extra:\n  long: {'y' * 9000}\n  all: {many}\n")
-    assert said.endswith("references make texts of more than 100,000 characters.")
+    message = complaint(tmp_path, f"extra:\n  long: {'y' * 9000}\n  all: {many}\n")
+    assert message.endswith("more than 100,000 characters.")
 
 
 def test_references_work_in_python_data():

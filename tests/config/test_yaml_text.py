@@ -105,19 +105,17 @@ def test_a_value_remembers_the_line_of_its_key_and_an_item_its_own():
 
 
 def test_a_key_that_stands_twice_is_an_error_with_both_lines(tmp_path: Path):
-    said = complaint(tmp_path, "pages: 1\ntitle: x\npages: 2\n")
-    assert (
-        said == "sketch.yaml:3: pages: The key `pages` stands here for the second time; the first is at sketch.yaml:1."
-    )
+    message = complaint(tmp_path, "pages: 1\ntitle: x\npages: 2\n")
+    assert message == "sketch.yaml:3: pages: Duplicate key `pages`; the first is at sketch.yaml:1."
 
 
 def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Path):
-    said = complaint(tmp_path, "extra:\n  - {}\n  - a: 1\n    a: 1\n")
-    assert said.startswith("sketch.yaml:4: extra.1.a: The key `a` stands here for the second time")
+    message = complaint(tmp_path, "extra:\n  - {}\n  - a: 1\n    a: 1\n")
+    assert message.startswith("sketch.yaml:4: extra.1.a: Duplicate key `a`")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("extra: !!python/object/apply:os.system [echo]\n", "sketch.yaml:1: extra: Tags"),
         ("extra: !!python/name:os.system\n", "sketch.yaml:1: extra: Tags"),
@@ -129,17 +127,17 @@ def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Pat
         ("extra: *anchor\n", "sketch.yaml:1: extra: Aliases"),
         ("*anchor : 5\n", "sketch.yaml:1: Aliases"),
         ("paper:\n  <<: {width: 1}\n", "sketch.yaml:2: paper.<<: Merge keys"),
-        ("paper.width: 5\n", "sketch.yaml:1: paper.width: A key is a name without dots, got 'paper.width'"),
-        ("'': 5\n", "sketch.yaml:1: A key is a name"),
-        ("a=b: 5\n", "sketch.yaml:1: a=b: A key is a name"),
-        (f"{'k' * 201}: 5\n", f"sketch.yaml:1: {'k' * 200}: A key has at most 200 characters."),
-        ("title: a\n---\ntitle: b\n", "sketch.yaml:2: A second document begins here"),
-        ("? [a, b]\n: 5\n", "sketch.yaml:1: A key must be text"),
-        ("? {a: b}\n: 5\n", "sketch.yaml:1: A key must be text"),
+        ("paper.width: 5\n", "sketch.yaml:1: paper.width: A key must be a name without dots, got 'paper.width'"),
+        ("'': 5\n", "sketch.yaml:1: A key must be a name"),
+        ("a=b: 5\n", "sketch.yaml:1: a=b: A key must be a name"),
+        (f"{'k' * 201}: 5\n", f"sketch.yaml:1: {'k' * 200}: A key may have at most 200 characters."),
+        ("title: a\n---\ntitle: b\n", "sketch.yaml:2: A second document starts here"),
+        ("? [a, b]\n: 5\n", "sketch.yaml:1: A key must be a string"),
+        ("? {a: b}\n: 5\n", "sketch.yaml:1: A key must be a string"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, said: str):
-    assert complaint(tmp_path, text).startswith(said)
+def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, message: str):
+    assert complaint(tmp_path, text).startswith(message)
 
 
 def test_everything_that_is_not_plain_data_is_found_at_once_with_what_else_is_wrong(tmp_path: Path):
@@ -159,28 +157,28 @@ def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("title: x\n\tpages: 2\n", "sketch.yaml:2: A tab cannot indent or separate in YAML. Use spaces."),
-        ("paper:\n\twidth: 2\n", "sketch.yaml:2: A tab cannot indent or separate in YAML. Use spaces."),
-        ("title: [1, 2\npages: 3\n", "sketch.yaml:2: This is no YAML: while parsing a flow sequence"),
-        ("# a\ttab\ntitle: 'x\n", "sketch.yaml:3: This is no YAML: while scanning a quoted scalar"),
-        ("title: x: y\n", "sketch.yaml:1: This is no YAML: mapping values are not allowed here"),
-        ("title: @x\n", "sketch.yaml:1: This is no YAML: while scanning for the next token found character '@'"),
-        ("title: !a!b x\n", "sketch.yaml:1: A text that begins with `!` must stand in quotes."),
+        ("title: x\n\tpages: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
+        ("paper:\n\twidth: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
+        ("title: [1, 2\npages: 3\n", "sketch.yaml:2: Invalid YAML: while parsing a flow sequence"),
+        ("# a\ttab\ntitle: 'x\n", "sketch.yaml:3: Invalid YAML: while scanning a quoted scalar"),
+        ("title: x: y\n", "sketch.yaml:1: Invalid YAML: mapping values are not allowed here"),
+        ("title: @x\n", "sketch.yaml:1: Invalid YAML: while scanning for the next token found character '@'"),
+        ("title: !a!b x\n", "sketch.yaml:1: Quote a string that starts with `!`."),
         (
             "title: x\npages: \x01\n",
-            "sketch.yaml:2: This is no YAML: the character 0x1 may only stand in double quotes",
+            "sketch.yaml:2: Invalid YAML: write the character 0x1 as an escape",
         ),
-        ("title: x\npages: \x00\n", "sketch.yaml:2: This is no YAML: the character 0x0"),
-        ('pages: 1\ntitle: "\\UFFFFFFFF"\n', "sketch.yaml:2: This is no YAML: an escape or a version has too large a"),
-        (f"%YAML 1.{'1' * 5000}\n---\ntitle: x\n", "sketch.yaml:1: This is no YAML: an escape or a version has too"),
-        ('pages: 1\ntitle: "\\uD800"\n', "sketch.yaml:2: title: This text has an escape for half a character."),
-        ('"\\uD800": 1\n', "sketch.yaml:1: This text has an escape for half a character."),
+        ("title: x\npages: \x00\n", "sketch.yaml:2: Invalid YAML: write the character 0x0"),
+        ('pages: 1\ntitle: "\\UFFFFFFFF"\n', "sketch.yaml:2: Invalid YAML: the number of an escape or of the version"),
+        (f"%YAML 1.{'1' * 5000}\n---\ntitle: x\n", "sketch.yaml:1: Invalid YAML: the number of an escape"),
+        ('pages: 1\ntitle: "\\uD800"\n', "sketch.yaml:2: title: This string contains an unpaired surrogate escape."),
+        ('"\\uD800": 1\n', "sketch.yaml:1: This string contains an unpaired surrogate escape."),
     ],
 )
-def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, said: str):
-    assert complaint(tmp_path, text).startswith(said)
+def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, message: str):
+    assert complaint(tmp_path, text).startswith(message)
 
 
 @pytest.mark.parametrize(("start", "end"), [("[", "]"), ("{a: ", "}"), ("- ", "")])
@@ -192,7 +190,7 @@ def test_depth_has_a_bound_that_is_far_away(start: str, end: str):
 
 def test_the_number_of_values_has_a_bound():
     assert len(data_of(f"[{'1,' * (MAX_VALUES - 1)}]")) == MAX_VALUES - 1
-    with pytest.raises(ConfigError, match="more than 5,000 values"):
+    with pytest.raises(ConfigError, match="5,000 values"):
         data_of(f"[{'1,' * MAX_VALUES}]")
 
 

@@ -61,7 +61,7 @@ def values(report: StepReport) -> dict[str, jax.Array]:
 
 
 @cache
-def in_one_go(length: int) -> tuple[TrainState, StepReport]:
+def at_once(length: int) -> tuple[TrainState, StepReport]:
     return one_step(loss, batch_of(length), 1)
 
 
@@ -69,7 +69,7 @@ def in_one_go(length: int) -> tuple[TrainState, StepReport]:
 @pytest.mark.parametrize("micro_batches", MICRO)
 def test_micro_batches_give_what_the_big_batch_gives(length, micro_batches):
     batch = batch_of(length)
-    big, big_report = in_one_go(length)
+    big, big_report = at_once(length)
     small, small_report = one_step(loss, batch, micro_batches)
     assert_close(small_report.grads, big_report.grads)
     assert_close(small.params, big.params)
@@ -111,11 +111,11 @@ def test_a_static_size_is_that_of_the_micro_batch(length, micro_sizes):
     assert_close(small.params, one_step(loss, batch, 1)[0].params)
 
 
-def test_more_micro_batches_than_examples_is_one_by_one():
-    assert_close(one_step(loss, batch_of(11), 50)[0].params, in_one_go(11)[0].params)
+def test_more_micro_batches_than_examples_use_one_example_each():
+    assert_close(one_step(loss, batch_of(11), 50)[0].params, at_once(11)[0].params)
 
 
-def test_the_model_state_goes_from_micro_batch_to_micro_batch():
+def test_the_model_state_is_carried_from_micro_batch_to_micro_batch():
     def start(key, batch):
         return init(key, batch), {"last": jnp.zeros(()), "seen": jnp.zeros((), jnp.int32)}
 
@@ -147,7 +147,7 @@ def test_batch_norm_sees_the_micro_batches_one_after_the_other(flavour):
     assert_close(found.model_state, expected.model_state)
 
 
-def test_every_micro_batch_draws_for_itself():
+def test_every_micro_batch_has_its_own_key():
     def loss(params, batch, *, rng, train):
         draw = jax.random.normal(rng)
         return params["b"].sum() * draw, {"draw": {"value": draw, "mode": "concat"}}
@@ -175,7 +175,7 @@ def test_fewer_than_one_micro_batch_is_an_error(micro_batches):
 @pytest.mark.parametrize("other", [np.zeros(7, np.float32), np.float32(0)], ids=["other length", "no length"])
 def test_arrays_without_a_common_first_axis_are_an_error_that_names_their_shapes(other):
     batch = {**batch_of(8), "other": other}
-    with pytest.raises(ValueError, match=r"\(8, 5\).*same first axis"):
+    with pytest.raises(ValueError, match=r"\(8, 5\).*first axis"):
         one_step(masked_loss, batch, 2)
 
 

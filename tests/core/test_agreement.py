@@ -1,4 +1,4 @@
-"""However the work is shared, a run has the losses of one device, to a bound; its chunks have the same bits."""
+"""A sharded run has the losses of one device, up to a bound; its chunks are bit-identical."""
 
 from functools import cache
 from typing import Any
@@ -16,8 +16,8 @@ from jax_trainer.models import GPT, GPTConfig
 from jax_trainer.testing import assert_same_bits, numbered_data, tiny_program
 
 STEPS = 20
-# the largest relative difference of a loss in float32: sums over devices are taken in another order, and learning
-# multiplies what comes of it. The largest that was seen is 8e-7, of the transformer
+# the largest relative difference of a loss in float32: sums over devices have another order, and training amplifies
+# the difference. The largest observed is 8e-7, of the transformer
 BOUND = 1e-5
 MESHES = {
     "data": {},
@@ -41,7 +41,7 @@ def layout_of(mesh: str, rules: Any) -> Layout:
 def run(
     program: Program, batches: list[Any], layout: Layout | None = None, chunk: int = 1
 ) -> tuple[np.ndarray, TrainState]:
-    """The losses of a run on these batches, and its last state; the same chunk by chunk."""
+    """The losses of a run on these batches, in chunks, and its last state."""
     compiled = compile_program(program, layout=layout)
     state = compiled.init(jax.random.key(0), batches[0])
     fmt, buffer = compiled.train_buffer(state, compiled.place(batches[0], stacked=False), len(batches))
@@ -59,7 +59,9 @@ def run(
 def difference(losses: np.ndarray, expected: np.ndarray) -> float:
     assert len(losses) == len(expected)
     assert np.isfinite(expected).all()
-    assert expected[-5:].mean() < 0.9 * expected[:5].mean(), "nothing was learnt, which proves nothing"
+    assert expected[-5:].mean() < 0.9 * expected[:5].mean(), (
+        "the loss did not decrease, so the comparison proves nothing"
+    )
     return float(np.abs(losses / expected - 1).max())
 
 
@@ -100,7 +102,7 @@ def mlp(flavour: str) -> Program:
 
 
 @cache
-def mlp_alone(flavour: str) -> np.ndarray:
+def mlp_on_one_device(flavour: str) -> np.ndarray:
     return run(mlp(flavour), numbered_batches())[0]
 
 
@@ -112,9 +114,9 @@ def mlp_alone(flavour: str) -> np.ndarray:
         *(pytest.param("linen", mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh != "all"),
     ],
 )
-def test_a_perceptron_learns_the_same_however_it_is_split(flavour, mesh):
+def test_a_perceptron_has_the_same_losses_with_any_sharding(flavour, mesh):
     losses, state = run(mlp(flavour), numbered_batches(), layout_of(mesh, MLP_RULES))
-    assert difference(losses, mlp_alone(flavour)) < BOUND
+    assert difference(losses, mlp_on_one_device(flavour)) < BOUND
     parts = {"data": (8, 32), "fsdp": (8, 4), "tensor": (8, 4), "all": (8, 16)}
     assert state.params["hidden"]["kernel"].sharding.shard_shape((8, 32)) == parts[mesh]
 
@@ -133,16 +135,16 @@ def gpt() -> Program:
 
 
 @cache
-def gpt_alone() -> np.ndarray:
+def gpt_on_one_device() -> np.ndarray:
     return run(gpt(), texts())[0]
 
 
 @pytest.mark.parametrize(
     "mesh", [*(pytest.param(name, marks=pytest.mark.slow) for name in MESHES if name != "all"), "all"]
 )
-def test_a_transformer_learns_the_same_however_it_is_split(mesh):
+def test_a_transformer_has_the_same_losses_with_any_sharding(mesh):
     losses, state = run(gpt(), texts(), layout_of(mesh, GPT_RULES))
-    assert difference(losses, gpt_alone()) < BOUND
+    assert difference(losses, gpt_on_one_device()) < BOUND
     if mesh == "all":
         kernel = state.params["blocks"][0]["perceptron"]["hidden"]["kernel"]
         assert kernel.sharding.shard_shape(kernel.shape) == (16, 64)
@@ -158,7 +160,7 @@ def test_a_transformer_learns_the_same_however_it_is_split(mesh):
         ),
     ],
 )
-def test_averages_parts_batch_statistics_and_dropout_are_the_same(flavour, mesh):
+def test_ema_micro_batches_batch_statistics_and_dropout_match_one_device(flavour, mesh):
     program = with_ema(tiny_program(flavour, optax.sgd(0.3), dropout=0.1, micro_batches=2), 0.9)
     expected, alone = run(program, numbered_batches())
     losses, state = run(program, numbered_batches(), layout_of(mesh, MLP_RULES))
@@ -172,7 +174,7 @@ def test_averages_parts_batch_statistics_and_dropout_are_the_same(flavour, mesh)
 
 
 @pytest.mark.parametrize("chunk", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_chunks_of_a_split_run_have_the_bits_of_its_steps(chunk):
+def test_chunks_of_a_sharded_run_are_bit_identical_to_its_steps(chunk):
     layout = layout_of("all", MLP_RULES)
     losses, state = run(mlp("nnx"), numbered_batches(), layout)
     chunked, after = run(mlp("nnx"), numbered_batches(), layout, chunk)

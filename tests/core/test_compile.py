@@ -38,7 +38,7 @@ def squares(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
         "draw": jax.random.normal(rng),
         "each": {"value": each, "mode": "concat"},
         "trained": {"value": each.max(), "log_mode": "train"},
-        "judged": {"value": each.max(), "log_mode": "eval"},
+        "evaluated": {"value": each.max(), "log_mode": "eval"},
     }
 
 
@@ -47,7 +47,7 @@ def regression(loss: Any = squares) -> Program:
 
 
 class Run:
-    """A compiled program with its state and tape."""
+    """A compiled program with its state and metric buffer."""
 
     def __init__(self, program: Program, batch: Any = BATCH, **options: Any) -> None:
         self.compiled = compile_program(program, **options)
@@ -90,11 +90,11 @@ def test_training_reports_no_metric_of_evaluation_and_the_other_way_round():
     run = Run(regression())
     loose, _ = run.step()
     trained, metrics = set(run.rows(1, [loose]).columns), set(evaluated(run, [BATCH]))
-    assert metrics - trained == {"judged"}
+    assert metrics - trained == {"evaluated"}
     assert {"trained", "optimizer/grad_global_norm"} <= trained - metrics
 
 
-def test_a_step_deletes_the_state_it_is_given():
+def test_a_step_deletes_its_input_state():
     run = Run(regression())
     before = run.state
     run.step()
@@ -108,7 +108,7 @@ def test_without_donation_the_state_stays():
     assert_same_bits(before.params, {"w": jnp.arange(3.0)})
 
 
-def test_the_tape_given_to_a_step_stays_readable():
+def test_the_input_buffer_of_a_step_stays_readable():
     run = Run(regression())
     before = run.buffer
     run.step()
@@ -116,7 +116,7 @@ def test_the_tape_given_to_a_step_stays_readable():
     assert not np.asarray(before).any()
 
 
-def test_evaluation_leaves_the_state_alone():
+def test_evaluation_does_not_change_the_state():
     run = Run(regression())
     before = jax.tree.map(np.array, run.state)
     evaluated(run, [BATCH])
@@ -139,14 +139,14 @@ def test_a_step_moves_nothing_between_host_and_device():
         run.step(batch)
 
 
-def test_gradients_are_handed_out_when_kept():
+def test_gradients_are_returned_when_kept():
     kept, dropped = Run(regression(), keep_grads=True), Run(regression())
     _, report = regression().train_step(kept.state, BATCH)
     assert_close(kept.step()[1], report.grads)
     assert dropped.step()[1] is None
 
 
-def test_every_batch_of_an_evaluation_draws_for_itself_and_the_same_every_time():
+def test_every_batch_of_an_evaluation_has_its_own_key_the_same_in_every_evaluation():
     run = Run(regression())
     first = evaluated(run, [BATCH] * 3)["draw"]
     run.step()
@@ -155,24 +155,24 @@ def test_every_batch_of_an_evaluation_draws_for_itself_and_the_same_every_time()
 
 
 def test_debug_runs_python_at_every_step():
-    passed = []
+    calls = []
 
     def loss(params, batch, *, rng, train):
-        passed.append(train)
+        calls.append(train)
         return squares(params, batch, rng=rng, train=train)
 
-    def passages(**options) -> list[int]:
+    def calls_per_step(**options) -> list[int]:
         run = Run(regression(loss), **options)
         run.step()
         counts = []
         for _ in range(3):
-            passed.clear()
+            calls.clear()
             run.step()
-            counts.append(len(passed))
+            counts.append(len(calls))
         return counts
 
-    assert passages(debug=True) == [1, 1, 1]
-    assert passages() == [0, 0, 0]
+    assert calls_per_step(debug=True) == [1, 1, 1]
+    assert calls_per_step() == [0, 0, 0]
 
 
 def test_debug_shows_values_to_the_loss():
@@ -220,11 +220,11 @@ def stacked(batches: list[Any]) -> Any:
 
 
 def unlike(value: Any) -> Any:
-    """A batch of the same kind that would spoil everything."""
+    """A batch of the same kind that would make the state non-finite."""
     return jax.tree.map(lambda x: np.full_like(x, np.nan if x.dtype.kind == "f" else 0), value)
 
 
-def test_a_chunk_does_what_its_steps_do_and_does_not_look_further(flavour):
+def test_a_chunk_equals_its_steps_and_ignores_further_batches(flavour):
     batches = [numbered_data(8, seed=seed) for seed in range(3)]
     program = tiny_program(flavour, optax.sgd(0.1, momentum=0.9), dropout=0.5)
     single, chunked = Run(program, batches[0]), Run(program, batches[0])
@@ -241,18 +241,18 @@ def test_a_chunk_does_what_its_steps_do_and_does_not_look_further(flavour):
 
 @cache
 def chunk_and_steps() -> tuple[Any, list[Any]]:
-    """What a chunk of 2 steps (and one more batch) hands out, and what single steps do."""
+    """The results of a chunk of 2 steps (and one more batch), and of single steps."""
     batches = [BATCH, jax.tree.map(lambda x: x + 1, BATCH)]
     single, chunked = Run(regression(), keep_grads=True), Run(regression(), keep_grads=True)
     return chunked.chunk(stacked([*batches, unlike(BATCH)]), steps=2), [single.step(batch) for batch in batches]
 
 
-def test_a_chunk_hands_out_the_gradients_of_every_step():
+def test_a_chunk_returns_the_gradients_of_every_step():
     (_, grads), singles = chunk_and_steps()
     assert_close(jax.tree.map(lambda x: x[:2], grads), stacked([grads for _, grads in singles]))
 
 
-def test_a_chunk_hands_out_what_is_off_the_tape_of_every_step():
+def test_a_chunk_returns_the_metrics_outside_the_buffer_of_every_step():
     (loose, _), singles = chunk_and_steps()
     assert set(loose) == {"each"}
     assert_close(loose["each"][:2], np.stack([loose["each"] for loose, _ in singles]))
@@ -273,7 +273,7 @@ def test_init_takes_an_example_of_any_kind_of_array():
 
 
 @pytest.mark.parametrize("report", [lambda x: {f"m{len(x)}": x.sum()}, lambda x: {"m": {"value": x[:, 0]}}])
-def test_metrics_that_change_between_batches_are_refused(report, key):
+def test_metrics_that_change_between_batches_are_an_error(report, key):
     def loss(params, batch, *, rng, train):
         return ((batch @ params) ** 2).mean(), report(batch)
 
@@ -283,7 +283,7 @@ def test_metrics_that_change_between_batches_are_refused(report, key):
     state = program.init(key, np.ones((8, 3), np.float32))
     _, buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
     state, buffer, _ = program.train_step(state, buffer, np.ones((8, 3), np.float32))
-    with pytest.raises(ValueError, match="The reported metrics changed while training, from .* to "):
+    with pytest.raises(ValueError, match=r"metrics changed.* from .* to "):
         program.train_step(state, buffer, np.ones((5, 3), np.float32))
     assert not state.params.is_deleted()
 
@@ -292,7 +292,7 @@ TRAINED = {"w": jnp.array([3.0, 4.0, 5.0])}
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_state_begins_around_given_weights_which_stay_alive(debug):
+def test_a_state_starts_from_existing_weights_without_deleting_them(debug):
     program = with_finite_guard(with_ema(regression(), 0.9))
     run = Run(program, debug=debug)
     run.state = run.compiled.init_from_params(jax.random.key(1), TRAINED, {})
@@ -303,7 +303,7 @@ def test_a_state_begins_around_given_weights_which_stay_alive(debug):
     assert_same_bits(TRAINED, {"w": np.array([3.0, 4.0, 5.0], np.float32)})
 
 
-def test_weights_may_come_as_numpy_arrays_and_begin_where_the_layout_says():
+def test_initial_weights_may_be_numpy_arrays_and_are_sharded_by_the_layout():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = lambda path, shape: jax.sharding.PartitionSpec("data")
     compiled = compile_program(
@@ -311,22 +311,22 @@ def test_weights_may_come_as_numpy_arrays_and_begin_where_the_layout_says():
         layout=Layout(mesh=mesh, param_spec=split),
     )
     mine = jax.device_put(jnp.arange(16.0), jax.devices()[3])
-    for given in (np.arange(16, dtype=np.float32), mine):
-        state = compiled.init_from_params(jax.random.key(0), given, {})
+    for weights in (np.arange(16, dtype=np.float32), mine):
+        state = compiled.init_from_params(jax.random.key(0), weights, {})
         assert_same_bits(state.params, jnp.arange(16.0))
         for leaf in (state.params, state.opt_state[0].mu):
             assert {shard.data.shape for shard in leaf.addressable_shards} == {(2,)}
     assert not mine.is_deleted()
 
 
-def test_a_program_without_a_way_to_begin_says_so():
+def test_a_program_without_init_from_params_is_an_error_that_names_it():
     compiled = compile_program(regression()._replace(init_from_params=None))
-    with pytest.raises(ValueError, match="cannot begin from given weights.*adapter"):
+    with pytest.raises(ValueError, match=r"existing weights.*`init_from_params`"):
         compiled.init_from_params(jax.random.key(0), TRAINED, {})
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_predictions_are_what_the_model_says_in_evaluation_mode(flavour, debug):
+def test_predictions_are_the_outputs_in_evaluation_mode(flavour, debug):
     batch = numbered_data(8)
     run = Run(tiny_program(flavour, dropout=0.5), batch, debug=debug)
     before = jax.tree.map(np.asarray, run.state)
@@ -337,7 +337,7 @@ def test_predictions_are_what_the_model_says_in_evaluation_mode(flavour, debug):
     assert_same_bits(run.state, before)
 
 
-def asked(predict_step: Any, **options: Any) -> Any:
+def predictor(predict_step: Any, **options: Any) -> Any:
     program = regression()._replace(predict_step=predict_step)
     compiled = compile_program(program, **options)
     state = compiled.init(jax.random.key(0), BATCH)
@@ -345,44 +345,44 @@ def asked(predict_step: Any, **options: Any) -> Any:
 
 
 def test_outputs_may_be_any_tree_of_arrays():
-    ask = asked(lambda state, batch: [batch["x"], {"sum": batch["x"].sum(), "nothing": None}])
-    (same, rest), n = ask(BATCH), len(BATCH["x"])
+    predict = predictor(lambda state, batch: [batch["x"], {"sum": batch["x"].sum(), "nothing": None}])
+    (same, rest), n = predict(BATCH), len(BATCH["x"])
     assert_same_bits(same, jnp.asarray(BATCH["x"]))
     assert rest["nothing"] is None
     assert rest["sum"].shape == ()
-    assert asked(lambda state, batch: [batch["x"]])(BATCH)[0].shape == (n, 3)
+    assert predictor(lambda state, batch: [batch["x"]])(BATCH)[0].shape == (n, 3)
 
 
-def test_every_batch_that_is_predicted_draws_what_it_draws_in_an_evaluation():
+def test_every_predicted_batch_has_the_random_numbers_of_an_evaluation():
     run = Run(regression())
     drawn = evaluated(run, [BATCH] * 3)["draw"]
     program = regression()
     step = lambda state, batch: program.eval_step(state, batch).by_name["draw"].value
-    ask = asked(step)
-    np.testing.assert_array_equal([ask(BATCH, number) for number in range(3)], drawn.astype(np.float32))
+    predict = predictor(step)
+    np.testing.assert_array_equal([predict(BATCH, number) for number in range(3)], drawn.astype(np.float32))
 
 
 def test_predicting_batches_of_many_shapes_warns():
-    ask = asked(lambda state, batch: batch["x"] * 2)
+    predict = predictor(lambda state, batch: batch["x"] * 2)
     sized = lambda size: {"x": np.ones((size, 3), np.float32)}
     for number, size in enumerate((8, 7, 6, 5)):
-        ask(sized(size), number)
-    with pytest.warns(RecompileWarning, match="`predict_step` was compiled again"):
-        ask(sized(4), 4)
+        predict(sized(size), number)
+    with pytest.warns(RecompileWarning, match="`predict_step`"):
+        predict(sized(4), 4)
 
 
 def test_a_set_to_predict_has_batches_of_one_kind_and_the_next_set_may_have_another():
-    ask = asked(lambda state, batch: batch["x"] * 2)
-    ask(BATCH, 0)
-    whole = {"x": np.ones((6, 3), np.int32)}
+    predict = predictor(lambda state, batch: batch["x"] * 2)
+    predict(BATCH, 0)
+    integers = {"x": np.ones((6, 3), np.int32)}
     with pytest.raises(BatchChangedError, match="batch.x changed from float32.* to int32"):
-        ask(whole, 1)
-    assert ask(whole, 0).dtype == jnp.int32
+        predict(integers, 1)
+    assert predict(integers, 0).dtype == jnp.int32
 
 
-def test_a_program_that_knows_no_model_says_how_it_could_predict():
+def test_a_program_without_predict_step_is_an_error_that_names_the_fix():
     compiled = compile_program(regression())
-    with pytest.raises(ValueError, match="cannot predict.*`linen_program` or `nnx_program`.*predict_step="):
+    with pytest.raises(ValueError, match=r"`predict_step` is None.*`linen_program`.*`nnx_program`"):
         compiled.predict(compiled.init(jax.random.key(0), BATCH), BATCH)
 
 
@@ -403,7 +403,7 @@ def test_predictions_compute_as_evaluations_do():
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_with_a_seed_of_their_own_evaluations_do_not_depend_on_that_of_training(impl):
+def test_with_eval_seed_evaluations_do_not_depend_on_the_training_seed(impl):
     def draws(seed: int, **options: Any) -> list[float]:
         run = Run(regression(), **options)
         run.state = run.compiled.init(jax.random.key(seed, impl=impl), BATCH)
@@ -422,16 +422,16 @@ def test_a_seed_for_evaluations_changes_no_bit_of_training():
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_report_tells_what_a_step_would_tell_and_takes_none(debug):
+def test_a_report_equals_that_of_a_step_without_taking_it(debug):
     run = Run(regression(), debug=debug)
     report = run.compiled.report(run.state, BATCH)
     _, expected = regression().train_step(run.state, BATCH)
     assert_close(report.grads, expected.grads)
     assert_close(report.metrics.by_name["loss"].value, expected.metrics.by_name["loss"].value)
-    assert "judged" not in report.metrics.by_name
+    assert "evaluated" not in report.metrics.by_name
     assert int(run.state.step) == 0
 
 
-def test_an_unknown_choice_for_recompiling_is_refused():
+def test_an_unknown_on_recompile_is_an_error():
     with pytest.raises(ValueError, match="must be one of warn, error, ignore, got 'wrn'"):
         compile_program(tiny_program("linen"), on_recompile="wrn")  # pyright: ignore[reportArgumentType]

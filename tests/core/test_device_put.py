@@ -1,4 +1,4 @@
-"""Weights that every process has, on devices that they share."""
+"""Weights that every process has, placed on the devices of all processes."""
 
 import json
 
@@ -21,14 +21,14 @@ import optax
 from flax import nnx
 
 from jax_trainer.adapters import nnx_program
-from jax_trainer.core import Layout, Partitioning, compile_program, layout_of, make_mesh
+from jax_trainer.core import Layout, Partitioning, compile_program, make_mesh, resolve_layout
 
 assert (jax.process_count(), jax.device_count()) == (2, 4)
-found = layout_of(None)
+found = resolve_layout(None)
 assert found is not None and dict(found.mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 1}
 
 model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-given = np.asarray(model.kernel[...])
+initial = np.asarray(model.kernel[...])
 program = nnx_program(model, lambda model, batch, train: (model(batch) ** 2).mean(), optax.adam(0.1))
 layout = Layout(mesh=make_mesh(data=1, fsdp=4), param_spec=Partitioning(smallest=1))
 compiled = compile_program(program, layout=layout)
@@ -37,20 +37,20 @@ state = compiled.init(jax.random.key(0), batch)
 for tree in (state.params, state.opt_state[0].mu):
     assert {shard.data.shape for shard in tree["kernel"].addressable_shards} == {(2, 4)}
 for shard in state.params["kernel"].addressable_shards:
-    np.testing.assert_array_equal(shard.data, given[shard.index])
+    np.testing.assert_array_equal(shard.data, initial[shard.index])
 
-placed = compiled.place(batch, stacked=False, whole=True)
-fmt, tape = compiled.train_buffer(state, placed, 3)
+placed = compiled.place(batch, stacked=False, replicated=True)
+fmt, buffer = compiled.train_buffer(state, placed, 3)
 for _ in range(3):
-    state, tape, _ = compiled.train_step(state, tape, placed)
-    jax.block_until_ready(tape)
-np.testing.assert_array_equal(model.kernel[...], given)
-print(json.dumps([float(loss) for loss in fmt.read(np.asarray(tape), [])["loss"].values]))
+    state, buffer, _ = compiled.train_step(state, buffer, placed)
+    jax.block_until_ready(buffer)
+np.testing.assert_array_equal(model.kernel[...], initial)
+print(json.dumps([float(loss) for loss in fmt.read(np.asarray(buffer), [])["loss"].values]))
 """
 
 
 @pytest.mark.slow
-def test_processes_that_were_given_the_same_weights_share_them_and_learn_as_one():
+def test_processes_with_the_same_weights_shard_them_and_match_one_process():
     first, second = (json.loads(pairs.lines(one)[-1]) for one in pairs.run(TWO_BY_TWO, devices=2))
     assert first == second
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
@@ -63,7 +63,7 @@ def test_processes_that_were_given_the_same_weights_share_them_and_learn_as_one(
     np.testing.assert_allclose(first, fmt.read(np.asarray(buffer), [])["loss"].values, rtol=1e-5)
 
 
-def test_keys_and_arrays_are_sent_in_one_process_too():
+def test_keys_and_arrays_are_placed_in_one_process_too():
     everywhere = jax.sharding.NamedSharding(make_mesh(), jax.sharding.PartitionSpec())
     tree = {"key": jax.random.key(3), "host": np.arange(4.0)}
     found = device_put(tree, {"key": everywhere, "host": everywhere})

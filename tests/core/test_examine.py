@@ -22,7 +22,7 @@ def stepped(program: CompiledProgram, batches: list[Any]) -> TrainState:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_a_bad_batch_spoils_is_named_in_the_order_of_the_tree(flavour, debug):
+def test_non_finite_values_of_a_bad_batch_are_named_in_the_order_of_the_tree(flavour, debug):
     program = compile_program(with_finite_guard(tiny_program(flavour), 0), debug=debug)
     good, bad = numbered_data(8), numbered_data(8, seed=1)
     bad["x"][3, 2] = np.nan
@@ -37,9 +37,9 @@ def test_what_a_bad_batch_spoils_is_named_in_the_order_of_the_tree(flavour, debu
     assert examine(program, state, good, 3) == Examination((), (), (), ())
 
 
-def spiking(step_of_trouble: int) -> CompiledProgram:
-    """A program in whose random numbers something is not finite at one step."""
-    draw = np.asarray(jax.random.normal(_rng(step_of_trouble)))
+def spiking(bad_step: int) -> CompiledProgram:
+    """A program whose loss is not finite for the random numbers of one step."""
+    draw = np.asarray(jax.random.normal(_rng(bad_step)))
 
     def loss(params, batch, *, rng, train):
         odd = jnp.where(jax.random.normal(rng) == draw, jnp.inf, 1.0)
@@ -62,8 +62,8 @@ def _rng(step: int) -> jax.Array:
     return seen[0]
 
 
-def test_the_step_is_taken_again_with_its_own_random_numbers():
-    program = spiking(step_of_trouble=3)
+def test_the_step_is_replayed_with_its_own_random_numbers():
+    program = spiking(bad_step=3)
     batch = (np.arange(3), {"x": np.ones(3, np.float32)})
     state = stepped(program, [batch] * 5)
     assert int(state.step) == 5
@@ -87,8 +87,8 @@ def test_a_state_that_a_guard_has_frozen_is_thawed():
     assert examine(program, state, good, 3).metrics == ("moved",)
 
 
-def test_parameters_that_were_bad_before_are_told():
-    program = spiking(step_of_trouble=9)
+def test_parameters_that_were_not_finite_before_are_named():
+    program = spiking(bad_step=9)
     state = program.init(jax.random.key(0), None)
     state = state.replace(params={**state.params, "b": jnp.array([1.0, jnp.nan])})
     found = examine(program, state, (np.arange(3), {"x": np.array([1, 2, np.inf], np.float16)}), 1)

@@ -1,4 +1,4 @@
-"""Compiled code is shared by programs that are the same to the compiler, and by no others."""
+"""Executables are shared by programs with the same lowered text, and by no others."""
 
 import gc
 import weakref
@@ -19,20 +19,20 @@ BATCH = {"x": np.arange(24, dtype=np.float32).reshape(8, 3), "y": np.ones(8, np.
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
-    """What is kept for others, from nothing on."""
+    """The cache of executables, initially empty."""
     monkeypatch.setattr(executables, "_kept", type(executables._kept)())
     return executables._kept
 
 
 def trained(
-    *, rate: float = 0.1, weights: Any = 1.0, width: int = 3, batch: Any = BATCH, note: Any = None, **options: Any
+    *, rate: float = 0.1, weights: Any = 1.0, width: int = 3, batch: Any = BATCH, callback: Any = None, **options: Any
 ) -> TrainState:
-    """Two steps of a program that is made anew."""
+    """The state after two steps of a new program."""
     weights = jnp.asarray(weights)
 
     def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
-        if note is not None:
-            jax.debug.callback(note, batch["y"].sum())
+        if callback is not None:
+            jax.debug.callback(callback, batch["y"].sum())
         return (weights * (batch["x"] @ params["w"] - batch["y"][:, None]) ** 2).mean()
 
     program = function_program(lambda key, batch: {"w": jnp.ones((3, width))}, loss, optax.adam(rate))
@@ -45,10 +45,10 @@ def trained(
     return state
 
 
-def test_the_same_program_made_anew_is_compiled_once(kept):
+def test_an_identical_new_program_is_compiled_once(kept):
     first = trained()
     count = len(kept)
-    assert count == 2  # a fresh state, and a step
+    assert count == 2  # `init` and a step
     again = trained()
     assert len(kept) == count
     np.testing.assert_array_equal(first.params["w"], again.params["w"])
@@ -64,7 +64,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_what_differs_in_anything_is_compiled_for_itself(other, kept, monkeypatch):
+def test_a_different_program_has_its_own_executable(other, kept, monkeypatch):
     trained()
     shared = trained(**other)
     count = len(kept)
@@ -73,7 +73,7 @@ def test_what_differs_in_anything_is_compiled_for_itself(other, kept, monkeypatc
     np.testing.assert_array_equal(trained(**other).params["w"], shared.params["w"])
 
 
-def test_large_constants_that_differ_in_one_number_are_told_apart():
+def test_large_constants_that_differ_in_one_number_are_distinguished():
     weights = np.ones((8, 3000), np.float32)
     first = trained(weights=weights, width=3000)
     weights[7, 2999] = 2.0
@@ -91,13 +91,13 @@ def test_a_state_that_is_not_donated_stays(kept):
 
 
 def test_a_callback_belongs_to_its_own_program():
-    heard: dict[str, list[float]] = {"first": [], "second": []}
-    for name in heard:
-        trained(note=lambda value, name=name: heard[name].append(float(value)))
-    assert heard == {"first": [8.0, 8.0], "second": [8.0, 8.0]}
+    calls: dict[str, list[float]] = {"first": [], "second": []}
+    for name in calls:
+        trained(callback=lambda value, name=name: calls[name].append(float(value)))
+    assert calls == {"first": [8.0, 8.0], "second": [8.0, 8.0]}
 
 
-def test_what_is_kept_holds_on_to_nothing_of_the_program(kept):
+def test_the_cache_keeps_no_reference_to_the_program(kept):
     class Scale:
         def __call__(self, w: jax.Array) -> jax.Array:
             return w * 2
@@ -120,7 +120,7 @@ def test_what_is_kept_holds_on_to_nothing_of_the_program(kept):
     assert len(kept) == 2 and alive() is None
 
 
-def test_only_so_many_are_kept_those_that_were_used_last(kept, monkeypatch):
+def test_the_cache_is_bounded_and_drops_the_least_recently_used(kept, monkeypatch):
     monkeypatch.setattr(executables, "MOST", 3)
     for rate in (0.1, 0.2, 0.3, 0.4):
         trained(rate=rate)

@@ -1,4 +1,4 @@
-"""Optimizers get what their `update` asks for, by its signature."""
+"""Optimizers receive extra arguments according to the signature of `update`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def of(value: Any) -> jax.Array:
     return loss(value, BATCH, rng=jax.random.key(0), train=True)
 
 
-def noting(update: Any, kind: Any = optax.GradientTransformationExtraArgs) -> optax.GradientTransformation:
+def recording(update: Any, kind: Any = optax.GradientTransformationExtraArgs) -> optax.GradientTransformation:
     return kind(lambda params: {"seen": jnp.zeros(())}, update)
 
 
@@ -62,14 +62,14 @@ def of_grad(updates: Any, state: Any, params: Any = None, *, grad: Any, value: A
 @pytest.mark.parametrize("kind", [optax.GradientTransformation, optax.GradientTransformationExtraArgs])
 @pytest.mark.parametrize("update", [velo, strict, named_loss, of_value_fn, of_grad_fn, of_grad])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_an_update_gets_of_the_loss_and_the_gradients_what_it_has_parameters_for(update, kind, micro_batches):
-    program = function_program(init, loss, noting(update, kind), micro_batches=micro_batches)
+def test_an_update_receives_the_extra_arguments_that_it_has_parameters_for(update, kind, micro_batches):
+    program = function_program(init, loss, recording(update, kind), micro_batches=micro_batches)
     state, _ = jax.jit(program.train_step)(program.init(jax.random.key(0), BATCH), BATCH)
     assert_close(state.opt_state["seen"], of(init(jax.random.key(0), BATCH)), rtol=1e-5)
 
 
-def test_clipping_does_not_keep_an_optimizer_from_the_loss():
-    program = function_program(init, loss, noting(velo), clip_norm=1.0)
+def test_clipping_does_not_hide_the_loss_from_the_optimizer():
+    program = function_program(init, loss, recording(velo), clip_norm=1.0)
     state, _ = jax.jit(program.train_step)(program.init(jax.random.key(0), BATCH), BATCH)
     assert_close(optax.tree.get(state.opt_state, "seen"), of(init(jax.random.key(0), BATCH)), rtol=1e-5)
 
@@ -87,17 +87,17 @@ def test_a_line_search_can_evaluate_the_loss_again(tx):
     assert_close(state.params, params, rtol=1e-4, atol=1e-4)
 
 
-def test_what_no_step_has_is_named_before_the_first():
+def test_an_unknown_required_argument_is_an_error_before_the_first_step():
     def update(updates: Any, state: Any, params: Any = None, *, hessian: Any) -> Any:
         return updates, state
 
     with pytest.raises(TypeError, match=r"`hessian`.*value_fn"):
-        function_program(init, loss, noting(update))
+        function_program(init, loss, recording(update))
 
 
-def test_the_update_of_a_step_of_ones_own_gets_what_it_is_given():
+def test_apply_gradients_passes_extra_arguments_to_the_update():
     params = init(jax.random.key(0), BATCH)
-    state = TrainState.create(apply_fn=lambda variables: 0, params=params, tx=noting(velo))
+    state = TrainState.create(apply_fn=lambda variables: 0, params=params, tx=recording(velo))
     after = state.apply_gradients(grads=params, value=jnp.asarray(3.0))
     assert float(after.opt_state["seen"]) == 3
     assert by_signature(optax.sgd(0.1)).update(params, optax.sgd(0.1).init(params), params, value=1)[0]

@@ -13,8 +13,8 @@ from jax_trainer.core.failpoints import ENVIRONMENT, FaultInjected, arm, failpoi
 from jax_trainer.testing import fault
 
 
-def passages(name: str, times: int) -> list[bool]:
-    """Which of the passages through a failpoint raised."""
+def calls_that_raise(name: str, times: int) -> list[bool]:
+    """Which of the calls of a failpoint raised."""
     raised = []
     for _ in range(times):
         try:
@@ -27,7 +27,7 @@ def passages(name: str, times: int) -> list[bool]:
 
 
 def test_a_failpoint_does_nothing_by_default():
-    assert passages("x", 3) == [False, False, False]
+    assert calls_that_raise("x", 3) == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def test_a_failpoint_does_nothing_by_default():
         ("y:raise:1", [False, False, False, False]),
     ],
 )
-def test_the_nth_passage_raises_and_no_other(spec, raised):
+def test_only_the_nth_call_raises(spec, raised):
     with fault(spec):
-        assert passages("x", 4) == raised
+        assert calls_that_raise("x", 4) == raised
 
 
 def test_other_points_do_not_count():
     with fault("x:raise:2"):
-        assert passages("y", 5) == [False] * 5
-        assert passages("x", 2) == [False, True]
+        assert calls_that_raise("y", 5) == [False] * 5
+        assert calls_that_raise("x", 2) == [False, True]
 
 
 def test_a_point_can_be_switched_off():
     arm("x:raise")
     arm(None)
-    assert passages("x", 1) == [False]
+    assert calls_that_raise("x", 1) == [False]
 
 
 def test_the_error_names_the_point():
@@ -73,7 +73,7 @@ def test_eio_is_what_failing_storage_raises():
     assert error.value.errno == errno.EIO
 
 
-def test_sleep_holds_up_the_process():
+def test_sleep_blocks_the_process():
     with fault("x:sleep=0.05"):
         started = time.perf_counter()
         failpoint("x")
@@ -97,6 +97,6 @@ def test_the_environment_can_kill_a_process():
 
 
 @pytest.mark.parametrize("spec", ["x:raise:0", ":raise", "x:sleep=abc"])
-def test_a_fault_that_could_never_happen_is_refused(spec):
+def test_a_fault_that_could_never_occur_is_an_error(spec):
     with pytest.raises(ValueError, match="is not `name:action:nth`"):
         arm(spec)

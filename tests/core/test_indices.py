@@ -1,4 +1,4 @@
-"""Labels and token ids that are out of range are found in the traced step, before it runs."""
+"""Labels and token ids out of range are detected from the traced step, before it runs."""
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +44,12 @@ def uses_of(function, *batch):
 
 
 @pytest.mark.parametrize("name", INDEXING)
-def test_a_leaf_of_the_batch_that_picks_entries_is_found_with_the_size_of_the_axis(name):
+def test_a_leaf_used_as_indices_is_found_with_the_size_of_the_axis(name):
     assert uses_of(INDEXING[name], X, Y) == {Use(leaf=1, size=3)}
 
 
 @pytest.mark.parametrize("name", INNOCENT)
-def test_labels_that_are_masked_or_are_no_indices_are_not_complained_of(name):
+def test_labels_that_are_masked_or_no_indices_are_accepted(name):
     assert not out_of_range(uses_of(INNOCENT[name], X, Y), (X, Y - 1))
 
 
@@ -60,13 +60,13 @@ def test_token_ids_past_the_embedding_are_found():
     assert "holds 7" in out_of_range(uses, (IDS + 4,))
 
 
-@pytest.mark.parametrize(("shift", "cure"), [(1, "subtract 1"), (-1, "!= -1"), (5, "subtract 5")])
-def test_the_message_names_the_values_the_classes_and_the_cure(shift, cure):
-    told = out_of_range(frozenset({Use(1, 3)}), (X, Y + shift))
-    assert f"batch[1] holds {2 + shift if shift > 0 else shift}" in told
-    assert f"{shift} to {2 + shift}" in told
-    assert "0 to 2" in told
-    assert cure in told
+@pytest.mark.parametrize(("shift", "fix"), [(1, "subtract 1"), (-1, "!= -1"), (5, "subtract 5")])
+def test_the_message_names_the_values_the_range_and_the_fix(shift, fix):
+    message = out_of_range(frozenset({Use(1, 3)}), (X, Y + shift))
+    assert f"batch[1] holds {2 + shift if shift > 0 else shift}" in message
+    assert f"{shift} to {2 + shift}" in message
+    assert "0 to 2" in message
+    assert fix in message
 
 
 @pytest.mark.parametrize("name", INDEXING)
@@ -81,5 +81,5 @@ def test_a_batch_with_a_mask_may_have_any_labels():
     assert not out_of_range(frozenset({Use(2, 3)}), batch)
 
 
-def test_shapes_have_no_values_to_complain_of():
+def test_shapes_are_not_checked():
     assert not out_of_range(frozenset({Use(0, 3)}), jax.ShapeDtypeStruct((8,), np.int32))

@@ -51,7 +51,7 @@ def test_a_batch_is_split_along_the_data_axis(length):
 
 
 @pytest.mark.parametrize("leaf", [np.zeros((9, 3)), np.zeros((4,)), np.float32(2)], ids=["9 rows", "4 rows", "scalar"])
-def test_what_does_not_divide_is_replicated(leaf):
+def test_arrays_that_do_not_divide_are_replicated(leaf):
     placed = layout().place({"x": leaf})["x"]
     assert placed.sharding.is_fully_replicated
     assert len(placed.addressable_shards) == 8
@@ -81,7 +81,7 @@ def test_batch_axes_that_the_mesh_does_not_have_are_an_error():
         Layout(mesh=mesh(8), batch_axes=("data", "batch"))
 
 
-def test_everything_that_mirrors_a_parameter_is_laid_out_like_it(flavour):
+def test_arrays_that_mirror_a_parameter_are_sharded_like_it(flavour):
     program = with_ema(tiny_program(flavour, optax.adam(0.1)), 0.9)
     state = jax.eval_shape(program.init, jax.random.key(0), numbered_data(8))
     shardings = layout().state_shardings(state)
@@ -110,7 +110,7 @@ def test_the_longest_common_name_decides():
 
 
 def two_steps(program: Program, batch: Any, layout: Layout | None) -> tuple[TrainState, TrainState, Any]:
-    """The state before and after two steps, and what they reported."""
+    """The state before and after two steps, and their metrics."""
     compiled = compile_program(program, layout=layout, donate=False)
     start = state = compiled.init(jax.random.key(0), batch)
     placed = compiled.place(batch, stacked=False)
@@ -132,7 +132,7 @@ def kernels(state: TrainState) -> list[jax.Array]:
     return [tree[layer]["kernel"] for tree in trees for layer in ("hidden", "out")]
 
 
-def test_a_sharded_state_is_made_where_it_will_live(flavour):
+def test_a_sharded_state_is_created_with_its_final_sharding(flavour):
     start, _, _ = trained(flavour, sharded=True)
     for kernel in kernels(start):
         rows = {shard.data.shape[0] for shard in kernel.addressable_shards}
@@ -140,14 +140,14 @@ def test_a_sharded_state_is_made_where_it_will_live(flavour):
         assert len(kernel.addressable_shards) == 8
 
 
-def test_a_step_keeps_every_leaf_where_it_is(flavour):
+def test_a_step_keeps_all_shardings(flavour):
     start, after, _ = trained(flavour, sharded=True)
     assert {spec(kernel) for kernel in kernels(after)} == {P("data")}
     for before, now in zip(jax.tree.leaves(start), jax.tree.leaves(after), strict=True):
         assert now.sharding.is_equivalent_to(before.sharding, now.ndim)
 
 
-def test_what_a_step_takes_over_from_a_split_batch_is_brought_to_its_place():
+def test_model_state_from_a_sharded_batch_gets_the_sharding_of_the_state():
     def loss(params, model_state, batch, *, rng, train):
         return (batch["x"] @ params["kernel"]).mean(), ({"seen": batch["x"][:, 0]}, {})
 
@@ -158,11 +158,11 @@ def test_what_a_step_takes_over_from_a_split_batch_is_brought_to_its_place():
     assert after.model_state["seen"].sharding.is_fully_replicated
 
 
-def test_many_devices_give_what_one_device_gives(flavour):
+def test_many_devices_match_one_device(flavour):
     assert_close(trained(flavour, sharded=True), trained(flavour, sharded=False), rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_that_does_not_divide_gives_what_one_device_gives():
+def test_a_batch_that_does_not_divide_matches_one_device():
     def loss(params, batch, *, rng, train):
         return ((batch["x"] @ params["kernel"]) ** 2).mean()
 
@@ -178,7 +178,7 @@ def test_a_layout_without_param_spec_replicates_the_state():
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {8}
 
 
-def test_a_bare_array_of_parameters_is_laid_out_too(key):
+def test_a_bare_array_of_parameters_is_sharded_too(key):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     layout = Layout(mesh=mesh, param_spec=lambda path, shape: PartitionSpec("data"))
 
@@ -193,7 +193,7 @@ def test_a_bare_array_of_parameters_is_laid_out_too(key):
 
 
 def wide_program(**options: Any) -> Program:
-    """Two layers of 256 × 1024, whose average is kept as well."""
+    """Two layers of 256 × 1024, with EMA."""
 
     def loss(params, batch, *, rng, train):
         return ((jnp.tanh(batch @ params["in"]) @ params["out"]) ** 2).mean()
@@ -208,25 +208,25 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_while_a_state_is_made_no_device_holds_much_more_than_its_part(key):
+def test_creating_a_state_needs_little_more_memory_than_its_shards(key):
     batch = np.ones((8, 256), np.float32)
     program, fsdp = wide_program(), Layout(mesh=make_mesh(data=1, fsdp=8))
     shapes = jax.eval_shape(program.init, key, batch)
     made = jax.jit(program.init, out_shardings=fsdp.state_shardings(shapes)).lower(key, batch).compile()
     needed: Any = made.memory_analysis()
-    whole = bytes_of(shapes)
-    assert needed.output_size_in_bytes < 1.01 * whole / 8
-    assert needed.temp_size_in_bytes < whole / 8
+    total = bytes_of(shapes)
+    assert needed.output_size_in_bytes < 1.01 * total / 8
+    assert needed.temp_size_in_bytes < total / 8
     state = compile_program(program, layout=fsdp).init(key, batch)
-    held = [shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
-    assert sum(held) < 1.01 * whole
+    shard_bytes = [shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    assert sum(shard_bytes) < 1.01 * total
 
 
-def test_around_given_weights_a_state_is_made_where_it_will_live_and_they_stay(key):
+def test_a_state_of_existing_weights_is_created_sharded_and_keeps_them(key):
     mine = {name: jnp.ones((256, 256)) for name in ("in", "out")}
 
     def fail(*_: Any) -> Any:
-        raise AssertionError("the state was made whole")
+        raise AssertionError("the state was created unsharded")
 
     def loss(params, batch, *, rng, train):
         return ((batch @ params["in"] @ params["out"]) ** 2).mean()
@@ -241,10 +241,10 @@ def test_around_given_weights_a_state_is_made_where_it_will_live_and_they_stay(k
             assert {shard.data.shape for shard in tree["in"].addressable_shards} == {(256 // fsdp, 256)}
         placed = compiled.place(batch, stacked=False)
         compiled.train_step(state, compiled.train_buffer(state, placed, 1)[1], placed)
-        assert float(mine["in"][0, 0]) == 1, "which the step would have deleted if they had become part of the state"
+        assert float(mine["in"][0, 0]) == 1, "the step deletes them if they are part of the state"
 
 
-def test_the_norm_of_a_split_parameter_gathers_nothing():
+def test_the_norm_of_a_sharded_parameter_gathers_nothing():
     placed = jax.device_put(jnp.ones((64, 512)), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp")))
     assert placed.size >= LARGE
     norm = jax.jit(lambda x: global_norm({"x": x}))
@@ -252,7 +252,7 @@ def test_the_norm_of_a_split_parameter_gathers_nothing():
     assert float(norm(placed)) == pytest.approx((64 * 512) ** 0.5)
 
 
-def test_factors_of_other_shapes_than_their_parameter_are_on_every_device(key):
+def test_factors_of_other_shapes_than_their_parameter_are_replicated(key):
     program = function_program(
         lambda key, batch: {"w": jnp.ones((256, 512))},
         lambda params, batch, *, rng, train: (batch @ params["w"]).mean(),
@@ -264,9 +264,9 @@ def test_factors_of_other_shapes_than_their_parameter_are_on_every_device(key):
     assert (shardings.params["w"].spec, specs) == (P(None, "fsdp"), {P()})
 
 
-def test_parameters_that_a_rule_cannot_split_are_refused_before_anything_is_compiled(key):
+def test_a_rule_that_does_not_fit_is_an_error_before_compilation(key):
     wrong = Layout(mesh=make_mesh(fsdp=8), param_spec=Partitioning(rules={"in": ["model"]}))
     compiled = compile_program(wide_program(), layout=wrong)
-    for ask in (compiled.init, compiled.shapes):
+    for function in (compiled.init, compiled.shapes):
         with pytest.raises(LayoutError, match=r"The rule 'in' splits `in` \[256, 1024\] over 'model'"):
-            ask(key, np.ones((8, 256), np.float32))
+            function(key, np.ones((8, 256), np.float32))

@@ -22,7 +22,7 @@ def test_every_parameter_has_its_shape_its_axes_and_its_bytes():
     rows = {row.leaf: row for row in table().parameters}
     assert rows["Block_0.kernel"] == ParameterLayout("Block_0.kernel", (8, 4), "float32", "fsdp", 8 * 4 * 4 // 4)
     assert rows["Block_11.kernel"].spec == "–, fsdp"
-    assert (rows["Block_0.bias"].spec, rows["Block_0.bias"].bytes_per_device) == ("whole", 12)
+    assert (rows["Block_0.bias"].spec, rows["Block_0.bias"].bytes_per_device) == ("replicated", 12)
 
 
 def test_the_totals_are_those_of_arrays_on_the_devices():
@@ -51,10 +51,10 @@ def test_the_text_has_the_mesh_the_blocks_and_the_totals():
     text = table().text()
     assert text.startswith("8 devices: data 2, fsdp 4, tensor 1. Batches are split over data and fsdp.\n")
     assert any(line.split()[0] == "Block_0…10.kernel" and line.endswith("32 B × 11") for line in text.splitlines()[3:])
-    assert "if all were split evenly" in text
+    assert "per device" in text
 
 
-def test_scripts_get_every_leaf():
+def test_data_has_every_leaf():
     data = table().data()
     assert (data["devices"], len(data["parameters"])) == (8, 24)
     assert set(data["shares"]) == {"params", "opt_state", "model_state", "all"}

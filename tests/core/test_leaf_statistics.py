@@ -29,7 +29,7 @@ def test_the_numbers_of_every_float_leaf_are_those_of_numpy():
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_of_one_element_only_its_value_is_told_if_that_is_asked_for():
+def test_a_leaf_with_one_element_has_val_only():
     assert numbers(STATISTICS)["param/scale_val"] == 3
     assert [name for name in numbers(STATISTICS) if "scale" in name] == ["param/scale_val"]
     assert {name for name in numbers(("mean", "max")) if "scale" in name} == {"param/scale_mean", "param/scale_max"}
@@ -47,24 +47,24 @@ def test_a_bare_array_needs_no_path():
     assert numbers(("max",), np.ones(3, np.float32)) == {"param/max": 1}
 
 
-def test_what_is_not_finite_shows():
+def test_non_finite_values_show():
     found = numbers(("min", "std"), {"w": np.array([1.0, np.nan], np.float32)})
     assert np.isnan(list(found.values())).all()
 
 
 def test_statistics_have_no_gradient():
     def loss(w):
-        told = leaf_statistics("intermediate", {"w": w**2}, ("mean",))
-        return w.sum() + told["intermediate/w_mean"]["value"]
+        metrics = leaf_statistics("intermediate", {"w": w**2}, ("mean",))
+        return w.sum() + metrics["intermediate/w_mean"]["value"]
 
     np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(3)), np.ones(3))
 
 
-def test_no_modes_tell_nothing():
+def test_without_modes_nothing_is_logged():
     assert leaf_statistics("param", TREE, ()) == {}
 
 
-def test_unknown_modes_are_refused_with_the_choices():
+def test_unknown_modes_are_an_error_that_names_the_choices():
     with pytest.raises(ValueError, match=r"`grads` has 'median'; use some of min, max, mean, std, val"):
         check_modes("grads", ("mean", "median"))
     with pytest.raises(TypeError, match=r"`grads` must be a sequence of modes, got 'mean'. Write `grads=\('mean',\)`"):

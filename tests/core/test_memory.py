@@ -1,4 +1,4 @@
-"""Running out of memory, for real where the operating system can be asked to refuse it."""
+"""Out-of-memory errors, real ones where the operating system can limit memory."""
 
 import os
 import subprocess
@@ -46,18 +46,21 @@ CHILD = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for a limit")
-def test_a_step_that_needs_more_memory_than_there_is_says_what_takes_it_and_what_helps():
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a memory limit of the kernel")
+def test_an_out_of_memory_error_names_the_allocations_and_what_helps():
     command = [sys.executable, "-c", textwrap.dedent(CHILD), "3"]
-    as_users_do = {**os.environ, "XLA_FLAGS": ""}  # tests may compile with less effort, which needs other memory
+    as_users_do = {
+        **os.environ,
+        "XLA_FLAGS": "",
+    }  # tests may compile with less optimisation, which needs another amount of memory
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, env=as_users_do)
     evaluated, trained = child.stdout.splitlines()
-    assert evaluated.startswith("OutOfMemoryError `eval_step` needs more memory than the device (cpu) has.")
-    assert trained.startswith("OutOfMemoryError `train_chunk` needs more memory than the device (cpu) has.")
-    for told in (evaluated, trained):
-        assert "parameters 1.2 kB, optimizer state 2.4 kB, " in told
-        assert "What helps: a smaller batch size;" in told and "`precision: bf16`" in told and "more devices" in told
-        assert "RESOURCE_EXHAUSTED: Out of memory allocating" in told
+    assert evaluated.startswith("OutOfMemoryError `eval_step`") and "(cpu)" in evaluated
+    assert trained.startswith("OutOfMemoryError `train_chunk`") and "(cpu)" in trained
+    for message in (evaluated, trained):
+        assert "parameters 1.2 kB, optimizer state 2.4 kB, " in message
+        assert "a smaller batch size;" in message and "`precision: bf16`" in message and "more devices" in message
+        assert "RESOURCE_EXHAUSTED: Out of memory allocating" in message
     assert "a batch of 16 examples 19.2 kB;" in evaluated and "`accumulate: 4`" not in evaluated
     assert "3 batches of 16 examples each 57.6 kB;" in trained and "`accumulate: 4`" in trained
     assert evaluated.endswith("This happened on batch 0 of epoch 1 of the 'val' data.")
@@ -81,54 +84,54 @@ def test_only_errors_of_memory_are_explained(prepared):
     _, state = prepared
     other = jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus")
     assert explain_oom(other, "train_step", state, BATCH) is other
-    told = explain_oom(REFUSED, "train_step", state, BATCH)
-    assert isinstance(told, OutOfMemoryError) and told.__cause__ is REFUSED
-    assert str(told).endswith("allocate 17.2GiB.")  # one line of what the device said
+    message = explain_oom(REFUSED, "train_step", state, BATCH)
+    assert isinstance(message, OutOfMemoryError) and message.__cause__ is REFUSED
+    assert str(message).endswith("allocate 17.2GiB.")  # the first line of the device error
 
 
 def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, prepared):
     program, state = prepared
 
-    def refuse(error):
+    def fail(error):
         def run(*args):
             raise error
 
         monkeypatch.setattr(RecompileGuard, "__call__", run)
 
-    refuse(REFUSED)
+    fail(REFUSED)
     with pytest.raises(OutOfMemoryError, match="a batch of 8 examples 160 B"):
         program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
-    refuse(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
+    fail(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
     assert caught.value is other
 
 
-def test_what_is_shared_by_devices_is_counted_once_per_device(prepared):
+def test_sharded_arrays_are_counted_per_device(prepared):
     _, state = prepared
     layout = Layout(mesh=make_mesh(devices=jax.devices()[:4]))
     batch = layout.place({"x": np.ones((16, 100), np.float32)}, stacked=False)
     state = jax.device_put(state, layout.replicated)
-    told = str(explain_oom(REFUSED, "train_step", state, batch))
-    assert "on each device: " in told and "a batch of 16 examples 1.6 kB;" in told
+    message = str(explain_oom(REFUSED, "train_step", state, batch))
+    assert "on each device: " in message and "a batch of 16 examples 1.6 kB;" in message
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_user_code_asks_for_in_vain_is_explained_with_and_without_compiling(prepared, debug):
-    def refuse(*args, **kwargs):
+def test_an_error_in_user_code_is_explained_with_and_without_compilation(prepared, debug):
+    def fail(*args, **kwargs):
         raise REFUSED
 
-    program = compile_program(function_program(lambda key, batch: jnp.zeros(4), refuse, optax.adam(0.1)), debug=debug)
+    program = compile_program(function_program(lambda key, batch: jnp.zeros(4), fail, optax.adam(0.1)), debug=debug)
     with pytest.raises(OutOfMemoryError, match="`train_step` .* parameters 16 B, optimizer state 36 B, a batch of 8"):
         program.flat_train_step(FlatState.of(prepared[1]), jnp.zeros(1), BATCH)
 
 
-def test_a_first_state_that_does_not_fit_is_told_with_its_size():
+def test_an_initial_state_that_does_not_fit_is_an_error_with_its_size():
     program = compile_program(function_program(lambda key, batch: jnp.zeros(10**15), mean_loss, optax.adam(0.1)))
-    with pytest.raises(OutOfMemoryError, match="`init` .* parameters 4 PB, optimizer state 8 PB; .*bf16_full"):
+    with pytest.raises(OutOfMemoryError, match="`init` .* parameters 4 PB, optimizer state 8 PB.*bf16_full"):
         program.init(jax.random.key(0), BATCH)
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (3e15, "3 PB")])
-def test_bytes_are_told_in_the_unit_that_fits(count, words):
-    assert readable_bytes(count) == words
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (3e15, "3 PB")])
+def test_bytes_have_a_readable_unit(count, text):
+    assert readable_bytes(count) == text

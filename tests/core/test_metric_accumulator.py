@@ -30,15 +30,15 @@ def column(mode: LogMetricMode, values: Any, weights: Any = None) -> Column:
     return Column(mode, LogFreq.ANY, LogMode.ANY, values, weights)
 
 
-def metered(windows: Iterator[Columns] | list[Columns]) -> dict[str, Any]:
-    meter = MetricAccumulator()
+def accumulated(windows: Iterator[Columns] | list[Columns]) -> dict[str, Any]:
+    accumulator = MetricAccumulator()
     for window in windows:
-        meter.add(window)
-    return meter.compute()
+        accumulator.add(window)
+    return accumulator.compute()
 
 
 def oracle(mode: LogMetricMode, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """What the docs say, over all steps at once."""
+    """The documented aggregation, over all steps at once."""
     values, weights = values[weights > 0], weights[weights > 0]
     mean = np.average(values, axis=0, weights=weights)
     return {
@@ -64,7 +64,7 @@ def runs(draw: st.DrawFn) -> Run:
 @settings(deadline=None, max_examples=50)
 @given(run=runs())
 def test_every_mode_agrees_with_numpy_however_the_steps_are_cut_into_windows(mode, run):
-    found = metered(run.windows(mode))["m"]
+    found = accumulated(run.windows(mode))["m"]
     scale = np.abs(run.values).max()
     np.testing.assert_allclose(found, oracle(mode, run.values, run.weights), rtol=1e-6, atol=1e-9 * scale)
 
@@ -79,13 +79,13 @@ def test_concat_keeps_every_value_bit_for_bit_and_in_order(sizes, cuts, width):
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(size, *width)).astype(np.float32) for size in sizes]
     run = Run(values, np.ones(len(sizes)), sorted(min(cut, len(sizes)) for cut in cuts))
-    found = metered(run.windows(LogMetricMode.CONCAT))["m"]
+    found = accumulated(run.windows(LogMetricMode.CONCAT))["m"]
     np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
 
 
 def test_concat_takes_scalars():
     values = [np.float32(1.5), np.float32(2.5)]
-    np.testing.assert_array_equal(metered([{"m": column(LogMetricMode.CONCAT, values)}])["m"], [1.5, 2.5])
+    np.testing.assert_array_equal(accumulated([{"m": column(LogMetricMode.CONCAT, values)}])["m"], [1.5, 2.5])
 
 
 @settings(deadline=None, max_examples=20)
@@ -93,7 +93,7 @@ def test_concat_takes_scalars():
 def test_std_stays_accurate_when_the_spread_is_tiny_against_the_mean(seed, cuts, mean):
     rng = np.random.default_rng(seed)
     run = Run(mean + 1e-2 * rng.normal(size=500), rng.integers(1, 64, 500).astype(np.float64), sorted(cuts))
-    found = metered(run.windows(LogMetricMode.STD))["m"]
+    found = accumulated(run.windows(LogMetricMode.STD))["m"]
     np.testing.assert_allclose(found, oracle(LogMetricMode.STD, run.values, run.weights), rtol=1e-6)
 
 
@@ -101,24 +101,24 @@ def test_std_stays_accurate_when_the_spread_is_tiny_against_the_mean(seed, cuts,
     ("mode", "values", "expected"),
     [(LogMetricMode.MAX, [-3.0, -2.0, -5.0], -2.0), (LogMetricMode.MIN, [3.0, 2.0, 5.0], 2.0)],
 )
-def test_no_start_value_shines_through(mode, values, expected):
-    assert metered(Run(np.array(values), np.ones(3), [1]).windows(mode)) == {"m": expected}
+def test_no_initial_value_affects_the_result(mode, values, expected):
+    assert accumulated(Run(np.array(values), np.ones(3), [1]).windows(mode)) == {"m": expected}
 
 
 @pytest.mark.parametrize("mode", LogMetricMode)
 def test_a_second_epoch_starts_fresh(mode):
-    meter = MetricAccumulator()
-    meter.add({"m": column(mode, np.array([100.0, -100.0]))})
-    meter.compute()
-    meter.add({"m": column(mode, np.array([2.0, 2.0]))})
+    accumulator = MetricAccumulator()
+    accumulator.add({"m": column(mode, np.array([100.0, -100.0]))})
+    accumulator.compute()
+    accumulator.add({"m": column(mode, np.array([2.0, 2.0]))})
     expected = {LogMetricMode.SUM: 4.0, LogMetricMode.STD: 0.0}.get(mode, 2.0)
-    np.testing.assert_array_equal(np.unique(meter.compute()["m"]), [expected])
-    assert meter.compute() == {}
+    np.testing.assert_array_equal(np.unique(accumulator.compute()["m"]), [expected])
+    assert accumulator.compute() == {}
 
 
 @pytest.mark.parametrize("mode", LogMetricMode)
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=str)
-def test_a_step_of_weight_0_is_left_out_even_if_it_is_nan(mode, cuts):
+def test_a_step_of_weight_0_is_excluded_even_if_it_is_nan(mode, cuts):
     run = Run(np.array([1.0, np.nan, 3.0]), np.array([2.0, 0.0, 2.0]), cuts)
     expected = {
         LogMetricMode.MEAN: 2.0,
@@ -129,41 +129,41 @@ def test_a_step_of_weight_0_is_left_out_even_if_it_is_nan(mode, cuts):
         LogMetricMode.SINGLE: 3.0,
         LogMetricMode.CONCAT: [1.0, 3.0],
     }[mode]
-    np.testing.assert_array_equal(metered(run.windows(mode))["m"], expected)
+    np.testing.assert_array_equal(accumulated(run.windows(mode))["m"], expected)
 
 
-def test_single_is_the_last_step_that_had_something_to_say():
+def test_single_is_the_last_step_with_a_positive_weight():
     run = Run(np.array([1.0, 2.0, np.nan]), np.array([1.0, 1.0, 0.0]), [2])
-    assert metered(run.windows(LogMetricMode.SINGLE)) == {"m": 2.0}
+    assert accumulated(run.windows(LogMetricMode.SINGLE)) == {"m": 2.0}
 
 
 @pytest.mark.parametrize("mode", LogMetricMode)
-def test_a_metric_no_step_had_anything_to_say_about_is_absent(mode):
-    assert metered([{"m": column(mode, np.array([np.nan, np.nan]), [0, 0])}]) == {}
+def test_a_metric_of_weight_0_in_all_steps_is_absent(mode):
+    assert accumulated([{"m": column(mode, np.array([np.nan, np.nan]), [0, 0])}]) == {}
 
 
-def test_a_nan_that_counts_is_seen():
-    assert np.isnan(metered([{"m": column(LogMetricMode.MEAN, np.array([1.0, np.nan]))}])["m"])
+def test_a_nan_of_positive_weight_shows():
+    assert np.isnan(accumulated([{"m": column(LogMetricMode.MEAN, np.array([1.0, np.nan]))}])["m"])
 
 
 @pytest.mark.parametrize("mode", FOLDED)
 def test_a_scalar_metric_comes_out_as_a_float_and_a_vector_as_an_array(mode):
     columns = {"scalar": column(mode, np.ones(2)), "vector": column(mode, np.ones((2, 3)))}
-    found = metered([columns])
+    found = accumulated([columns])
     assert type(found["scalar"]) is float
     assert found["vector"].shape == (3,)
 
 
-def test_each_metric_counts_with_its_own_weights():
+def test_each_metric_has_its_own_weights():
     mean = LogMetricMode.MEAN
     values = np.array([0.0, 1.0])
     columns = {"even": column(mean, values), "skewed": column(mean, values, [1, 3])}
-    assert metered([columns]) == {"even": 0.5, "skewed": 0.75}
+    assert accumulated([columns]) == {"even": 0.5, "skewed": 0.75}
 
 
-def test_a_metric_that_joins_late_counts_from_there():
+def test_a_metric_that_appears_late_is_averaged_from_there():
     a, b = column(LogMetricMode.MEAN, np.array([1.0])), column(LogMetricMode.MEAN, np.array([5.0]))
-    assert metered([{"a": a}, {"a": b, "b": b}]) == {"a": 3.0, "b": 5.0}
+    assert accumulated([{"a": a}, {"a": b, "b": b}]) == {"a": 3.0, "b": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_reported_in_picks_by_phase_and_frequency(phase, freqs, names):
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_an_infinite_value_is_an_infinite_mean_in_any_window(cut):
-    values, meter = np.array([1.0, np.inf, 2.0]), MetricAccumulator()
+    values, accumulator = np.array([1.0, np.inf, 2.0]), MetricAccumulator()
     for part in (values[:cut], values[cut:]):
-        meter.add({"m": Column(LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY, part, np.ones(len(part)))})
-    assert meter.compute() == {"m": np.inf}
+        accumulator.add({"m": Column(LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY, part, np.ones(len(part)))})
+    assert accumulator.compute() == {"m": np.inf}
 
 
 ANY_FLOAT = st.floats() | st.sampled_from([0.0, -0.0, 1e308, -1e308, np.inf])
@@ -208,7 +208,7 @@ def wild_runs(draw: st.DrawFn) -> Run:
 
 def bits(value: Any) -> bytes:
     found = np.array(value, np.float64)
-    found[np.isnan(found)] = np.nan  # there are many kinds of it, and all are written alike
+    found[np.isnan(found)] = np.nan  # there are many bit patterns of nan
     return found.tobytes()
 
 
@@ -216,19 +216,19 @@ def bits(value: Any) -> bytes:
 @settings(deadline=None, max_examples=40)
 @given(run=wild_runs())
 def test_wherever_it_is_cut_saved_and_loaded_the_result_has_the_same_bits(mode, run):
-    meter = MetricAccumulator()
+    accumulator = MetricAccumulator()
     for window in run.windows(mode):
-        meter.add(window)
-        kept, meter = meter.state(), MetricAccumulator()
-        meter.load(kept)
-    once = metered([{"m": column(mode, run.values, run.weights)}])
-    assert {name: bits(value) for name, value in meter.compute().items()} == {k: bits(v) for k, v in once.items()}
+        accumulator.add(window)
+        kept, accumulator = accumulator.state(), MetricAccumulator()
+        accumulator.load(kept)
+    once = accumulated([{"m": column(mode, run.values, run.weights)}])
+    assert {name: bits(value) for name, value in accumulator.compute().items()} == {k: bits(v) for k, v in once.items()}
 
 
 @pytest.mark.parametrize("mode", [LogMetricMode.MAX, LogMetricMode.MIN])
 def test_which_zero_is_larger_does_not_depend_on_the_windows(mode):
     values = np.where(np.random.default_rng(0).random(40) < 0.5, 0.0, -0.0)
-    found = {bits(metered(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
+    found = {bits(accumulated(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
     assert found == {bits(0.0)}
 
 
@@ -240,21 +240,21 @@ def test_steps_are_added_up_one_after_the_other(steps):
     for value, own in zip(values[1:], weights[1:], strict=True):
         total, weighted, weight = total + value, weighted + value * own, weight + own
     columns = {mode.value: column(mode, values, weights) for mode in (LogMetricMode.SUM, LogMetricMode.MEAN)}
-    assert metered([columns]) == {"sum": total, "mean": weighted / weight}
+    assert accumulated([columns]) == {"sum": total, "mean": weighted / weight}
 
 
 @pytest.mark.parametrize("mode", FOLDED)
 @pytest.mark.parametrize("shape", [(), (2, 2)])
 def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come(mode, shape):
-    meter, more = MetricAccumulator(), {"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])}
-    meter.add(more)
-    kept = meter.state()
+    accumulator, more = MetricAccumulator(), {"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])}
+    accumulator.add(more)
+    kept = accumulator.state()
     name, folded = kept["m"]
     parts = folded if isinstance(folded, tuple) else (folded,)
     before = [np.copy(part) for part in parts]
     assert name == mode.value
     assert all(type(part) is float or (part.shape == shape and part.base is None) for part in parts)
-    meter.add({"m": column(mode, -np.ones((5, *shape)))})
+    accumulator.add({"m": column(mode, -np.ones((5, *shape)))})
     np.testing.assert_equal(list(parts), before)
 
 
@@ -262,22 +262,22 @@ def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come(mode, s
 @pytest.mark.parametrize("sizes", [[2, 1], [0]])
 def test_concat_is_kept_as_one_array_of_its_own_type(dtype, sizes):
     values = [np.asarray(np.arange(3 * size).reshape(size, 3), dtype) for size in sizes]
-    meter, second = MetricAccumulator(), MetricAccumulator()
-    meter.add({"m": column(LogMetricMode.CONCAT, values)})
-    mode, (kept,) = meter.state()["m"]
+    accumulator, second = MetricAccumulator(), MetricAccumulator()
+    accumulator.add({"m": column(LogMetricMode.CONCAT, values)})
+    mode, (kept,) = accumulator.state()["m"]
     assert mode == "concat"
-    second.load(meter.state())
-    for found in (kept, second.compute()["m"], meter.compute()["m"]):
+    second.load(accumulator.state())
+    for found in (kept, second.compute()["m"], accumulator.compute()["m"]):
         np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
 
 
-def test_a_metric_that_is_folded_in_another_way_than_before_is_refused():
-    meter = MetricAccumulator()
-    meter.load({"loss": ("mean", (1.0, 2.0))})
-    with pytest.raises(ValueError, match="'loss' has the mode 'sum', and its earlier steps were folded as 'mean'"):
-        meter.add({"loss": column(LogMetricMode.SUM, np.ones(1))})
+def test_a_metric_with_another_mode_than_before_is_an_error():
+    accumulator = MetricAccumulator()
+    accumulator.load({"loss": ("mean", (1.0, 2.0))})
+    with pytest.raises(ValueError, match="'loss'.*'sum'.*'mean'"):
+        accumulator.add({"loss": column(LogMetricMode.SUM, np.ones(1))})
 
 
 def test_std_stays_accurate_when_the_first_step_is_far_from_all_others():
     values = np.concatenate([[1e6], 1 + 1e-3 * np.random.default_rng(0).normal(size=999)])
-    assert metered([{"m": column(LogMetricMode.STD, values)}])["m"] == pytest.approx(values.std(), rel=1e-9)
+    assert accumulated([{"m": column(LogMetricMode.STD, values)}])["m"] == pytest.approx(values.std(), rel=1e-9)

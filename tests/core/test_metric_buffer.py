@@ -18,7 +18,7 @@ from jax_trainer.core import (
 from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, rows_written
 
 
-def through_the_tape(value: Any, **options: Any) -> Column:
+def through_the_buffer(value: Any, **options: Any) -> Column:
     """The column of a metric that one step reported."""
     metrics = as_metrics({"m": {"value": value, **options}}, weight=3)
     fmt = MetricBufferFormat.of(metrics)
@@ -29,7 +29,7 @@ def through_the_tape(value: Any, **options: Any) -> Column:
 @settings(deadline=None, max_examples=30)
 @given(value=st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([2**31 - 1, -(2**31), 2**24 + 1, 0])))
 def test_integers_come_back_exactly(value):
-    assert through_the_tape(jnp.int32(value)).values == [value]
+    assert through_the_buffer(jnp.int32(value)).values == [value]
 
 
 @pytest.mark.parametrize(
@@ -47,45 +47,45 @@ def test_integers_come_back_exactly(value):
 )
 def test_every_type_comes_back_exactly(dtype, numbers):
     value = jnp.asarray(numbers, dtype)
-    np.testing.assert_array_equal(through_the_tape(value).values, np.asarray(value).astype(np.float64)[None])
+    np.testing.assert_array_equal(through_the_buffer(value).values, np.asarray(value).astype(np.float64)[None])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_comes_back(value):
-    np.testing.assert_array_equal(through_the_tape(value).values, [value])
+    np.testing.assert_array_equal(through_the_buffer(value).values, [value])
 
 
 def test_a_metric_comes_back_with_its_options_and_weight():
-    plain = through_the_tape(1.0)
+    plain = through_the_buffer(1.0)
     assert (plain.mode, plain.log_freq, plain.log_mode) == (LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY)
     assert plain.weights == [3]
-    other = through_the_tape(1.0, mode="max", log_freq="epoch", log_mode="train", count=0.5)
+    other = through_the_buffer(1.0, mode="max", log_freq="epoch", log_mode="train", count=0.5)
     assert (other.mode, other.log_freq, other.log_mode) == (LogMetricMode.MAX, LogFreq.EPOCH, LogMode.TRAIN)
     assert other.weights == [0.5]
 
 
 @pytest.mark.parametrize("shape", [(LARGEST_IN_BUFFER + 1,), (3, LARGEST_IN_BUFFER)], ids=str)
-def test_a_large_metric_stays_off_the_tape_and_comes_back(shape):
+def test_a_large_metric_is_returned_outside_the_buffer(shape):
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     fmt = MetricBufferFormat.of(as_metrics({"m": value}, 1))
     assert fmt.off_buffer == ("m",)
     assert fmt.width == MetricBufferFormat.of(as_metrics({}, 1)).width
-    np.testing.assert_array_equal(through_the_tape(value).values, value[None])
+    np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
 
 
 @pytest.mark.parametrize("shape", [(), (LARGEST_IN_BUFFER,), (8, 8)], ids=str)
-def test_a_small_metric_lies_on_the_tape(shape):
+def test_a_small_metric_is_in_the_buffer(shape):
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     assert MetricBufferFormat.of(as_metrics({"m": value}, 1)).off_buffer == ()
-    np.testing.assert_array_equal(through_the_tape(value).values, value[None])
+    np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
 
 
-def test_concat_stays_off_the_tape_whatever_its_size():
+def test_concat_is_outside_the_buffer_whatever_its_size():
     metrics = as_metrics({"m": {"value": jnp.ones(2), "mode": "concat"}}, 1)
     assert MetricBufferFormat.of(metrics).off_buffer == ("m",)
 
 
-def test_the_tape_keeps_the_last_steps_and_counts_them_all():
+def test_the_buffer_keeps_the_last_steps_and_counts_all():
     fmt = MetricBufferFormat.of(as_metrics({"m": 0}, 1))
     buffer = fmt.blank(3)
     for step in range(1, 6):
@@ -107,7 +107,7 @@ def test_the_tape_keeps_the_last_steps_and_counts_them_all():
     ],
     ids=["other name", "one less", "other shape", "other dtype", "other mode"],
 )
-def test_changed_metrics_are_refused_by_name(changed, old, new):
+def test_changed_metrics_are_an_error_that_names_them(changed, old, new):
     fmt = MetricBufferFormat.of(as_metrics({"loss": 1.0, "acc": 1.0}, 1))
     with pytest.raises(ValueError, match=f"from .*{old}.* to .*{new}"):
         fmt.append(fmt.blank(2), as_metrics(changed, 1))

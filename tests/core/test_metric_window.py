@@ -55,7 +55,7 @@ def test_rows_split_after_a_step(after):
 
 
 class Writer:
-    """Writes steps whose metrics are their own numbers, and reads what is ready after every dispatch."""
+    """Writes steps whose metrics are the step number, and reads ready windows after every dispatch."""
 
     def __init__(self, every: int, lag: int, length: int = 16, adapts: bool = False) -> None:
         metrics = self._metrics(0)
@@ -74,7 +74,7 @@ class Writer:
             blocks.append(loose)
         # a chunk is padded to its full length
         loose = jax.tree.map(lambda *x: jnp.stack([*x, x[-1] * 0]), *blocks) if stacked else blocks[0]
-        self.reader.wrote(self._buffer, loose, first + steps - 1, steps, stacked=stacked)
+        self.reader.record(self._buffer, loose, first + steps - 1, steps, stacked=stacked)
         return list(self.reader.ready())
 
 
@@ -85,7 +85,7 @@ def spans(windows: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("seconds", "sizes"), [(0.001, [1, 2, 4, 8, 16, 19, 50]), (0.3, [1, 2, 3, 3, 3, 3]), (5.0, [1, 2, 1, 1, 1, 1])]
 )
-def test_numbers_of_slow_steps_arrive_about_every_second(monkeypatch, seconds, sizes):
+def test_metrics_of_slow_steps_arrive_about_every_second(monkeypatch, seconds, sizes):
     now = [0.0]
     monkeypatch.setattr("jax_trainer.core.metric_window.time", SimpleNamespace(perf_counter=lambda: now[0]))
     writer, windows = Writer(every=50, lag=0, length=64, adapts=True), []
@@ -98,7 +98,7 @@ def test_numbers_of_slow_steps_arrive_about_every_second(monkeypatch, seconds, s
     )
 
 
-def test_what_is_read_at_once_comes_in_windows_that_end_at_multiples():
+def test_flushed_windows_end_at_multiples():
     writer = Writer(every=10, lag=99, length=64, adapts=True)
     for step in range(1, 16):
         assert not writer.dispatch(step)
@@ -114,7 +114,7 @@ def test_windows_end_at_multiples_of_every():
     assert found == [(1, 3), (4, 6)]
 
 
-def test_a_run_that_goes_on_closes_its_first_window_at_the_next_multiple():
+def test_a_resumed_run_closes_its_first_window_at_the_next_multiple():
     writer = Writer(every=5, lag=0)
     assert [span for step in range(8, 16) for span in spans(writer.dispatch(step))] == [(8, 10), (11, 15)]
 
@@ -126,7 +126,7 @@ def test_a_window_is_read_some_dispatches_after_it_closed(lag):
     assert ready.index([(1, 2)]) + 1 == 2 + lag
 
 
-def test_flush_hands_out_the_rest_in_order_and_then_nothing():
+def test_flush_returns_the_rest_in_order_and_then_nothing():
     writer = Writer(every=2, lag=100)
     for step in range(1, 6):
         assert writer.dispatch(step) == []
@@ -134,7 +134,7 @@ def test_flush_hands_out_the_rest_in_order_and_then_nothing():
     assert spans(writer.reader.flush()) == []
 
 
-def test_values_off_the_tape_stay_with_their_steps_stacked_or_not():
+def test_values_outside_the_buffer_belong_to_their_steps_stacked_or_not():
     writer = Writer(every=4, lag=0)
     writer.dispatch(1)
     (rows,) = writer.dispatch(2, steps=3, stacked=True)
@@ -189,15 +189,15 @@ def test_an_epoch_of_ragged_batches_agrees_with_numpy_whatever_the_window(sizes,
     rng = np.random.default_rng(seed)
     batches = [jnp.asarray(rng.normal(scale=100, size=size), VALUE_DTYPES[dtype]) for size in sizes]
     fmt = appending(sizes[0], dtype)[0]
-    buffer, reader, meter = fmt.blank(16), MetricReader(fmt, every, lag), WindowAccumulator(LogMode.TRAIN)
+    buffer, reader, accumulator = fmt.blank(16), MetricReader(fmt, every, lag), WindowAccumulator(LogMode.TRAIN)
     for step, batch in enumerate(batches, start=1):
         buffer, loose = appending(len(batch), dtype)[1](buffer, batch)
-        reader.wrote(buffer, loose, step, 1, stacked=False)
+        reader.record(buffer, loose, step, 1, stacked=False)
         for rows in reader.ready():
-            meter.add(rows)
+            accumulator.add(rows)
     for rows in reader.flush():
-        meter.add(rows)
-    found = meter.compute()
+        accumulator.add(rows)
+    found = accumulator.compute()
     means = np.array([np.asarray(report(batch).by_name["mean"].value, np.float64) for batch in batches])
     np.testing.assert_array_equal(found.pop("concat"), np.concatenate(batches), strict=True)
     for name, expected in oracle(means, np.array(sizes)).items():
@@ -221,13 +221,13 @@ def test_a_compiled_program_reports_epoch_means_over_all_examples(every):
     batches = list(ragged_batches((8, 8, 5, 8, 3)))
     state = compiled.init(jax.random.key(0), batches[0])
     fmt, buffer = compiled.train_buffer(state, batches[0], every)
-    reader, meter = MetricReader(fmt, every, lag=2), WindowAccumulator(LogMode.TRAIN)
+    reader, accumulator = MetricReader(fmt, every, lag=2), WindowAccumulator(LogMode.TRAIN)
     for step, batch in enumerate(batches, start=1):
         state, buffer, (loose, _) = compiled.train_step(state, buffer, batch)
-        reader.wrote(buffer, loose, step, 1, stacked=False)
+        reader.record(buffer, loose, step, 1, stacked=False)
     for rows in reader.flush():
-        meter.add(rows)
-    found = meter.compute()
+        accumulator.add(rows)
+    found = accumulator.compute()
     x = np.concatenate([batch["x"] for batch in batches])
     squares = x.astype(np.float64).sum(-1) ** 2
     assert_close([found["loss"], found["big"]], [squares.mean(), (squares > 10).mean()], rtol=1e-6, atol=0)
@@ -248,63 +248,63 @@ def test_a_long_epoch_has_the_same_bits_whatever_the_windows_it_arrives_in():
         words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
     found = []
     for window in (1, 8, 50, 5000, len(values)):
-        meter = WindowAccumulator(LogMode.TRAIN)
+        accumulator = WindowAccumulator(LogMode.TRAIN)
         for start in range(0, len(values), window):
-            meter.add(MetricWindow(start + 1, fmt, words[start : start + window]))
-            if window > 8:  # a run that is interrupted after every window
-                kept, meter = meter.state(), WindowAccumulator(LogMode.TRAIN)
-                meter.load(kept)
-        found.append(meter.compute())
+            accumulator.add(MetricWindow(start + 1, fmt, words[start : start + window]))
+            if window > 8:  # a run that is interrupted and resumed after every window
+                kept, accumulator = accumulator.state(), WindowAccumulator(LogMode.TRAIN)
+                accumulator.load(kept)
+        found.append(accumulator.compute())
     assert found[1:] == found[:-1]
     assert found[0] == pytest.approx({"m": values.mean(dtype=np.float64), "spread": values.std(dtype=np.float64)})
 
 
 def test_a_long_epoch_is_folded_in_parts_and_comes_out_the_same():
     rows = numbered_rows(7)
-    many, meter = -(-3 * FOLD_AFTER // 7), WindowAccumulator(LogMode.TRAIN)
+    many, accumulator = -(-3 * FOLD_AFTER // 7), WindowAccumulator(LogMode.TRAIN)
     for _ in range(many):
-        meter.add(rows)
-    found = meter.compute()
+        accumulator.add(rows)
+    found = accumulator.compute()
     once = np.arange(1, 8)
     assert found["mean"] == pytest.approx(np.average(once, weights=10 * once), rel=1e-12)
     assert len(found["concat"]) == 7 * many
-    assert meter.compute() == {}
+    assert accumulator.compute() == {}
 
 
-def test_a_meter_over_rows_hears_only_its_phase_and_frequency():
+def test_a_window_accumulator_uses_only_its_phase_and_frequency():
     metrics = as_metrics(
         {"step": {"value": 1, "log_freq": "step"}, "epoch": {"value": 2, "log_freq": "epoch"}, "any": 3}, weight=1
     )
     fmt = MetricBufferFormat.of(metrics)
     rows = MetricWindow(1, fmt, np.asarray(fmt.append(fmt.blank(1), metrics)[0]))
-    meter = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
-    meter.add(rows)
-    assert meter.compute() == {"epoch": 2.0, "any": 3.0}
+    accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
+    accumulator.add(rows)
+    assert accumulator.compute() == {"epoch": 2.0, "any": 3.0}
 
 
-def test_a_state_is_all_that_was_taken_in_and_loading_one_forgets_the_rest():
-    meter, other = WindowAccumulator(LogMode.TRAIN), WindowAccumulator(LogMode.TRAIN)
-    assert meter.state() == {}
-    meter.add(numbered_rows(3))
+def test_a_state_has_all_steps_and_loading_one_discards_the_others():
+    accumulator, other = WindowAccumulator(LogMode.TRAIN), WindowAccumulator(LogMode.TRAIN)
+    assert accumulator.state() == {}
+    accumulator.add(numbered_rows(3))
     other.add(numbered_rows(2, first=50))
-    other.load(meter.state())
-    for each in (meter, other):
+    other.load(accumulator.state())
+    for each in (accumulator, other):
         each.add(numbered_rows(4, first=4))
-    found, expected = other.compute(), meter.compute()
+    found, expected = other.compute(), accumulator.compute()
     np.testing.assert_array_equal(found.pop("concat"), [1, 2, 3, 4, 5, 6, 7])
     expected.pop("concat")
     assert found == expected == {"mean": np.average(np.arange(1, 8), weights=np.arange(1, 8))}
 
 
-def test_large_arrays_do_not_pile_up(monkeypatch):
+def test_large_arrays_do_not_accumulate(monkeypatch):
     monkeypatch.setattr("jax_trainer.core.metric_window.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
     metrics = as_metrics({"big": np.ones(LARGEST_IN_BUFFER + 1, np.float32)}, 1)
-    fmt, meter = MetricBufferFormat.of(metrics), WindowAccumulator(LogMode.TRAIN)
+    fmt, accumulator = MetricBufferFormat.of(metrics), WindowAccumulator(LogMode.TRAIN)
     words, seen = np.asarray(fmt.append(fmt.blank(1), metrics)[0]), []
     for step in range(1, 9):
         array = np.full(LARGEST_IN_BUFFER + 1, step, np.float32)
         seen.append(weakref.ref(array))
-        meter.add(MetricWindow(step, fmt, words, ({"big": array},)))
+        accumulator.add(MetricWindow(step, fmt, words, ({"big": array},)))
         del array
     assert [there() is not None for there in seen] == [False] * 6 + [True] * 2
-    np.testing.assert_array_equal(meter.compute()["big"], np.full(LARGEST_IN_BUFFER + 1, 4.5))
+    np.testing.assert_array_equal(accumulator.compute()["big"], np.full(LARGEST_IN_BUFFER + 1, 4.5))

@@ -8,16 +8,16 @@ import pytest
 from jax_trainer.core.output import ERR, SafeStream, reserve_standard_streams, safe_console
 
 
-def test_what_cannot_be_written_is_left_out_and_remembered():
+def test_a_failed_write_is_dropped_and_recorded():
     with open("/dev/full", "w") as full:
         stream = SafeStream(lambda: full)
         assert stream.write("text") == 4
-        full.flush()  # nothing stays behind that would fail now
+        full.flush()  # the buffer is empty, so this does not fail
         assert isinstance(stream.failure, OSError)
         assert stream.failure.errno == errno.ENOSPC
 
 
-def test_a_reader_that_left_is_no_error():
+def test_a_broken_pipe_is_no_error():
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as pipe:
@@ -27,7 +27,7 @@ def test_a_reader_that_left_is_no_error():
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_stream_that_is_closed_or_was_never_there_is_no_error(closed, tmp_path):
+def test_a_closed_or_missing_stream_is_no_error(closed, tmp_path):
     file = (tmp_path / "file").open("w") if closed else None
     if file is not None:
         file.close()
@@ -38,7 +38,7 @@ def test_a_stream_that_is_closed_or_was_never_there_is_no_error(closed, tmp_path
     assert (stream.failure is not None) == closed
 
 
-def test_it_writes_to_what_is_standard_error_now(monkeypatch):
+def test_it_writes_to_the_current_standard_error(monkeypatch):
     captured = io.StringIO()
     monkeypatch.setattr(sys, "stderr", captured)
     ERR.write("one ")
@@ -47,7 +47,7 @@ def test_it_writes_to_what_is_standard_error_now(monkeypatch):
 
 
 class Notebook(io.StringIO):
-    """As in ipykernel: the number is that of what the kernel was started with."""
+    """As in ipykernel: the descriptor is that of the server's output."""
 
     def fileno(self) -> int:
         return self.server
@@ -55,7 +55,7 @@ class Notebook(io.StringIO):
     server: int
 
 
-def test_what_is_shown_in_a_notebook_does_not_go_to_the_log_of_its_server(tmp_path):
+def test_notebook_output_does_not_go_to_the_log_of_its_server(tmp_path):
     with (tmp_path / "server").open("w") as server:
         notebook = Notebook()
         notebook.server = server.fileno()
@@ -63,13 +63,13 @@ def test_what_is_shown_in_a_notebook_does_not_go_to_the_log_of_its_server(tmp_pa
     assert (notebook.getvalue(), (tmp_path / "server").read_text()) == ("a line", "")
 
 
-def test_letters_that_a_stream_does_not_know_are_replaced(tmp_path):
+def test_characters_that_cannot_be_encoded_are_replaced(tmp_path):
     with (tmp_path / "file").open("w", encoding="ascii") as file:
         SafeStream(lambda: file).write("━ done\n")
     assert (tmp_path / "file").read_text() == "? done\n"
 
 
-def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed(tmp_path):
+def test_no_file_gets_the_descriptor_of_a_closed_standard_stream(tmp_path):
     kept = os.dup(0)
     try:
         os.close(0)

@@ -1,4 +1,4 @@
-"""Which axes feed which process; that real processes do so is looked at in tests/engine/test_lockstep.py."""
+"""The axes along which processes place their rows; tests/engine/test_lockstep.py uses real processes."""
 
 import jax
 import numpy as np
@@ -33,22 +33,22 @@ def owners(processes: int, *sizes: int) -> np.ndarray:
         (np.array([0, 0, 0, 1]).reshape(4, 1, 1), None),  # not equally many
     ],
 )
-def test_rows_are_split_so_that_each_process_holds_what_it_fed(found, axes):
+def test_rows_are_sharded_so_that_each_process_holds_its_own_part(found, axes):
     assert placement_axes(found, NAMES, BATCH) == axes
 
 
-def test_one_process_places_batches_as_it_always_did():
+def test_one_process_needs_no_batch_placement():
     layout = Layout(mesh=Mesh(np.array(jax.devices()[:4]), ("data",)))
     assert layout.batch_placement is None
-    for whole in (False, True):
-        placed = layout.place({"x": np.arange(8)}, whole=whole)["x"]
+    for replicated in (False, True):
+        placed = layout.place({"x": np.arange(8)}, replicated=replicated)["x"]
         assert [shard.data.tolist() for shard in placed.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     np.testing.assert_array_equal(all_rows({"x": placed})["x"], np.arange(8))
 
 
-def test_arrays_of_different_lengths_are_no_part_of_a_batch():
-    feeding = BatchPlacement(Mesh(np.array(jax.devices()[:2]), ("data",)), ("data",))
-    assert feeding.rows_of({"x": np.zeros((3, 4)), "heat": 1.0}, stacked=False) == 3
-    assert feeding.rows_of({"x": np.zeros((3, 4)), "heat": np.zeros(3)}, stacked=True) == 4
+def test_arrays_of_different_lengths_are_an_error():
+    placement = BatchPlacement(Mesh(np.array(jax.devices()[:2]), ("data",)), ("data",))
+    assert placement.rows_of({"x": np.zeros((3, 4)), "heat": 1.0}, stacked=False) == 3
+    assert placement.rows_of({"x": np.zeros((3, 4)), "heat": np.zeros(3)}, stacked=True) == 4
     with pytest.raises(LayoutError, match=r"leading sizes \{'x': 3, 'y': 2\}"):
-        feeding.rows_of({"x": np.zeros(3), "y": np.zeros(2)}, stacked=False)
+        placement.rows_of({"x": np.zeros(3), "y": np.zeros(2)}, stacked=False)

@@ -16,11 +16,11 @@ from jax_trainer.testing import assert_same_bits
         ("bf16_full", jnp.bfloat16, jnp.bfloat16),
     ],
 )
-def test_a_name_stands_for_three_types(name, param, compute):
+def test_a_name_stands_for_three_dtypes(name, param, compute):
     assert Precision.named(name) == Precision(param=param, compute=compute, output=jnp.float32)
 
 
-def test_a_precision_is_taken_as_it_is():
+def test_a_precision_is_returned_unchanged():
     mine = Precision(compute=jnp.float16)
     assert Precision.named(mine) is mine
 
@@ -39,12 +39,12 @@ def test_only_floats_are_cast():
     assert (cast["key"] is key, cast["python"], cast["text"]) == (True, 1.5, "max")
 
 
-def test_no_type_leaves_everything_as_it_is():
+def test_no_dtype_changes_nothing():
     tree = {"f": np.ones(2, np.float16)}
     assert cast_floats(tree, None) is tree
 
 
-def test_a_tree_takes_the_types_of_another():
+def test_a_tree_is_cast_to_the_dtypes_of_another():
     tree = {"a": jnp.ones(2, jnp.bfloat16), "b": 3}
     like = {"a": jnp.zeros(2, jnp.float32), "b": jnp.zeros((), jnp.int32)}
     assert_same_bits(cast_like(tree, like), {"a": jnp.ones(2, jnp.float32), "b": jnp.int32(3)})

@@ -32,7 +32,7 @@ def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
 
 
 class Run:
-    """A compiled regression with its state and tape."""
+    """A compiled regression with its state and metric buffer."""
 
     def __init__(self, batch: Any = None, **options: Any) -> None:
         batch = batch_of() if batch is None else batch
@@ -79,15 +79,15 @@ def test_a_number_of_steps_in_a_chunk_is_not_a_recompilation():
     assert int(run.state.step) == 6
 
 
-def test_another_length_warns_with_leaf_shapes_seconds_and_cure():
+def test_another_length_warns_with_leaf_shapes_seconds_and_fix():
     run = Run()
     run.step(batch_of(8))
-    told = r"`train_step`.*\(\d+\.\d s.*batch\.x changed from float32\[8,3\] to float32\[5,3\].*`drop_last=True`"
-    with pytest.warns(RecompileWarning, match=told):
+    message = r"`train_step`.*\(\d+\.\d s.*batch\.x changed from float32\[8,3\] to float32\[5,3\].*`drop_last=True`"
+    with pytest.warns(RecompileWarning, match=message):
         run.step(batch_of(5))
 
 
-def test_a_length_that_was_warned_of_is_silent_afterwards():
+def test_a_length_is_reported_once():
     run = Run()
     run.step(batch_of(8))
     with pytest.warns(RecompileWarning):
@@ -99,16 +99,16 @@ def test_a_length_that_was_warned_of_is_silent_afterwards():
 
 def test_at_most_three_recompilations_of_a_step_are_reported():
     run = Run()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for length in range(8, 2, -1):
             run.step(batch_of(length))
-    assert [warning.category for warning in told] == [RecompileWarning] * 3
-    assert "not reported" in str(told[-1].message)
+    assert [warning.category for warning in message] == [RecompileWarning] * 3
+    assert "not reported" in str(message[-1].message)
     assert compilations(run.compiled.flat_train_step) == 6
 
 
-def test_another_width_is_cured_by_padding():
+def test_the_fix_of_another_width_is_padding():
     run = Run({"x": np.ones((8, 3), np.float32), "z": np.ones((8, 4), np.float32)})
     run.step({"x": np.ones((8, 3), np.float32), "z": np.ones((8, 4), np.float32)})
     with pytest.warns(RecompileWarning, match=r"batch\.z changed from float32\[8,4\] to float32\[8,6\]\. Pad"):
@@ -126,8 +126,8 @@ def test_a_changed_static_value_is_named():
 def test_a_changed_weak_type_is_named():
     run = Run(batch_of(temperature=np.float32(2)))
     run.step(batch_of(temperature=np.float32(2)))
-    told = r"batch\.temperature changed from float32\[\] to float32\[\] \(weak type\)\. Wrap Python numbers"
-    with pytest.warns(RecompileWarning, match=told):
+    message = r"batch\.temperature changed from float32\[\] to float32\[\] \(weak type\)\. Wrap Python numbers"
+    with pytest.warns(RecompileWarning, match=message):
         run.step(batch_of(temperature=2.0))
 
 
@@ -135,8 +135,8 @@ def test_a_changed_placement_is_named():
     run = Run()
     run.step(batch_of())
     placed = {**batch_of(), "y": jax.device_put(batch_of()["y"], jax.devices()[0])}
-    told = r"batch\.y changed from float32\[8\] to float32\[8\] on 1 device\..*`layout`"
-    with pytest.warns(RecompileWarning, match=told):
+    message = r"batch\.y changed from float32\[8\] to float32\[8\] on 1 device\..*`layout`"
+    with pytest.warns(RecompileWarning, match=message):
         run.step(placed)
 
 
@@ -150,26 +150,26 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_batch_of_another_kind_is_refused_and_the_state_stays_usable(change):
-    batch, told = CHANGED[change]
+def test_a_batch_of_another_kind_is_an_error_and_the_state_stays_usable(change):
+    batch, message = CHANGED[change]
     run = Run()
     before = run.step(batch_of())
-    with pytest.raises(BatchChangedError, match=told):
+    with pytest.raises(BatchChangedError, match=message):
         run.step(batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert int(run.step(batch_of()).step) == 2
 
 
 @pytest.mark.parametrize("on_recompile", ["error", "ignore"])
-def test_a_batch_of_another_kind_is_refused_whatever_is_said_of_recompilation(on_recompile):
-    batch, told = CHANGED["dtype"]
+def test_a_batch_of_another_kind_is_an_error_whatever_on_recompile_is(on_recompile):
+    batch, message = CHANGED["dtype"]
     run = Run(on_recompile=on_recompile)
     run.step(batch_of())
-    with pytest.raises(BatchChangedError, match=told):
+    with pytest.raises(BatchChangedError, match=message):
         run.step(batch)
 
 
-def test_a_list_in_place_of_a_tuple_is_refused():
+def test_a_list_instead_of_a_tuple_is_an_error():
     x = np.ones((8, 3), np.float32)
     run = Run((x,))
     run.step((x,))
@@ -177,7 +177,7 @@ def test_a_list_in_place_of_a_tuple_is_refused():
         run.step([x])
 
 
-def test_evaluation_refuses_a_batch_of_another_kind():
+def test_evaluation_of_a_batch_of_another_kind_is_an_error():
     run = Run()
     run.evaluate(batch_of())
     with pytest.raises(BatchChangedError, match=r"batch\.z"):
@@ -203,21 +203,21 @@ def test_recompilation_can_be_ignored():
 
 
 @pytest.mark.parametrize("on_recompile", ["warn", "error"])
-def test_evaluation_takes_a_ragged_last_batch_silently(on_recompile):
+def test_a_smaller_last_batch_of_an_evaluation_is_not_reported(on_recompile):
     run = Run(on_recompile=on_recompile)
     for length in (8, 8, 5):
         run.evaluate(batch_of(length))
     assert compilations(run.compiled.flat_eval_step) == 2
 
 
-def test_evaluation_takes_a_ragged_last_batch_that_tells_its_size():
+def test_a_smaller_last_batch_with_a_size_is_not_reported():
     run = Run(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
     run.evaluate(Sized(np.ones((8, 3), np.float32), scale=1.0, size=8))
     run.evaluate(Sized(np.ones((5, 3), np.float32), scale=1.0, size=5))
-    assert compilations(run.compiled.flat_eval_step) == 2  # and nothing was said
+    assert compilations(run.compiled.flat_eval_step) == 2  # and no warning was raised
 
 
-def test_with_error_even_a_changed_place_leaves_the_state_alive(key):
+def test_with_error_a_changed_sharding_leaves_the_state_alive(key):
     batch = {name: array[:8] for name, array in numbered_data(8).items()}
     program = compile_program(tiny_program("linen"), on_recompile="error")
     state = program.init(key, batch)

@@ -11,15 +11,15 @@ def test_without_a_mesh_one_process_uses_one_device():
     assert resolve_layout(None) is None
 
 
-@pytest.mark.parametrize("given", [{"fsdp": 4}, make_mesh(fsdp=4)], ids=["sizes", "mesh"])
-def test_a_mesh_or_its_sizes_split_batches_and_parameters(given):
-    layout = resolve_layout(given, Partitioning(smallest=1))
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, make_mesh(fsdp=4)], ids=["sizes", "mesh"])
+def test_a_mesh_or_its_sizes_split_batches_and_parameters(mesh):
+    layout = resolve_layout(mesh, Partitioning(smallest=1))
     assert layout is not None
     assert layout.batch_axes == ("data", "fsdp")
     assert layout.param_specs({"w": jax.ShapeDtypeStruct((8, 4), "float32")}) == {"w": P("fsdp")}
 
 
-def test_a_layout_is_taken_as_it_is():
+def test_a_layout_is_returned_unchanged():
     layout = Layout(mesh=make_mesh(tensor=2))
     assert resolve_layout(layout, Partitioning(fsdp="off")) is layout
 
@@ -33,17 +33,17 @@ def test_the_shardings_of_model_and_data_are_a_layout():
     assert layout.param_specs(shapes) == {"w": P("fsdp"), "odd": P()}
 
 
-def test_sizes_with_other_names_are_refused():
+def test_sizes_with_other_names_are_an_error():
     with pytest.raises(LayoutError, match="axes data, fsdp, tensor, got 'model'"):
         resolve_layout({"model": 8})
 
 
-def test_sizes_that_mean_one_device_are_one_device(monkeypatch):
+def test_sizes_of_one_device_need_no_layout(monkeypatch):
     alone = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: alone)
     assert resolve_layout({"data": -1}) is None
 
 
-def test_anything_else_is_refused():
-    with pytest.raises(TypeError, match="a jax.sharding.Mesh, its sizes.*got a str"):
+def test_anything_else_is_an_error():
+    with pytest.raises(TypeError, match="`mesh`.*got a str"):
         resolve_layout("data")  # type: ignore[arg-type]

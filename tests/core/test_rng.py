@@ -10,19 +10,19 @@ NAMES = ("init", "train", "eval", "model", "dropout", "params", "noise")
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_a_key_comes_back_from_its_words(impl):
+def test_a_key_is_restored_from_its_data(impl):
     key = jax.random.key(3, impl=impl)
     assert key_data(key).dtype == jnp.uint32
     assert key_of(key_data(key)).dtype == key.dtype
     assert_same_bits(key_of(key_data(key)), key)
 
 
-def test_words_stay_as_they_are():
-    words = jax.random.PRNGKey(3)
-    assert_same_bits(key_data(words), words)
+def test_key_data_is_unchanged():
+    data = jax.random.PRNGKey(3)
+    assert_same_bits(key_data(data), data)
 
 
-def test_every_stream_has_a_key_of_its_own():
+def test_every_stream_has_its_own_key():
     key = jax.random.key(0)
     assert len({digest(key), *(digest(stream(key, name)) for name in NAMES)}) == len(NAMES) + 1
 

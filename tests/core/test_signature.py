@@ -40,7 +40,7 @@ def test_a_change_of_an_array_has_a_kind(new, kind):
     assert (change.path, change.kind) == ("batch.x", kind)
 
 
-def test_a_change_tells_both_sides():
+def test_a_change_names_both_sides():
     (change,) = found({"x": X}, {"x": np.zeros((2, 3), np.int32)})
     assert str(change) == "batch.x changed from float32[4,3] to int32[2,3]"
 
@@ -51,11 +51,11 @@ def test_a_python_number_in_place_of_an_array_is_a_change_of_weak_type():
     assert change.new == "float32[] (weak type)"
 
 
-def test_a_change_of_placement_tells_where():
+def test_a_change_of_sharding_names_the_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec("data")))
-    whole = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec()))
-    (change,) = found(split, whole)
+    replicated = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec()))
+    (change,) = found(split, replicated)
     assert change.kind == "sharding"
     assert change.old == f"float32[8] on 8 devices as {PartitionSpec('data')}"
     assert change.new == f"float32[8] on 8 devices as {PartitionSpec()}"
@@ -79,7 +79,7 @@ class Graph(flax.struct.PyTreeNode):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         ((X, X), [X, X], Change("batch", "tuple", "list", "structure")),
         ({"a": (X,)}, {"a": [X]}, Change("batch.a", "tuple", "list", "structure")),
@@ -87,21 +87,21 @@ class Graph(flax.struct.PyTreeNode):
     ],
     ids=["list", "nested list", "named tuple"],
 )
-def test_another_container_is_a_change_of_structure(old, new, told):
-    assert told in found(old, new)
+def test_another_container_is_a_change_of_structure(old, new, expected):
+    assert expected in found(old, new)
     assert {change.kind for change in found(old, new)} == {"structure"}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"kind": "tree"}, [Change("batch.kind", "'ring'", "'tree'", "static value")]),
         ({"size": 7}, [Change("batch.size", "1", "7", "static value")]),
     ],
 )
-def test_a_changed_static_value_is_named(change, told):
+def test_a_changed_static_value_is_named(change, expected):
     graph = Graph(nodes=X, kind="ring", edges=X)
-    assert found(graph, graph.replace(**change)) == told
+    assert found(graph, graph.replace(**change)) == expected
 
 
 def test_a_static_value_is_found_deep_inside():

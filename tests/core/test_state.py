@@ -61,14 +61,14 @@ def test_apply_gradients_is_one_optax_update():
     assert int(after.step) == 1
 
 
-def test_apply_gradients_replaces_the_collections_it_is_given_and_no_other():
+def test_apply_gradients_replaces_only_the_passed_collections():
     state = flax_state(batch_stats={"mean": jnp.zeros(2)}, cache={"k": jnp.ones(1)})
     after = state.apply_gradients(grads={"w": jnp.ones(3)}, batch_stats={"mean": jnp.ones(2)})
     assert_same_bits(after.batch_stats, {"mean": jnp.ones(2)})
     assert_same_bits(after.model_state["cache"], {"k": jnp.ones(1)})
 
 
-def test_plain_is_the_data_alone():
+def test_plain_has_the_data_only():
     state = flax_state(batch_stats={"mean": jnp.zeros(2)})
     plain = state.plain()
     assert type(plain) is TrainState
@@ -85,7 +85,7 @@ def test_a_copy_outlives_the_donated_original(flavour):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_the_key_comes_back_from_its_words(impl):
+def test_the_key_is_restored_from_its_data(impl):
     key = jax.random.key(7, impl=impl)
     state = new_state({}, {}, TX, key)
     assert jnp.issubdtype(state.rng.dtype, jnp.unsignedinteger)
@@ -94,7 +94,7 @@ def test_the_key_comes_back_from_its_words(impl):
     assert_same_bits(jax.random.normal(state.key, (3,)), jax.random.normal(key, (3,)))
 
 
-def test_a_key_of_the_old_kind_is_taken_too():
+def test_a_legacy_key_is_accepted_too():
     assert_same_bits(new_state({}, {}, TX, jax.random.PRNGKey(7)).key, jax.random.key(7))
 
 
@@ -104,10 +104,10 @@ def test_the_step_is_read_as_a_python_number():
     assert type(step_of(state)) is int
 
 
-def test_a_held_state_is_put_together_only_when_asked_and_once(key):
+def test_a_flat_state_is_unflattened_once_on_access(key):
     state = TrainState.create(apply_fn=len, params={"w": jnp.ones(3)}, tx=optax.adam(0.1)).plain()
-    held = FlatState.of(state)
-    again = FlatState(held.leaves, held.structure)
+    flat = FlatState.of(state)
+    again = FlatState(flat.leaves, flat.structure)
     assert_same_bits(again.state, state)
     assert again.state is again.state
 
@@ -123,7 +123,7 @@ def test_fields_of_the_state_are_fields_of_apply_gradients():
 
 
 @pytest.mark.parametrize("none", [None, {}])
-def test_a_model_without_statistics_may_be_given_none_and_has_none(none):
+def test_a_model_without_statistics_accepts_none_and_has_none(none):
     assert not flax_state().batch_stats
     state = flax_state(batch_stats=none)
     assert not state.batch_stats
@@ -133,7 +133,7 @@ def test_a_model_without_statistics_may_be_given_none_and_has_none(none):
 
 
 @pytest.mark.parametrize(("field", "value"), [("batch_stat", {"mean": jnp.ones(2)}), ("batch_stats", None)])
-def test_what_is_no_field_and_no_collection_is_refused_by_name(field, value):
+def test_an_unknown_field_is_an_error_that_names_it(field, value):
     state = flax_state(batch_stats={"mean": jnp.zeros(2)})
     with pytest.raises(TypeError, match=rf"`{field}\b.*"):
         state.apply_gradients(grads={"w": jnp.ones(3)}, **{field: value})

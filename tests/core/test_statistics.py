@@ -70,7 +70,7 @@ def test_gradients_are_those_before_clipping():
     )
 
 
-def test_they_are_reported_in_training_only():
+def test_statistics_are_logged_in_training_only():
     for name, metric in one_step()[1].metrics.by_name.items():
         assert name == "loss" or metric.log_mode is LogMode.TRAIN
     state, seen = short_run(with_statistics(tiny_program("linen"), params=("mean",)), 3)
@@ -79,13 +79,13 @@ def test_they_are_reported_in_training_only():
     )
 
 
-def test_asking_for_nothing_changes_nothing():
+def test_without_modes_the_program_is_unchanged():
     program = fit()
     assert with_statistics(program) is program
 
 
 @pytest.mark.parametrize("name", ["params", "grads"])
-def test_an_unknown_mode_is_refused(name):
+def test_an_unknown_mode_is_an_error(name):
     with pytest.raises(ValueError, match=f"`{name}` has 'norm'; use some of min, max"):
         with_statistics(fit(), **{name: ("norm",)})
 
@@ -96,18 +96,18 @@ def bare(flavour: str, micro_batches: int) -> TrainState:
 
 
 @pytest.mark.parametrize(("flavour", "micro_batches"), [("linen", 1), ("nnx", 4)])
-def test_looking_at_a_run_changes_no_bit_of_it(flavour, micro_batches):
+def test_statistics_and_guard_do_not_change_training(flavour, micro_batches):
     tiny = tiny_program(
         flavour, optax.sgd(0.1, momentum=0.9), micro_batches=micro_batches, log_norms=False, intermediates=STATISTICS
     )
-    watched = with_finite_guard(with_statistics(tiny, params=STATISTICS, grads=STATISTICS), 3)
-    state, _ = short_run(watched, 8)
+    wrapped = with_finite_guard(with_statistics(tiny, params=STATISTICS, grads=STATISTICS), 3)
+    state, _ = short_run(wrapped, 8)
     plain = bare(flavour, micro_batches)
     assert_same_bits(state.replace(extra={}), plain)
 
 
 @pytest.mark.parametrize("name", ["params", "grads", "guard", "ema"])
-def test_each_way_of_looking_alone_changes_no_bit(name):
+def test_each_wrapper_alone_does_not_change_training(name):
     tiny = tiny_program("linen", optax.sgd(0.1, momentum=0.9))
     wrapped = {
         "params": lambda: with_statistics(tiny, params=STATISTICS),
@@ -118,7 +118,7 @@ def test_each_way_of_looking_alone_changes_no_bit(name):
     assert_same_bits(short_run(wrapped, 8)[0].replace(extra={}), bare("linen", 1))
 
 
-def test_statistics_of_a_skipped_step_count_for_nothing():
+def test_statistics_of_a_skipped_step_have_weight_0():
     program = with_finite_guard(with_statistics(fit(), params=("max",)))
     state = program.init(jax.random.key(0), BATCH)
     _, report = program.train_step(state, np.full_like(BATCH, np.nan))

@@ -30,7 +30,7 @@ def noisy(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
     return squares(params, batch, rng=rng, train=train) + draw * params["w"].sum(), {"draw": draw}
 
 
-def by_hand(w: np.ndarray) -> tuple[float, np.ndarray]:
+def in_float64(w: np.ndarray) -> tuple[float, np.ndarray]:
     """The loss and its gradient, in float64."""
     error = X.astype(np.float64) @ w - Y
     return (error**2).mean(), 2 * X.T.astype(np.float64) @ error / len(Y)
@@ -39,10 +39,10 @@ def by_hand(w: np.ndarray) -> tuple[float, np.ndarray]:
 W0 = np.array([1.0, -2.0, 0.5])
 
 
-def test_a_step_goes_down_the_gradient():
+def test_a_step_follows_the_gradient():
     program = function_program(init, squares, optax.sgd(0.1))
     state, report = program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
-    loss, grad = by_hand(W0)
+    loss, grad = in_float64(W0)
     assert_close(report.grads, {"w": grad}, rtol=1e-5)
     assert_close(state.params, {"w": W0 - 0.1 * grad}, rtol=1e-5)
     assert_close(report.metrics.by_name["loss"].value, loss, rtol=1e-6)
@@ -50,14 +50,14 @@ def test_a_step_goes_down_the_gradient():
 
 
 @pytest.mark.parametrize("run", ["train_step", "eval_step"])
-def test_the_loss_counts_as_many_examples_as_the_batch_has(run):
+def test_the_loss_is_weighted_by_the_examples_of_the_batch(run):
     program = function_program(init, squares, optax.sgd(0.1))
     state = program.init(jax.random.key(0), BATCH)
     metrics = program.eval_step(state, BATCH) if run == "eval_step" else program.train_step(state, BATCH)[1].metrics
     assert metrics.weight_of("loss") == 6
 
 
-def test_a_loss_that_reports_itself_counts_by_its_own_count():
+def test_a_loss_metric_is_weighted_by_its_own_count():
     def loss(params, batch, *, rng, train):
         value = squares(params, batch, rng=rng, train=train)
         return value, {"loss": {"value": 99 * value, "count": 99}}
@@ -77,10 +77,10 @@ def test_a_loss_that_is_not_one_number_is_an_error_that_names_its_shape(step):
         getattr(program, step)(program.init(jax.random.key(0), BATCH), BATCH)
 
 
-def test_optimizers_that_ask_for_the_loss_get_it():
+def test_optimizers_receive_the_loss():
     program = function_program(init, squares, optax.polyak_sgd(max_learning_rate=10.0))
     state, _ = program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
-    loss, grad = by_hand(W0)
+    loss, grad = in_float64(W0)
     assert_close(state.params, {"w": W0 - loss / (grad @ grad) * grad}, rtol=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_the_norms_of_gradients_and_parameters_are_reported():
     program = function_program(init, squares, optax.sgd(0.1))
     state, report = program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
     norms = {name: m for name, m in report.metrics.by_name.items() if name.startswith("optimizer/")}
-    grad_norm = np.linalg.norm(by_hand(W0)[1])
+    grad_norm = np.linalg.norm(in_float64(W0)[1])
     assert_close(
         {name: metric.value for name, metric in norms.items()},
         {
@@ -112,7 +112,7 @@ def test_the_norms_of_gradients_and_parameters_are_reported():
     assert (worst.mode, worst.log_freq) == (LogMetricMode.MAX, LogFreq.EPOCH)
 
 
-def test_norms_may_be_left_out():
+def test_norms_can_be_disabled():
     program = function_program(init, squares, optax.sgd(0.1), log_norms=False)
     _, report = program.train_step(program.init(jax.random.key(0), BATCH), BATCH)
     assert set(report.metrics.by_name) == {"loss"}
@@ -211,9 +211,9 @@ def test_evaluation_does_not_disturb_training():
     program = function_program(init, noisy, optax.sgd(0.1))
     state = program.init(jax.random.key(0), BATCH)
     alone, alone_draws = drawn(program, state, 3, evaluate=False)
-    evaluated, judged_draws = drawn(program, state, 3, evaluate=True)
+    evaluated, evaluated_draws = drawn(program, state, 3, evaluate=True)
     assert_same_bits(evaluated, alone)
-    assert judged_draws == alone_draws
+    assert evaluated_draws == alone_draws
     assert len(set(alone_draws)) == 3
 
 
@@ -226,22 +226,22 @@ def test_evaluation_draws_the_same_numbers_at_every_step_and_others_than_trainin
     assert float(first) not in draws
 
 
-def test_the_loss_is_told_whether_it_trains():
-    told = []
+def test_the_loss_receives_train():
+    received = []
 
     def loss(params, model_state, batch, rng, *, train):
-        told.append(train)
+        received.append(train)
         return params["w"].sum(), (model_state, {})
 
     program = make_program(lambda key, batch: (init(key, batch), {}), loss, optax.sgd(0.1))
     state = program.init(jax.random.key(0), BATCH)
     program.train_step(state, BATCH)
     program.eval_step(state, BATCH)
-    assert told == [True, False]
+    assert received == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
-def test_the_global_norm_is_that_of_all_numbers_together(dtype):
+def test_the_global_norm_is_that_of_all_elements(dtype):
     rng = np.random.default_rng(0)
     tree = {"small": rng.normal(size=7), "large": rng.normal(size=(200, 200)) + 3}
     tree = {name: jnp.asarray(x * (1 + 1j) if dtype == jnp.complex64 else x, dtype) for name, x in tree.items()}

@@ -22,8 +22,8 @@ def init(key, batch):
 
 def loss(params, batch, *, rng, train):
     # neither gradient comes out of anything that is split: left alone, the compiler has each device compute all of it
-    whole = jnp.broadcast_to(params["row"].sum(), (8, 8))
-    return (batch.T @ batch * whole).mean() + jnp.linalg.inv(params["square"] + 8 * jnp.eye(8)).sum()
+    broadcast = jnp.broadcast_to(params["row"].sum(), (8, 8))
+    return (batch.T @ batch * broadcast).mean() + jnp.linalg.inv(params["square"] + 8 * jnp.eye(8)).sum()
 
 
 @cache
@@ -43,7 +43,7 @@ def gradient_specs(program: Program) -> set[PartitionSpec]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_gradients_are_split_as_their_parameters(micro_batches):
+def test_gradients_are_sharded_like_their_parameters(micro_batches):
     assert gradient_specs(program(micro_batches)) == {P("fsdp")}
 
 
@@ -53,7 +53,7 @@ def test_a_program_compiled_for_one_device_first_is_traced_again_for_many():
     assert gradient_specs(program()) == {P("fsdp")}
 
 
-def test_gradients_that_a_user_applies_are_split_too():
+def test_gradients_that_a_user_applies_are_sharded_too():
     layout = Layout(mesh=make_mesh(fsdp=4), param_spec=Partitioning(smallest=1))
     params = {"square": jnp.ones((8, 8))}
     seen = []
@@ -74,7 +74,7 @@ def test_gradients_that_a_user_applies_are_split_too():
     assert seen[0].shard_shape((8, 8)) == (2, 8)
 
 
-def test_parts_of_a_batch_are_shared_by_all_devices():
+def test_micro_batches_are_sharded_over_all_devices():
     layout, seen = Layout(mesh=make_mesh(fsdp=4)), []
 
     def parts(batch):

@@ -1,4 +1,4 @@
-"""Where in the user's code an error came from is the first thing said about it."""
+"""The first note of an error is the line of the user's code that raised it."""
 
 import inspect
 
@@ -25,20 +25,20 @@ def raised(function, *args):
 @pytest.mark.parametrize("call", [mismatched, jax.jit(mismatched)], ids=["plain", "compiled"])
 def test_the_innermost_line_of_the_users_code_is_the_first_note(call):
     error = raised(call, np.ones((2, 2)))
-    error.add_note("said before")
+    error.add_note("an earlier note")
     first, *others = with_user_frame(error).__notes__
     line = inspect.getsourcelines(mismatched)[1] + 1
     assert first == f'In your code: File "{__file__}", line {line}, in mismatched\n    return x @ jnp.ones((3, 7))'
-    assert "said before" in others
+    assert "an earlier note" in others
 
 
-def test_it_is_said_once():
+def test_notes_are_added_once():
     error = with_user_frame(raised(mismatched, np.ones((2, 2))))
-    said = list(error.__notes__)
-    assert with_user_frame(error).__notes__ == said
+    notes = list(error.__notes__)
+    assert with_user_frame(error).__notes__ == notes
 
 
-def test_an_error_that_never_was_in_the_users_code_stays_as_it_is():
+def test_an_error_outside_the_users_code_has_no_notes():
     assert not hasattr(with_user_frame(ValueError("made, not raised")), "__notes__")
 
 
@@ -55,7 +55,7 @@ def branches(x):
     return x if x.sum() > 0 else -x
 
 
-CURED = {
+FIXED = {
     "numpy": (lambda x: np.sum(np.asarray(x)), "jnp"),
     "if": (branches, "jnp.where"),
     "float": (lambda x: float(x.sum()), "float"),
@@ -70,12 +70,12 @@ CURED = {
 }
 
 
-@pytest.mark.parametrize("name", CURED)
-def test_a_frequent_error_of_a_traced_step_comes_with_its_likely_cure(name):
-    function, cure = CURED[name]
+@pytest.mark.parametrize("name", FIXED)
+def test_a_frequent_error_of_a_traced_step_has_a_likely_fix(name):
+    function, fix = FIXED[name]
     with pytest.raises((TypeError, ValueError)) as caught, explaining(np.ones((2, 2), np.float32)):
         jax.jit(function)(np.ones((2, 2), np.float32))
-    assert any(note.startswith("Likely cure: ") and cure in note for note in caught.value.__notes__)
+    assert any(note.startswith("Likely fix: ") and fix in note for note in caught.value.__notes__)
 
 
 def per_example(params, batch, *, rng, train):

@@ -33,7 +33,7 @@ def fit_mean(tx: optax.GradientTransformation | None = None, loss: Any = distanc
 
 
 def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], MetricWindow]:
-    """The states before and after every step, and what the steps reported."""
+    """The states before and after every step, and the metrics of the steps."""
     compiled = compile_program(program, donate=False)
     states = [compiled.init(jax.random.key(0), batches[0])]
     fmt, buffer = compiled.train_buffer(states[0], batches[0], len(batches))
@@ -61,7 +61,7 @@ def test_averaging_does_not_change_training():
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
-def test_evaluation_judges_the_averaged_weights_or_the_current_ones(evaluate):
+def test_evaluation_uses_the_averaged_weights_or_the_current_ones(evaluate):
     program = with_ema(fit_mean(), 0.9, warmup=False, evaluate=evaluate)
     state = trained(program, [GOOD] * 3)[0][-1]
     average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
@@ -72,8 +72,8 @@ def test_evaluation_judges_the_averaged_weights_or_the_current_ones(evaluate):
 
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate):
-    asked = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
-    program = with_ema(asked, 0.9, warmup=False, evaluate=evaluate)
+    predicting = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
+    program = with_ema(predicting, 0.9, warmup=False, evaluate=evaluate)
     state = trained(program, [GOOD] * 3)[0][-1]
     assert program.predict_step is not None
     weights = state.extra["ema"] if evaluate else state.params
@@ -81,13 +81,13 @@ def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate
     assert with_ema(fit_mean(), 0.9).predict_step is None
 
 
-def test_a_state_that_begins_with_given_weights_has_what_wrappers_keep():
+def test_init_from_params_includes_the_state_of_wrappers():
     program = with_finite_guard(with_ema(fit_mean(), 0.9))
     assert program.init_from_params is not None
-    given = {"w": jnp.float32(7)}
-    state = program.init_from_params(jax.random.key(0), given, {})
+    weights_passed = {"w": jnp.float32(7)}
+    state = program.init_from_params(jax.random.key(0), weights_passed, {})
     fresh = program.init(jax.random.key(0), GOOD)
-    assert_same_bits(state, fresh.replace(params=given, extra={**fresh.extra, "ema": given}))
+    assert_same_bits(state, fresh.replace(params=weights_passed, extra={**fresh.extra, "ema": weights_passed}))
     assert with_finite_guard(fit_mean()._replace(init_from_params=None)).init_from_params is None
 
 
@@ -97,13 +97,13 @@ def test_a_decay_outside_0_to_1_is_an_error(decay):
         with_ema(fit_mean(), decay)
 
 
-def test_averages_keep_the_type_of_their_parameters():
+def test_averages_keep_the_dtype_of_their_parameters():
     program = function_program(lambda key, batch: {"w": jnp.zeros(())}, distance, optax.sgd(0.1), precision="bf16_full")
     states, _ = trained(with_ema(program, 0.9), [GOOD])
     assert states[-1].extra["ema"]["w"].dtype == jnp.bfloat16
 
 
-def test_a_skipped_step_leaves_the_state_bit_for_bit(flavour):
+def test_a_skipped_step_does_not_change_the_state(flavour):
     program = with_finite_guard(with_ema(tiny_program(flavour), 0.9))
     good, bad = numbered_data(8), numbered_data(8, seed=1)
     bad["x"][3, 2] = np.nan
@@ -136,13 +136,13 @@ def test_an_infinite_gradient_is_caught_though_the_loss_is_finite():
     np.testing.assert_array_equal(rows.columns["guard/skipped"].values, [1, 0])
 
 
-def test_skips_are_counted_and_their_metrics_count_for_nothing():
+def test_skips_are_counted_and_their_metrics_have_weight_0():
     states, rows = trained(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
     np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 2, 0])
     np.testing.assert_array_equal(rows.columns["last"].weights, [5, 0, 5, 0])
-    meter = MetricAccumulator()
-    meter.add(rows.columns)
-    epoch = meter.compute()
+    accumulator = MetricAccumulator()
+    accumulator.add(rows.columns)
+    epoch = accumulator.compute()
     assert epoch["guard/skipped"] == 2
     assert epoch["guard/in_a_row"] == 1
     good = [((float(states[i].params["w"]) - GOOD) ** 2).mean() for i in (0, 2)]
@@ -175,9 +175,7 @@ def test_one_more_bad_step_in_a_row_freezes_the_state():
 def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
     program = with_finite_guard(fit_mean(), max_consecutive=2)
     _, rows = trained(program, [GOOD, BAD, BAD, BAD, GOOD])
-    with pytest.raises(
-        NonFiniteError, match=rf"Step {first + 3}: .*not finite 3 times in a row.*`max_consecutive` is 2"
-    ):
+    with pytest.raises(NonFiniteError, match=rf"Step {first + 3}: .* 3 times.*`max_consecutive` is 2"):
         check(program, replace(rows, first=first))
     check(program, rows.split(3)[0])
 
@@ -195,7 +193,7 @@ def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_
     program = with_finite_check(fit_mean())
     states, rows = trained(program, [GOOD, GOOD, BAD, BAD])
     check(program, replace(rows.split(2)[0], first=first))
-    with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan.*Lower the learning rate") as caught:
+    with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan") as caught:
         check(program, replace(rows, first=first))
     assert (caught.value.step, caught.value.batch) == (first + 2, None)
     plain, _ = trained(fit_mean(), [GOOD, GOOD, BAD, BAD])
@@ -203,7 +201,7 @@ def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_
 
 
 def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
-    """The last step of a run, or the last before a checkpoint, has no later loss that would show it."""
+    """The last step of a run, or before a checkpoint, has no later loss that shows it."""
 
     def bad_gradient(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
         return params["w"] + jnp.sqrt((params["w"] - params["w"]) ** 2), {}
@@ -221,7 +219,7 @@ def test_a_negative_number_of_allowed_skips_is_an_error():
         with_finite_guard(fit_mean(), max_consecutive=-1)
 
 
-def test_the_error_has_the_step_and_room_for_its_batch():
+def test_the_error_has_the_step_and_no_batch_yet():
     program = with_finite_guard(fit_mean(), max_consecutive=1)
     _, rows = trained(program, [GOOD, BAD, BAD, BAD])
     with pytest.raises(NonFiniteError) as caught:
@@ -230,7 +228,7 @@ def test_the_error_has_the_step_and_room_for_its_batch():
 
 
 @pytest.mark.parametrize(
-    ("watched", "kept", "told"),
+    ("watched", "kept", "message"),
     [
         (("loss", "last"), [True, False, False], "the loss, the last or a gradient"),
         (("last",), [True, False, False], "the last or a gradient"),
@@ -238,7 +236,7 @@ def test_the_error_has_the_step_and_room_for_its_batch():
         (("loss",), [True, True, False], "the loss or a gradient"),
     ],
 )
-def test_metrics_that_are_watched_must_be_finite_too(watched, kept, told):
+def test_watched_metrics_must_be_finite_too(watched, kept, message):
     def loss(params, batch, *, rng, train):
         value, _ = distance(params, batch[:2], rng=rng, train=train)
         return value, {"last": batch[-1]}
@@ -248,19 +246,17 @@ def test_metrics_that_are_watched_must_be_finite_too(watched, kept, told):
     states, _ = trained(program, [fine, odd, bad])
     assert [bool(a.params["w"] != b.params["w"]) for a, b in zip(states, states[1:], strict=False)] == kept
     _, rows = trained(program, [bad, bad])
-    with pytest.raises(NonFiniteError, match=rf"Step 2: {told} was not finite 2 times"):
+    with pytest.raises(NonFiniteError, match=rf"Step 2: {message} was not finite 2 times"):
         check(program, rows)
 
 
-def test_watching_what_is_not_reported_in_training_is_an_error_that_lists_what_is():
+def test_watching_an_unknown_training_metric_is_an_error_that_lists_the_known_ones():
     def loss(params, batch, *, rng, train):
-        return params["w"] ** 2, {"judged": {"value": 1.0, "log_mode": "eval"}, "acc": 0.5}
+        return params["w"] ** 2, {"evaluated": {"value": 1.0, "log_mode": "eval"}, "acc": 0.5}
 
-    for name in ("los", "judged", "train/loss"):
+    for name in ("los", "evaluated", "train/loss"):
         program = with_finite_guard(fit_mean(loss=loss), watched=("loss", name))
-        with pytest.raises(
-            ValueError, match=rf"No metric '{name}' to watch in training. There are acc, loss, optimizer"
-        ):
+        with pytest.raises(ValueError, match=rf"'{name}'.*`watched`.*acc, loss, optimizer"):
             trained(program, [GOOD])
     with pytest.raises(TypeError, match=r"got 'loss'. Write `watched=\('loss',\)`"):
         with_finite_guard(fit_mean(), watched="loss")
@@ -273,7 +269,7 @@ def test_only_a_guarded_program_has_its_batches_kept():
 
 def test_checks_of_inner_programs_are_kept():
     def inner(rows: MetricWindow) -> None:
-        raise AssertionError("looked")
+        raise AssertionError("called")
 
     program = with_finite_guard(fit_mean()._replace(checks=(inner,)))
     assert program.checks[0] is inner

@@ -88,7 +88,7 @@ def own_sampler(kind):
     return torch_loader(kind, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(5)))
 
 
-def told_sampler(kind):
+def epoch_sampler(kind):
     return torch_loader(kind, sampler=DistributedSampler(Numbers(), num_replicas=1, rank=0, seed=5))
 
 
@@ -119,7 +119,7 @@ KINDS = {
     "torch, in order": lambda: torch_loader(DataLoader),
     "torchdata": lambda: torch_loader(StatefulDataLoader, shuffle=True),
     "torchdata, torch's sampler": lambda: own_sampler(StatefulDataLoader),
-    "torchdata, told sampler": lambda: told_sampler(StatefulDataLoader),
+    "torchdata, epoch sampler": lambda: epoch_sampler(StatefulDataLoader),
     "torchdata, stateful dataset": lambda: torch_loader(StatefulDataLoader, CountsOn, shuffle=True),
     "torchdata, subclassed": lambda: torch_loader(SubclassedLoader, shuffle=True),
     "torchdata nodes": lambda: torch_nodes(restart_on_stop_iteration=False),

@@ -55,14 +55,14 @@ def test_the_last_batch_is_ragged_or_dropped():
 def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
     epoch = loader.untransformed(1)
-    taken = []
+    batches = []
     while (chunk := epoch.take(limit, 6))[1]:
         stacked, steps = chunk
         assert stacked["id"].shape == (6, batch_size)
-        taken += [{name: array[i] for name, array in stacked.items()} for i in range(steps)]
+        batches += [{name: array[i] for name, array in stacked.items()} for i in range(steps)]
     full = [batch for batch in loader.epoch(1) if len(batch["id"]) == batch_size]
-    assert len(taken) == len(full)
-    for a, b in zip(taken, full, strict=True):
+    assert len(batches) == len(full)
+    for a, b in zip(batches, full, strict=True):
         np.testing.assert_array_equal(a["id"], b["id"])
         np.testing.assert_array_equal(a["x"], b["x"])
     assert len(list(epoch)) == len(loader) - len(full)  # the ragged one is still to come
@@ -73,12 +73,12 @@ def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     [
         ((np.zeros(3), np.zeros(4)), {}, "share their first axis"),
         (np.zeros(()), {}, "share their first axis"),
-        (np.zeros(0), {"shuffle": True}, "no examples"),
-        (np.zeros(5), {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
-        (np.zeros(5), {"drop_last": True}, "5 examples make no full batch of 8.*at most 5"),
+        (np.zeros(0), {"shuffle": True}, "0 examples"),
+        (np.zeros(5), {"batch_size": 0}, "`batch_size` must be .*at least 1, got 0"),
+        (np.zeros(5), {"drop_last": True}, "5 examples.* batch of 8.*at most 5"),
     ],
 )
-def test_arrays_that_make_no_batches_are_refused_with_the_cure(arrays, options, message):
+def test_arrays_that_make_no_batches_are_an_error_with_a_fix(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         ArrayLoader(arrays, **{"batch_size": 8, **options})
 
@@ -88,7 +88,7 @@ def test_an_evaluation_set_may_be_empty():
     assert (len(loader), list(loader), list(loader.epoch(2, 0))) == (0, [], [])
 
 
-def test_transforms_of_records_get_random_numbers_of_their_place():
+def test_transforms_of_records_get_random_numbers_of_their_position():
     def jitter(record, rng):
         return {"id": record["id"], "noise": rng.random()}
 

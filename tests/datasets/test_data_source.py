@@ -16,12 +16,12 @@ ARRAYS = np.arange(20, dtype=np.int32)
 def test_every_kind_of_source_gives_the_same_batches(source, chunk):
     loader = ArrayLoader(ARRAYS, 3)
     sources = {"loader": loader, "list": list(loader), "function": lambda: iter(loader), "iterator": iter(list(loader))}
-    cursor = DataSource(sources[source], "train").open(1)
+    epoch_iterator = DataSource(sources[source], "train").open(1)
     seen = []
-    while (taken := cursor.take(chunk, chunk)) is not None:
-        seen += [*taken.batch[: taken.steps].ravel()] if taken.stacked else [*taken.batch]
+    while (step_batch := epoch_iterator.take(chunk, chunk)) is not None:
+        seen += [*step_batch.batch[: step_batch.steps].ravel()] if step_batch.stacked else [*step_batch.batch]
     np.testing.assert_array_equal(seen, ARRAYS)
-    assert cursor.position == 7
+    assert epoch_iterator.position == 7
 
 
 @pytest.mark.parametrize("source", ["loader", "list"])
@@ -43,14 +43,14 @@ def test_opening_at_a_position_of_a_loader_costs_no_replay():
 
 
 def test_a_chunk_is_padded_to_its_full_length_so_that_one_compilation_serves_all():
-    cursor = DataSource(list(ArrayLoader(ARRAYS, 4)), "train").open(1)
+    epoch_iterator = DataSource(list(ArrayLoader(ARRAYS, 4)), "train").open(1)
     shapes = []
-    while (taken := cursor.take(3, 3)) is not None:
-        shapes.append(taken.batch.shape)
+    while (step_batch := epoch_iterator.take(3, 3)) is not None:
+        shapes.append(step_batch.batch.shape)
     assert shapes == [(3, 4), (3, 4)]
 
 
-def test_a_stream_goes_on_where_the_last_epoch_stopped():
+def test_a_stream_continues_where_the_last_epoch_stopped():
     data_source = DataSource(iter([ARRAYS[:1], ARRAYS[1:2], ARRAYS[2:3]]), "train")
     assert [next(iter(data_source.open(epoch))).item() for epoch in (1, 2)] == [0, 1]
 
@@ -62,20 +62,18 @@ def test_training_data_must_not_be_empty_and_evaluation_sets_may(source):
     data_source = DataSource(source, "val_hard", may_be_empty=True)
     assert data_source.is_empty
     assert data_source.open(1).take(1) is None
-    assert re.match(
-        "The 'val_hard' data is empty, so nothing is judged .* goes on .* Check", data_source.nothing_to_evaluate()
-    )
+    assert re.match("The 'val_hard' data is empty.*Check", data_source.empty_notice())
 
 
-def test_an_evaluation_set_that_turns_out_empty_says_why():
+def test_an_evaluation_set_that_turns_out_empty_has_a_notice():
     data_source = DataSource(lambda: iter([]), "val", may_be_empty=True)
-    assert not data_source.is_empty  # nobody knows yet
+    assert not data_source.is_empty  # not known yet
     assert list(data_source.open(1)) == []
-    assert "The 'val' data is empty" in data_source.nothing_to_evaluate()
+    assert "The 'val' data is empty" in data_source.empty_notice()
     once = DataSource(iter([ARRAYS]), "val", may_be_empty=True)
     assert len(list(once.open(1))) == 1
     assert list(once.open(1)) == []
-    assert "can be used only once (list_iterator), and earlier evaluations used it up" in once.nothing_to_evaluate()
+    assert "can be used only once (list_iterator)" in once.empty_notice()
 
 
 SOURCES = {
@@ -85,9 +83,9 @@ SOURCES = {
 }
 
 
-def taken(cursor, limit, chunk):
+def take(epoch_iterator, limit, chunk):
     """The next batches, as lists, each on its own, and the last state."""
-    some = cursor.take(limit, chunk)
+    some = epoch_iterator.take(limit, chunk)
     batches = [] if some is None else some.batch[: some.steps] if some.stacked else [some.batch]
     return [np.asarray(batch).tolist() for batch in batches], some and some.state
 
@@ -98,40 +96,42 @@ def steps(some):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_batches_can_be_left_out(kind):
-    whole = [
-        taken(cursor, 1, 1)[0][0] for cursor in [DataSource(SOURCES[kind](), "train").open(1)] for _ in range(BATCHES)
+    full = [
+        take(epoch_iterator, 1, 1)[0][0]
+        for epoch_iterator in [DataSource(SOURCES[kind](), "train").open(1)]
+        for _ in range(BATCHES)
     ]
     for chunk in (1, 2):
-        cursor = DataSource(SOURCES[kind](), "train").open(1)
-        assert cursor.skip() == 1
-        first, _ = taken(cursor, chunk, chunk)
-        assert first == whole[1 : 1 + chunk]
-        assert cursor.skip() == 1
-        (after,), state = taken(cursor, 1, chunk)
-        assert after == whole[2 + chunk] and cursor.position == 3 + chunk
+        epoch_iterator = DataSource(SOURCES[kind](), "train").open(1)
+        assert epoch_iterator.skip() == 1
+        first, _ = take(epoch_iterator, chunk, chunk)
+        assert first == full[1 : 1 + chunk]
+        assert epoch_iterator.skip() == 1
+        (after,), state = take(epoch_iterator, 1, chunk)
+        assert after == full[2 + chunk] and epoch_iterator.position == 3 + chunk
         data_source = DataSource(SOURCES[kind](), "train")  # as in another process, with what was left out behind it
         data_source.restore(state)
-        assert taken(data_source.open(1, cursor.position), 1, 1)[0] == [whole[3 + chunk]]
-        cursor.close()
+        assert take(data_source.open(1, epoch_iterator.position), 1, 1)[0] == [full[3 + chunk]]
+        epoch_iterator.close()
 
 
 @pytest.mark.parametrize("kind", ["list", "array loader", "rows", "torchdata"])
-def test_a_batch_that_was_held_back_can_be_left_out(kind):
-    cursor = DataSource(SOURCES[kind](), "train").open(1)
-    assert steps(cursor.take(6, 6)) == 5  # the last one is ragged, so it comes alone
-    assert cursor.skip(3) == 1
-    assert cursor.position == BATCHES
-    assert cursor.take(6, 6) is None and cursor.skip() == 0
+def test_a_batch_that_was_pushed_back_can_be_skipped(kind):
+    epoch_iterator = DataSource(SOURCES[kind](), "train").open(1)
+    assert steps(epoch_iterator.take(6, 6)) == 5  # the last one is ragged, so it comes alone
+    assert epoch_iterator.skip(3) == 1
+    assert epoch_iterator.position == BATCHES
+    assert epoch_iterator.take(6, 6) is None and epoch_iterator.skip() == 0
 
 
-def test_what_comes_after_a_batch_that_was_held_back_and_left_out_is_next():
-    cursor = DataSource([ARRAYS[:4], ARRAYS[:4], ARRAYS[:2], ARRAYS[4:8]], "train").open(1)
-    assert steps(cursor.take(4, 4)) == 2  # the third has another shape
-    assert cursor.skip() == 1
-    assert taken(cursor, 1, 1)[0] == [[4, 5, 6, 7]]
+def test_the_batch_after_one_that_was_pushed_back_and_skipped_is_next():
+    epoch_iterator = DataSource([ARRAYS[:4], ARRAYS[:4], ARRAYS[:2], ARRAYS[4:8]], "train").open(1)
+    assert steps(epoch_iterator.take(4, 4)) == 2  # the third has another shape
+    assert epoch_iterator.skip() == 1
+    assert take(epoch_iterator, 1, 1)[0] == [[4, 5, 6, 7]]
 
 
-def test_length_is_known_where_the_source_tells():
+def test_length_is_known_if_the_data_has_one():
     assert DataSource(ArrayLoader(ARRAYS, 3), "train").length == 7
     assert DataSource(itertools.repeat(ARRAYS), "train").length is None
 
@@ -149,20 +149,22 @@ def test_numbers_of_any_kind_pass(good):
 
 def test_a_position_counts_examples_and_any_batch_size_fits_the_end_of_an_epoch():
     arrays, middle, end = np.zeros((96, 2)), Position(2, 3), Position(2, 0)
-    feeds = {size: DataSource(ArrayLoader(arrays, size), "train") for size in (4, 8, 9, 24)}
-    assert feeds[8].position_at(middle, 8) == middle == feeds[8].position_at(middle, None)  # old records say no size
-    assert feeds[4].position_at(middle, 8) == Position(2, 6)
-    assert feeds[24].position_at(middle, 8) == Position(2, 1)
-    assert feeds[9].position_at(end, 8) == end
+    sources = {size: DataSource(ArrayLoader(arrays, size), "train") for size in (4, 8, 9, 24)}
+    assert (
+        sources[8].position_at(middle, 8) == middle == sources[8].position_at(middle, None)
+    )  # old records have no size
+    assert sources[4].position_at(middle, 8) == Position(2, 6)
+    assert sources[24].position_at(middle, 8) == Position(2, 1)
+    assert sources[9].position_at(end, 8) == end
     with pytest.raises(DataError, match=r"3 batches of 8 .* 9 now.*24 \(such as 6, 8, 12\)"):
-        feeds[9].position_at(middle, 8)
+        sources[9].position_at(middle, 8)
 
 
 def test_data_without_an_order_of_its_own_keeps_its_batch_size_in_the_middle_of_an_epoch():
     sizes = {"list": [np.zeros((4, 2))] * 9, "function": lambda: iter([np.zeros((4, 2))] * 9)}
     with pytest.raises(DataError, match="3 batches of 8.* 4 now"):
         DataSource(sizes["list"], "train").position_at(Position(2, 3), 8)
-    assert DataSource(sizes["function"], "train").position_at(Position(2, 3), 8) == Position(2, 3)  # nobody knows
+    assert DataSource(sizes["function"], "train").position_at(Position(2, 3), 8) == Position(2, 3)  # not known
 
 
 @pytest.mark.parametrize("data", [ArrayLoader(ARRAYS, 3), list(ArrayLoader(ARRAYS, 3)), iter([ARRAYS])])

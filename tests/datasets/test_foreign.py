@@ -11,7 +11,7 @@ import torch
 from jax_trainer.adapters import function_program
 from jax_trainer.core import batch_weight, compile_program
 from jax_trainer.datasets import ArrayLoader, Data
-from jax_trainer.datasets.foreign import as_arrays, known_as_tree, makes_fresh_arrays
+from jax_trainer.datasets.foreign import as_arrays, makes_fresh_arrays, register_as_pytree
 from jax_trainer.engine import Plan, run
 from jax_trainer.testing import EventRecorder
 
@@ -63,7 +63,7 @@ def test_brain_floats_of_torch_arrive_exactly():
     np.testing.assert_array_equal(got.astype(np.float32), values.float().numpy())
 
 
-def test_memory_is_shared_where_nobody_writes_to_it_again():
+def test_memory_is_shared_if_it_is_not_reused():
     tensor, array = torch.zeros(3), np.zeros(3)
     assert as_arrays(tensor, copy=False).__array_interface__["data"][0] == tensor.data_ptr()
     assert as_arrays(array, copy=False) is array
@@ -72,7 +72,7 @@ def test_memory_is_shared_where_nobody_writes_to_it_again():
     assert not makes_fresh_arrays(iter([array]))
 
 
-def test_memory_is_ones_own_where_somebody_may_write_to_it():
+def test_memory_is_copied_if_it_may_be_reused():
     tensor, array = torch.zeros(3), np.zeros(3)
     copies = as_arrays({"t": tensor, "a": array}, copy=True)
     tensor += 1
@@ -86,7 +86,7 @@ def test_a_plain_dataclass_is_a_batch(key):
     assert isinstance(batch, Plain)
     assert [leaf.shape for leaf in jax.tree.leaves(batch)] == [(2, 3), (2,)]
     assert batch_weight(batch) == 2
-    assert known_as_tree(batch) is batch
+    assert register_as_pytree(batch) is batch
 
 
 def test_a_loader_of_plain_dataclasses_gives_them_with_their_size():

@@ -31,7 +31,7 @@ def test_the_defaults_are_those_of_the_documentation():
     assert {name: getattr(config, name) for name in documented} == documented
 
 
-def test_training_data_is_shuffled_anew_and_whole_batches_only_evaluation_data_neither():
+def test_training_data_is_shuffled_anew_and_has_full_batches_only_evaluation_data_neither():
     data = module()
     assert len(data.train_loader) == 6
     first, second = (np.concatenate([batch.target for batch in data.train_loader.epoch(epoch)]) for epoch in (1, 2))
@@ -49,7 +49,7 @@ def test_a_set_that_is_not_there_has_no_loader():
     assert data.eval_loaders == {}
 
 
-def test_a_loader_of_ones_own_is_taken_as_it_is():
+def test_a_custom_loader_is_used_unchanged():
     loader = ArrayLoader(ARRAYS, 5)
     assert module(loader).train_loader is loader
 
@@ -73,7 +73,7 @@ def test_one_batch_size_follows_from_the_other():
         ({"global_batch_size": 100}, 8, "cannot be shared evenly by 8 processes. Use 96 or 104"),
     ],
 )
-def test_sizes_that_do_not_agree_are_an_error_that_says_both(keys, processes, message):
+def test_sizes_that_do_not_agree_are_an_error_with_both(keys, processes, message):
     with pytest.raises(ValueError, match=message):
         DatasetConfig(**keys).batch_size(processes)
 
@@ -81,9 +81,9 @@ def test_sizes_that_do_not_agree_are_an_error_that_says_both(keys, processes, me
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"global_batch_size": 0}, "`global_batch_size` must be a whole number of at least 1 or null, got 0"),
+        ({"global_batch_size": 0}, "`global_batch_size` must be .*at least 1 or null, got 0"),
         ({"local_batch_size": 1.5}, "`local_batch_size` must be .* got 1.5"),
-        ({"num_workers": -1}, "`num_workers` must be a whole number of at least 0 or null, got -1"),
+        ({"num_workers": -1}, "`num_workers` must be .*at least 0 or null, got -1"),
         ({"val_size": True}, "`val_size` must be .* got True"),
         ({"prefetch_factor": -2}, "`prefetch_factor` must be .* got -2"),
         ({"limit_train_size": 0}, "`limit_train_size` must be .* at least 1 or null, got 0"),
@@ -95,14 +95,14 @@ def test_numbers_that_mean_nothing_are_refused_at_once(keys, message):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "text"),
     [
-        ({"num_workers": 2}, "`num_workers: 2` does nothing here: the data is in memory"),
-        ({"pin_memory": True, "num_workers": 4}, "`num_workers: 4` and `pin_memory: True` do nothing here"),
+        ({"num_workers": 2}, "`num_workers: 2` .*in memory"),
+        ({"pin_memory": True, "num_workers": 4}, "`num_workers: 4` and `pin_memory: True`"),
     ],
 )
-def test_keys_that_mean_nothing_for_a_loader_say_so_once(keys, said):
-    with pytest.warns(UnusedKeyWarning, match=said) as caught:
+def test_keys_without_effect_warn_once(keys, text):
+    with pytest.warns(UnusedKeyWarning, match=text) as caught:
         module(**keys)
     assert len(caught) == 1
 
@@ -116,7 +116,7 @@ def test_keys_that_ask_for_nothing_are_quiet(keys):
 
 
 def test_a_part_that_makes_no_batches_is_named():
-    with pytest.raises(SettingsError, match="50 examples make no full batch of 64, .* the 'train' part") as caught:
+    with pytest.raises(SettingsError, match="'train' part.* 50 examples.* batch of 64") as caught:
         module(global_batch_size=64)
     assert caught.value.problems[0][0] == "global_batch_size"
 
@@ -126,7 +126,7 @@ def test_a_part_that_is_empty_is_named():
         DatasetModule(DatasetConfig(), train=(np.zeros((0, 3)),))
     assert caught.value.__notes__ == ["This is the 'train' part of DatasetModule."]
     module = DatasetModule(DatasetConfig(global_batch_size=2), train=np.zeros((4, 3)), val=np.zeros((0, 3)))
-    assert len(module.val_loader) == 0  # a run says so and goes on
+    assert len(module.val_loader) == 0  # a run emits a notice and continues
 
 
 def test_a_configuration_survives_writing_and_reading():

@@ -25,7 +25,7 @@ def test_any_number_of_processes_sees_the_global_order(examples, per_process, pr
         joined = np.concatenate([part.rows(epoch, index) for part in parts])
         np.testing.assert_array_equal(joined, alone.rows(epoch, index))
         assert alone.size_of(index) == size
-    for part in parts if examples % size else ():  # what is left over goes to every process whole
+    for part in parts if examples % size else ():  # what is left over goes to every process completely
         np.testing.assert_array_equal(part.rows(epoch, len(alone) - 1), alone.rows(epoch, len(alone) - 1))
         assert part.size_of(len(alone) - 1) == examples % size
 
@@ -37,12 +37,12 @@ def test_an_epoch_visits_every_example_once(examples, size, epoch):
     np.testing.assert_array_equal(np.sort(seen), np.arange(examples))
 
 
-def test_all_processes_get_the_last_batch_whole_where_it_is_not_full(monkeypatch):
+def test_all_processes_get_the_complete_last_batch_if_it_is_not_full(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     shared, own = (Order(examples=20, batch_size=8, process=process) for process in [(1, 2), (0, 1)])
     assert [shared.is_replicated(index) for index in range(3)] == [False, False, True]
     assert all(own.is_replicated(index) for index in range(3))  # each has all of all batches
-    with pytest.raises(ValueError, match="`process` says that 4 processes share the batches, and there are 2"):
+    with pytest.raises(ValueError, match="`process` .*4 processes, .*2"):
         Order(examples=20, batch_size=8, process=(1, 4)).is_replicated(0)
 
 
@@ -68,23 +68,23 @@ def test_the_order_of_an_epoch_is_this_one_for_ever():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be .*at least 1, got 0"),
         ({"batch_size": 2.5}, "`batch_size` must be .* got 2.5"),
         ({"batch_size": True}, "`batch_size` must be .* got True"),
-        ({"seed": -1}, "`seed` must be a whole number of at least 0, got -1"),
+        ({"seed": -1}, "`seed` must be .*at least 0, got -1"),
         ({"examples": 0, "shuffle": True}, "The set is empty"),
         ({"examples": 0, "drop_last": True}, "The set is empty"),
-        ({"batch_size": 11, "drop_last": True}, "10 examples make no full batch of 11.*at most 10"),
-        ({"batch_size": 4, "process": (0, 3)}, "A batch of 4 cannot be shared evenly by 3 processes. Use 3 or 6"),
+        ({"batch_size": 11, "drop_last": True}, "10 examples.* batch of 11.*at most 10"),
+        ({"batch_size": 4, "process": (0, 3)}, "A batch of 4 .* 3 processes. Use 3 or 6"),
         ({"process": (2, 2)}, r"`process` must be .* got \(2, 2\)"),
     ],
 )
-def test_what_makes_no_batches_is_refused_with_the_cure(options, message):
+def test_what_makes_no_batches_is_an_error_with_a_fix(options, message):
     with pytest.raises(ValueError, match=message):
         Order(**{"examples": 10, "batch_size": 2, **options})
 
 
-def test_random_numbers_belong_to_their_place():
+def test_random_numbers_belong_to_their_position():
     draws = {generator(seed, epoch, index).random() for seed in range(3) for epoch in range(3) for index in range(3)}
     assert len(draws) == 27
     assert generator(1, 2, 3).random() == generator(1, 2, 3).random()

@@ -1,4 +1,4 @@
-"""A look at the first batch costs nobody a batch."""
+"""Peeking at the first batch consumes none."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_looking_at_a_torch_loader_leaves_the_random_numbers_of_others_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_whatever_can_be_begun_again_is_returned_itself():
+def test_whatever_can_be_iterated_again_is_returned_itself():
     for kind in ("array loader", "list", "function", "torch", "grain iterator"):
         data = KINDS[kind]()
         assert peeked(data)[1] is data

@@ -20,7 +20,7 @@ EPOCHS, BEGINNING = 3, "[0, 0, null]"
 
 
 def as_text(position):
-    """What a checkpoint says of a position."""
+    """A position as a checkpoint stores it."""
     assert not not_plain(position.state, "state")
     return json.dumps([position.epoch, position.epoch_step, encoded(position.state)])
 
@@ -45,10 +45,14 @@ class Session:
         seen = []
         while len(seen) < count:
             self._epoch += not self._step
-            with closing(self._data_source.open(self._epoch, self._step)) as cursor:
-                while len(seen) < count and self._step < self._per_epoch and (taken := cursor.take(1)) is not None:
-                    seen.append(np.asarray(taken.batch).tolist())
-                    self._step, self._state = self._step + 1, taken.state
+            with closing(self._data_source.open(self._epoch, self._step)) as epoch_iterator:
+                while (
+                    len(seen) < count
+                    and self._step < self._per_epoch
+                    and (step_batch := epoch_iterator.take(1)) is not None
+                ):
+                    seen.append(np.asarray(step_batch.batch).tolist())
+                    self._step, self._state = self._step + 1, step_batch.state
                     self.positions.append(self.position)
             if len(seen) < count:
                 self._step = 0
@@ -61,46 +65,46 @@ class Session:
 
     @property
     def position_before_the_end(self):
-        """The same for one that has not told of the epoch's end yet."""
+        """The position before the end of the epoch was emitted."""
         return as_text(Position(self._epoch, self._step, self._state))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_again_and_again_sees_what_one_in_one_go_sees(kind):
-    whole = Session(KINDS[kind]()).take(EPOCHS * BATCHES)
+    full = Session(KINDS[kind]()).take(EPOCHS * BATCHES)
     for pieces in ([8, 2, 1, 7], [6, 6, 6], [5, 1, 4, 8]):  # twice within an epoch, at its ends, around them
         seen, at = [], BEGINNING
         for count in pieces:
             session = Session(KINDS[kind](), at)
             seen += session.take(count)
             at = session.position
-        assert seen == whole, pieces
+        assert seen == full, pieces
     session = Session(KINDS[kind]())
     seen = session.take(BATCHES)
-    assert seen + Session(KINDS[kind](), session.position_before_the_end).take(3) == whole[: BATCHES + 3]
+    assert seen + Session(KINDS[kind](), session.position_before_the_end).take(3) == full[: BATCHES + 3]
 
 
 @pytest.mark.parametrize("kind", sorted(STATEFUL - {"torchdata nodes"} | {"array loader", "torch"}))
-def test_epochs_that_are_cut_short_are_gone_on_from_as_well(kind):
-    whole = Session(KINDS[kind](), per_epoch=4).take(12)
+def test_epochs_that_are_cut_short_are_resumed_from_as_well(kind):
+    full = Session(KINDS[kind](), per_epoch=4).take(12)
     for count in (3, 4, 8, 9):
         session = Session(KINDS[kind](), per_epoch=4)
         seen = session.take(count)
         rest = Session(KINDS[kind](), session.position, per_epoch=4).take(12 - count)
-        assert seen + rest == whole, count
+        assert seen + rest == full, count
 
 
 class CountedLoader(StatefulDataLoader):
     """One that counts how often it is gone through."""
 
-    begun = 0
+    started = 0
 
     def __iter__(self):
-        self.begun += 1
+        self.started += 1
         return super().__iter__()
 
 
-def test_a_loader_with_a_position_draws_nothing_again_and_is_gone_through_once_per_epoch():
+def test_a_loader_with_a_position_draws_nothing_again_and_is_iterated_once_per_epoch():
     first = Session(torch_loader(CountedLoader, shuffle=True))
     seen, at = [first.take(8)], first.position
     for count in (2, 2, 6):
@@ -109,29 +113,29 @@ def test_a_loader_with_a_position_draws_nothing_again_and_is_gone_through_once_p
         seen.append(session.take(count))
         at = session.position
         ids = [number for batch in seen[-1] for number in batch]
-        assert [IDS[index] for index in loader.dataset.asked] == ids  # type: ignore[attr-defined]
-        assert loader.begun == 1
+        assert [IDS[index] for index in loader.dataset.read] == ids  # type: ignore[attr-defined]
+        assert loader.started == 1
     assert sum(map(len, seen)) == 18
 
 
-def test_a_loader_that_must_replay_is_gone_through_once_per_epoch():
-    begun = []
+def test_a_loader_that_must_replay_is_iterated_once_per_epoch():
+    started = []
 
     class Plain:
         def __iter__(self):
-            begun.append(1)
+            started.append(1)
             return iter(ArrayLoader(IDS, SIZE))
 
     session = Session(Plain())
     session.take(8)
     Session(Plain(), session.position).take(10)
-    assert len(begun) == 2 + 2
+    assert len(started) == 2 + 2
 
 
-def test_a_loader_that_keeps_telling_where_it_was_put_is_told_of():
+def test_a_loader_whose_state_does_not_change_after_a_restore_is_warned_about():
     session = Session(torch_nodes())
     session.take(BATCHES)
-    with pytest.warns(RuntimeWarning, match="after a further batch it still tells that one"):
+    with pytest.warns(RuntimeWarning, match="`state_dict` did not change"):
         Session(torch_nodes(), session.position).take(2)
 
 
@@ -149,7 +153,7 @@ def test_who_can_go_back_does_so_in_the_same_process(kind):
     assert start + lost == Session(KINDS[kind]()).take(7)
 
 
-def begun_in_a_process(kinds, positions, count):
+def run_in_a_process(kinds, positions, count):
     """The next `count` batches of each of `kinds`, drawn by a process of its own, and where it stood after each."""
     request = json.dumps([kinds, positions, count])
     code = "import test_positions; test_positions.main()"  # not as a file: workers would import it, too
@@ -162,18 +166,18 @@ def begun_in_a_process(kinds, positions, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [[*KINDS], *([kind] for kind in WITH_WORKERS)], ids=lambda kinds: kinds[-1])
-def test_a_fresh_process_goes_on_and_another_one_after_it(kinds):
-    whole = begun_in_a_process(kinds, {}, 14)
-    positions = {kind: positions[7] for kind, (_, positions) in whole.items()}
+def test_a_fresh_process_resumes_and_another_one_after_it(kinds):
+    full = run_in_a_process(kinds, {}, 14)
+    positions = {kind: positions[7] for kind, (_, positions) in full.items()}
     for first, count in ((8, 2), (10, 4)):
-        answer = begun_in_a_process(kinds, positions, count)
-        positions = {kind: said[1][-1] for kind, said in answer.items()}
-        expected = {kind: batches[first : first + count] for kind, (batches, _) in whole.items()}
+        answer = run_in_a_process(kinds, positions, count)
+        positions = {kind: result[1][-1] for kind, result in answer.items()}
+        expected = {kind: batches[first : first + count] for kind, (batches, _) in full.items()}
         assert {kind: batches for kind, (batches, _) in answer.items()} == expected
 
 
 def main():
-    """What `begun_in_a_process` asks for."""
+    """What `run_in_a_process` asks for."""
     flags.FLAGS(["test"])  # grain's workers want them parsed
     kinds, positions, count = json.load(sys.stdin)
     answer = {}

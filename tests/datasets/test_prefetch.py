@@ -28,13 +28,13 @@ def never_idle():
 
 def drained(batch_iterator):
     seen = []
-    while (taken := batch_iterator.next(5)) is not None:
-        seen.append(taken.batch)
+    while (step_batch := batch_iterator.next(5)) is not None:
+        seen.append(step_batch.batch)
     return seen
 
 
-def feed_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer feed")]
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer prefetch")]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
@@ -42,17 +42,17 @@ def test_a_thread_gives_the_batches_in_order_and_then_ends(depth):
     batch_iterator = PrefetchIterator(batches(20), never_idle, depth=depth, name="train")
     assert drained(batch_iterator) == list(range(20))
     batch_iterator.close()
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_batches_are_made_ahead_than_asked_for(depth):
+def test_no_more_batches_are_prefetched_than_depth(depth):
     made = []
 
     def counted():
-        for taken in batches(50):
-            made.append(taken.batch)
-            yield taken
+        for step_batch in batches(50):
+            made.append(step_batch.batch)
+            yield step_batch
 
     batch_iterator = PrefetchIterator(counted(), never_idle, depth=depth, name="train")
     for used in range(5):
@@ -70,14 +70,14 @@ def broken():
     raise OSError("the disk is gone")
 
 
-def test_what_the_loader_raises_arrives_where_the_batch_is_asked_for_with_its_traceback():
+def test_what_the_loader_raises_is_raised_by_next_with_its_traceback():
     batch_iterator = PrefetchIterator(broken(), never_idle, depth=4, name="train")
     assert [batch_iterator.next(5).batch for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone") as caught:
         batch_iterator.next(5)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
     batch_iterator.close()
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 def test_closing_early_ends_the_loader_in_its_own_thread():
@@ -92,8 +92,8 @@ def test_closing_early_ends_the_loader_in_its_own_thread():
     batch_iterator = PrefetchIterator(tidy(), never_idle, depth=2, name="train")
     batch_iterator.next(5)
     batch_iterator.close()
-    assert ended == ["jax_trainer feed 'train'"]
-    assert not feed_threads()
+    assert ended == ["jax_trainer prefetch 'train'"]
+    assert not prefetch_threads()
 
 
 def test_a_late_batch_gives_the_caller_a_turn():
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_leaves_no_thread(program, kind):
             run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
     else:
         run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 def test_an_abandoned_generator_of_events_leaves_no_thread(program):
@@ -185,9 +185,9 @@ def test_an_abandoned_generator_of_events_leaves_no_thread(program):
     )
     for _ in range(5):
         next(events)
-    assert feed_threads()
+    assert prefetch_threads()
     events.close()
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 def test_an_error_of_the_loader_names_the_batch(program):
@@ -200,7 +200,7 @@ def test_an_error_of_the_loader_names_the_batch(program):
         run(program, state_of(program), Data(failing, prefetch=2), Plan(max_epochs=1))
     line, where = caught.value.__notes__
     assert "in failing" in line
-    assert where == "This happened while batch 2 of epoch 1 of the 'train' data was made."
+    assert where == "This happened while batch 2 of epoch 1 of the 'train' data was loaded."
 
 
 def test_a_slow_loader_is_named_as_the_bottleneck_in_one_line_per_epoch(program, caplog):

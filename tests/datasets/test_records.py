@@ -95,7 +95,7 @@ def left_behind():
 def nothing_stays_behind():
     before = left_behind()
     yield
-    until = time.monotonic() + 5  # threads that were told to end do so in a moment
+    until = time.monotonic() + 5  # threads take a moment to end
     while (left := left_behind() - before) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left
@@ -149,8 +149,8 @@ def test_transforms_see_the_random_numbers_they_see_for_arrays():
 def test_two_iterators_of_one_loader_do_not_mix():
     with contextlib.closing(GrainLoader(range(34), 16)) as loader:
         first, second = loader.epoch(1), loader.epoch(1)
-        taken = [next(first), next(second), next(first), next(second)]
-    assert [batch[0] for batch in taken] == [0, 0, 16, 16]
+        received = [next(first), next(second), next(first), next(second)]
+    assert [batch[0] for batch in received] == [0, 0, 16, 16]
 
 
 def test_records_that_are_batches_know_their_size():
@@ -167,25 +167,25 @@ def size_is_right(batch, random):
 @pytest.mark.parametrize("examples", [34, 33, 32])
 def test_the_parts_of_the_processes_join_to_the_batch(examples):
     options = {"shuffle": True, "decode": as_record, "read_ahead": 0}
-    whole = GrainLoader(range(examples), 16, process=(0, 1), **options)
+    full = GrainLoader(range(examples), 16, process=(0, 1), **options)
     parts = [GrainLoader(range(examples), 16, process=(index, 4), **options) for index in range(4)]
-    for batch, *shares in zip(whole.epoch(2), *(part.epoch(2) for part in parts), strict=True):
+    for batch, *shares in zip(full.epoch(2), *(part.epoch(2) for part in parts), strict=True):
         assert [share.size for share in shares] == [batch.size] * 4  # over all processes
         if batch.size == 16:
             np.testing.assert_array_equal(np.concatenate([share.id for share in shares]), batch.id)
             assert [share.image.shape for share in shares] == [(4, 2, 3)] * 4
-        else:  # what is left over, every process has whole
+        else:  # the partial last batch is complete in every process
             assert all(np.array_equal(share.id, batch.id) for share in shares)
 
 
-def test_entering_late_reads_only_what_is_asked_for():
+def test_entering_late_reads_only_what_is_needed():
     source = Counted(4_000_004)
     loader = GrainLoader(source, 4, shuffle=True, read_ahead=0)
     np.testing.assert_array_equal(next(loader.epoch(9, 1_000_000)), loader.order(9)[-4:])
     assert source.calls == 4
 
 
-def test_a_source_that_reads_many_at_once_is_asked_once_per_batch():
+def test_a_source_that_reads_many_at_once_is_called_once_per_batch():
     source = CountedAtOnce(34)
     assert [len(batch) for batch in GrainLoader(source, 16, read_ahead=0)] == [16, 16, 2]
     assert source.calls == 3 and source.rows == list(range(34))
@@ -208,20 +208,20 @@ def test_files_are_read_in_the_order_they_are_given(files):
         ("nowhere.array_record", {}, FileNotFoundError, "No ArrayRecord file at 'nowhere.array_record' .1 of 1"),
         ([Path("a"), "b"], {}, FileNotFoundError, "'a' .2 of 2 missing"),
         ([], {"shuffle": True}, ValueError, "holds no examples"),
-        (range(5), {"drop_last": True}, ValueError, "5 examples make no full batch of 8"),
+        (range(5), {"drop_last": True}, ValueError, "5 examples.* batch of 8"),
         (iter([1]), {}, TypeError, "has `__len__` and `__getitem__`; list_iterator has not both"),
-        (range(9), {"workers": -1}, ValueError, "`workers` must be a whole number of at least 0, got -1"),
-        (range(9), {"read_ahead": 1.5}, ValueError, "`read_ahead` must be a whole number"),
+        (range(9), {"workers": -1}, ValueError, "`workers` must be .*at least 0, got -1"),
+        (range(9), {"read_ahead": 1.5}, ValueError, "`read_ahead` must be"),
         (range(9), {"timeout": 3}, ValueError, "`timeout` .here 3. must be above 0, and needs `workers`"),
     ],
 )
-def test_what_makes_no_batches_is_refused_with_the_cure(source, options, error, message):
+def test_what_makes_no_batches_is_an_error_with_a_fix(source, options, error, message):
     with pytest.raises(error, match=message):
         GrainLoader(source, **{"batch_size": 8, **options})
 
 
 def test_files_without_a_way_to_decode_them_are_refused(files):
-    with pytest.raises(ValueError, match="hold bytes: say with `decode`"):
+    with pytest.raises(ValueError, match="bytes.*`decode`"):
         GrainLoader(files, 16)
 
 
@@ -249,17 +249,17 @@ def test_without_grain_the_extra_to_install_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("read_ahead", [0, 2])
-def test_an_error_names_the_batch_and_the_loader_goes_on_behind_it(read_ahead):
+def test_an_error_names_the_batch_and_the_loader_continues_after_it(read_ahead):
     loader = GrainLoader(range(34), 4, decode=broken, read_ahead=read_ahead)
-    taken = []
+    received = []
     with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 .*torn") as caught:
-        taken.extend(loader)
+        received.extend(loader)
     assert isinstance(caught.value.__cause__, ValueError)
     assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
     loader.close()
 
 
-def test_evaluating_one_epoch_again_and_again_goes_on_without_starting_anew():
+def test_evaluating_one_epoch_again_and_again_starts_no_new_workers():
     with contextlib.closing(GrainLoader(range(10), 4)) as loader:
         seen = []
         for _ in range(4):
@@ -268,7 +268,7 @@ def test_evaluating_one_epoch_again_and_again_goes_on_without_starting_anew():
     assert seen[1] == seen[2] == seen[3]
 
 
-def test_a_loader_that_nobody_holds_ends_its_thread():
+def test_an_unreferenced_loader_ends_its_thread():
     batches = iter(GrainLoader(range(34), 4))
     next(batches)
     assert any(thread.name == "jax-trainer-records" for thread in threading.enumerate())
@@ -326,7 +326,7 @@ def test_the_number_of_workers_changes_nothing(files, workers):
     assert left_behind() == before
 
 
-def test_a_loader_that_nobody_holds_ends_its_workers():
+def test_an_unreferenced_loader_ends_its_workers():
     before = left_behind()
     batches = GrainLoader(range(10_000), 4, decode=lambda number: {"id": number}, workers=2).epoch(1)
     next(batches)
@@ -338,9 +338,9 @@ def test_a_loader_that_nobody_holds_ends_its_workers():
 
 def test_an_error_in_a_worker_arrives_with_its_traceback():
     loader = GrainLoader(range(34), 4, decode=broken, workers=1)
-    taken = []
+    received = []
     with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 could not be made") as caught:
-        taken.extend(loader)
+        received.extend(loader)
     assert "ValueError: the record is torn" in str(caught.value) and "in broken" in str(caught.value)
     assert not workers_of_now()
 
@@ -412,19 +412,19 @@ def assert_ended(pids):
     assert not alive
 
 
-def test_a_fresh_process_goes_on_with_the_same_batches_and_cleans_up_when_it_exits(tmp_path):
-    with script(tmp_path, "4", "0", "2") as (run, said):
+def test_a_fresh_process_continues_with_the_same_batches_and_cleans_up_when_it_exits(tmp_path):
+    with script(tmp_path, "4", "0", "2") as (run, report):
         assert run.wait(20) == 0
         assert run.stderr is not None and run.stderr.read() == ""
-    assert len(said["pids"]) == 2
-    assert_ended(said["pids"])
+    assert len(report["pids"]) == 2
+    assert_ended(report["pids"])
     loader = GrainLoader(range(34), 4, shuffle=True, read_ahead=0)
-    assert said["ids"] == [batch.tolist() for batch in loader.epoch(3, 5)]
-    assert said["sizes"] == [4, 4, 4, 2]
+    assert report["ids"] == [batch.tolist() for batch in loader.epoch(3, 5)]
+    assert report["sizes"] == [4, 4, 4, 2]
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    with script(tmp_path, "1", "600", "1") as (run, said):
+    with script(tmp_path, "1", "600", "1") as (run, report):
         run.kill()
-    assert len(said["pids"]) == 1
-    assert_ended(said["pids"])
+    assert len(report["pids"]) == 1
+    assert_ended(report["pids"])

@@ -48,14 +48,14 @@ def test_the_same_run_with_and_without_it_sees_the_same_samples(flavour, steps_p
     assert seen.events == streamed.events
 
 
-def test_a_run_goes_on_from_the_middle_of_an_epoch():
-    whole, _ = trained("linen", resident=True)
+def test_a_run_resumes_from_the_middle_of_an_epoch():
+    full, _ = trained("linen", resident=True)
     half, _ = trained("linen", resident=True, plan=Plan(max_steps=10))
     state, _ = trained("linen", resident=True, at=Position(2, 3), state=half)
-    assert_same_bits(state, whole)
+    assert_same_bits(state, full)
 
 
-def test_chunks_are_cut_where_somebody_must_look():
+def test_chunks_end_where_an_observer_needs_the_state():
     plan = Plan(max_epochs=2, steps_per_call="epoch", eval_every=Every(steps=3))
     _, seen = trained("linen", resident=True, plan=plan)
     assert seen.chunks == [3, 3, 1, 2, 3, 1, 1]  # the ragged last batch of an epoch goes alone
@@ -69,7 +69,7 @@ def test_many_devices_give_what_one_gives():
     assert_close(state.params, expected.params)
 
 
-def test_a_batch_class_says_its_size_inside_the_step():
+def test_a_batch_class_has_its_size_inside_the_step():
     sizes = []
     arrays = SupervisedBatch.of(np.ones((10, 2), np.float32), np.zeros(10, np.int32))
 

@@ -1,4 +1,4 @@
-"""Every kind of data goes on from every position with the batches that were still to come."""
+"""Every kind of data resumes from every position with the remaining batches."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ EPOCHS = 3
 
 
 def code_loss(params, batch, *, rng, train):
-    # one number that tells the ids of a batch and their order
+    # one number that encodes the ids of a batch and their order
     return params * 0.0, {"code": (batch * 31 ** jnp.arange(len(batch))).sum()}
 
 
@@ -46,39 +46,39 @@ def ledger(program, state, source, *, steps_per_call=1, prefetch=None, at=Positi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_every_position_with_the_batches_that_were_to_come(program, state, kind):
-    whole, positions = ledger(program, state, KINDS[kind]())
-    assert len(whole) == 6 * EPOCHS
+def test_a_run_resumes_from_every_position_with_the_remaining_batches(program, state, kind):
+    full, positions = ledger(program, state, KINDS[kind]())
+    assert len(full) == 6 * EPOCHS
     for step in (1, 4, 5, 6, 7, 12, 14):
         rest, _ = ledger(program, state, KINDS[kind](), at=positions[step], done=step)
-        assert rest == {later: code for later, code in whole.items() if later > step}, f"after step {step}"
+        assert rest == {later: code for later, code in full.items() if later > step}, f"after step {step}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, kind):
-    whole, positions = ledger(program, state, KINDS[kind](), prefetch=0)
+    full, positions = ledger(program, state, KINDS[kind](), prefetch=0)
     for chunk, prefetch in [(1, 3), (4, 0), (4, 5)]:
         seen, where = ledger(program, state, KINDS[kind](), steps_per_call=chunk, prefetch=prefetch)
-        assert seen == whole
+        assert seen == full
         for step, position in list(where.items())[::4]:
             rest, _ = ledger(
                 program, state, KINDS[kind](), at=position, done=step, steps_per_call=chunk, prefetch=prefetch
             )
-            assert rest == {later: code for later, code in whole.items() if later > step}, f"after step {step}"
+            assert rest == {later: code for later, code in full.items() if later > step}, f"after step {step}"
         assert {step: (p.epoch, p.epoch_step) for step, p in where.items()}.items() <= {
             step: (p.epoch, p.epoch_step) for step, p in positions.items()
         }.items()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_must_replay_says_so_at_the_start(program, state, kind):
+def test_data_that_must_replay_has_a_notice_at_the_start(program, state, kind):
     events = train_events(program, state, KINDS[kind](), Plan(max_steps=2, steps_per_epoch=6))
-    said = [event.text for event in events if isinstance(event, Notice)]
-    assert bool(said) == (kind in REPLAYING)
-    assert all("'train' data" in text and "keeps no position" in text for text in said)
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert bool(texts) == (kind in REPLAYING)
+    assert all("'train' data" in text and "keeps no position" in text for text in texts)
 
 
-def test_a_notice_that_nobody_shows_is_logged_once(program, state, caplog):
+def test_a_notice_without_an_observer_that_shows_it_is_logged_once(program, state, caplog):
     run(program, state, lambda: shuffled(1), Plan(max_epochs=3))
     assert len([record for record in caplog.records if "keeps no position" in record.message]) == 1
 
@@ -94,21 +94,21 @@ def test_the_state_that_is_saved_is_that_after_the_last_batch_that_was_used(prog
 
 def test_torch_shuffles_anew_in_every_epoch_and_alike_in_every_process(program, state):
     torch.manual_seed(7)
-    whole, _ = ledger(program, state, KINDS["torch"]())
+    full, _ = ledger(program, state, KINDS["torch"]())
     torch.rand(100)  # whatever else draws numbers does not matter
     again, _ = ledger(program, state, KINDS["torch"]())
     torch.manual_seed(8)
     other, _ = ledger(program, state, KINDS["torch"]())
-    assert whole == again != other
-    assert len(set(whole.values())) == len(whole)
+    assert full == again != other
+    assert len(set(full.values())) == len(full)
 
 
 def test_set_epoch_is_called_where_there_is_one():
-    told = []
+    epochs = []
 
     class Sampler:
         def set_epoch(self, epoch):
-            told.append(epoch)
+            epochs.append(epoch)
 
         def __iter__(self):
             return iter([IDS[:SIZE]])
@@ -116,7 +116,7 @@ def test_set_epoch_is_called_where_there_is_one():
     data_source = DataSource(Sampler(), "train")
     for epoch in (1, 2):
         list(data_source.open(epoch))
-    assert told == [1, 2]
+    assert epochs == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["array loader", "list", "stream"])

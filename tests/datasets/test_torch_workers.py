@@ -64,7 +64,7 @@ def _nothing_is_left_behind():
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer feed")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer prefetch")]
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")}
 
 
@@ -94,5 +94,5 @@ def test_a_worker_that_hangs_is_an_error_after_the_timeout(program):
         child.join(5)
     assert not multiprocessing.active_children()
     for thread in threading.enumerate():  # it ends when torch notices that the worker is gone
-        if thread.name.startswith("jax_trainer feed"):
+        if thread.name.startswith("jax_trainer prefetch"):
             thread.join(20)

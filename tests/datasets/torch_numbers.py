@@ -9,16 +9,16 @@ IDS = np.arange(1, EXAMPLES + 1, dtype=np.int32)
 
 
 class Numbers(Dataset):
-    """The ids, which notes what it is asked for."""
+    """The ids, which records the indices that are read."""
 
     def __init__(self):
-        self.asked = []
+        self.read = []
 
     def __len__(self):
         return EXAMPLES
 
     def __getitem__(self, index):
-        self.asked.append(index)
+        self.read.append(index)
         return torch.tensor(IDS[index])
 
 

@@ -1,4 +1,4 @@
-"""One of two processes that train together; the second is told that its machine goes away."""
+"""One of two processes that train together; the second receives a preemption notice."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from jax_trainer.engine import Plan, SavePoint, StepEnd, run  # noqa: E402
 from jax_trainer.testing import numbered_data, tiny_program  # noqa: E402
 
 
-class Told:
+class PreemptedObserver:
     """Gets the notice at step 20, and writes down where it could save."""
 
     def handle(self, event) -> None:
@@ -35,7 +35,7 @@ program = compile_program(tiny_program("linen"), layout=Layout(mesh=mesh))
 loader = ArrayLoader(numbered_data(1024), 32, shuffle=True, process=(0, 1))  # both have all of it
 state = program.init(jax.random.key(0), next(iter(loader)))
 try:
-    run(program, state, Data(loader), Plan(max_epochs=100), [Told()])
+    run(program, state, Data(loader), Plan(max_epochs=100), [PreemptedObserver()])
 except SystemExit as end:
     sys.stdout.flush()
     os._exit(int(end.code or 0))

@@ -15,7 +15,7 @@ from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch
 from jax_trainer.engine import Event, Every, Plan, StepEnd, StepMetrics, run
 from jax_trainer.testing import EventRecorder, assert_same_bits
 
-EXAMPLES, SIZE = 44, 8  # five whole batches and one of 4
+EXAMPLES, SIZE = 44, 8  # five full batches and one of 4
 BAD_STEPS = (1, 4, 6, 9, 12)  # 6 and 12 are the ragged ones
 
 
@@ -106,7 +106,7 @@ def test_the_error_brings_the_batch_of_its_step(kind, steps_per_call):
 
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_a_batch_that_is_spread_over_devices_comes_back_whole(resident, steps_per_call):
+def test_a_batch_that_is_spread_over_devices_comes_back_complete(resident, steps_per_call):
     layout = Layout(mesh=jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)))
     data = arrays()
     data.input[20] = np.nan
@@ -144,7 +144,7 @@ def test_what_was_kept_can_be_examined():
 
 
 class Writer:
-    """Remembers what it is told to write, without times."""
+    """Records what is written, without times."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict]] = []
@@ -177,7 +177,7 @@ def test_reading_more_often_changes_no_row_of_the_log_and_no_value(steps_per_cal
 
 
 class Reads:
-    """Notes how many steps are told of at once."""
+    """Records how many steps are reported at once."""
 
     def __init__(self) -> None:
         self.windows: list[int] = []

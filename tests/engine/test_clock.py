@@ -5,47 +5,47 @@ from collections.abc import Callable
 import pytest
 
 from jax_trainer.engine import Every, Plan
-from jax_trainer.engine.clock import RunClock, SyncedClock, run_time
+from jax_trainer.engine.clock import RunClock, SyncedClock, run_clock
 from jax_trainer.processes import ProcessGroup
 
 
 class Pair(ProcessGroup):
-    """A lead and one who hears what it says, in one process."""
+    """A primary process and another one, in one process."""
 
-    def __init__(self, index: int, said: list[str]) -> None:
+    def __init__(self, index: int, messages: list[str]) -> None:
         super().__init__(index, 2)
-        self.said, self.asked = said, 0
+        self.messages, self.received = messages, 0
 
-    def from_lead(self, topic: str, say: Callable[[], str], *, patience: float = 0.0) -> str:
+    def broadcast(self, topic: str, compute: Callable[[], str], *, timeout: float = 0.0) -> str:
         if self.is_primary:
-            self.said.append(json.dumps(say()))
-        self.asked += 1
-        return json.loads(self.said[self.asked - 1])
+            self.messages.append(json.dumps(compute()))
+        self.received += 1
+        return json.loads(self.messages[self.received - 1])
 
 
-def test_all_processes_see_the_leads_time_as_of_the_same_dispatch():
-    said: list[str] = []
-    lead, other = (SyncedClock(Pair(index, said)) for index in (0, 1))
+def test_all_processes_see_the_time_of_the_primary_process_as_of_the_same_dispatch():
+    messages: list[str] = []
+    primary, other = (SyncedClock(Pair(index, messages)) for index in (0, 1))
     seen = []
     for _ in range(30):
-        for clock in (lead, other):
+        for clock in (primary, other):
             clock.dispatched()
-        seen.append((lead.now(), other.now()))
+        seen.append((primary.now(), other.now()))
         time.sleep(0.001)
     assert all(mine == theirs for mine, theirs in seen)
     assert seen[0][0] >= 0
-    assert 1 <= len(said) < 30  # not at every dispatch
+    assert 1 <= len(messages) < 30  # not at every dispatch
 
 
-def test_time_goes_on_and_is_compared_about_once_a_second():
-    said: list[str] = []
-    clock = SyncedClock(Pair(0, said))
+def test_the_clock_advances_and_is_synchronized_about_once_a_second():
+    messages: list[str] = []
+    clock = SyncedClock(Pair(0, messages))
     clock.dispatched()
     time.sleep(0.02)
-    while len(said) < 2:
+    while len(messages) < 2:
         clock.dispatched()
     assert clock.now() >= 0.02
-    seconds, following = json.loads(said[-1]).split()
+    seconds, following = json.loads(messages[-1]).split()
     assert float.fromhex(seconds) == clock.now()
     assert int(following) > 2
 
@@ -62,4 +62,4 @@ def test_time_goes_on_and_is_compared_about_once_a_second():
     ],
 )
 def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(plan, count, kind):
-    assert type(run_time(plan, ProcessGroup(0, count))) is kind
+    assert type(run_clock(plan, ProcessGroup(0, count))) is kind

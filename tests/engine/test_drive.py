@@ -87,7 +87,7 @@ class Stops:
 @pytest.mark.parametrize(
     ("kind", "names", "step"), [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]
 )
-def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, names, step):
+def test_one_that_stops_the_run_does_not_keep_others_from_the_event(kind, names, step):
     later, ends = EventRecorder(), Ends()
     state = fit(Stops(kind, StopTraining("enough")), later, ends)
     assert later.names[-1 - len(names) :] == [*names, "FitEnd"]
@@ -95,7 +95,7 @@ def test_one_that_stops_the_run_keeps_nobody_from_seeing_the_event(kind, names, 
 
 
 @pytest.mark.parametrize("kind", [FitStart, StepEnd])
-def test_what_follows_a_stop_is_raised_when_everybody_knows_of_the_end(kind):
+def test_what_follows_a_stop_is_raised_after_all_observers_handled_the_end(kind):
     ends = Ends()
     with pytest.raises(LookupError, match="pruned"):
         fit(Stops(kind, StopTraining(then=LookupError("pruned"))), ends)
@@ -126,7 +126,7 @@ def test_a_stop_says_why():
     assert (str(StopTraining("loss is flat")), StopTraining().then) == ("loss is flat", None)
 
 
-def test_observers_are_told_in_list_order():
+def test_observers_are_notified_in_list_order():
     order = []
     fit(At(1, lambda: order.append("first")), At(1, lambda: order.append("second")))
     assert order == ["first", "second"]
@@ -147,7 +147,7 @@ def test_a_failure_reaches_every_observer_and_the_caller(where):
     assert before.status == after.status == ["failed"]
 
 
-def test_an_observer_that_fails_at_the_end_keeps_nobody_from_ending():
+def test_an_observer_that_fails_at_the_end_does_not_keep_others_from_ending():
     class FailsAtEnd:
         def handle(self, event: Event) -> None:
             if isinstance(event, FitEnd):

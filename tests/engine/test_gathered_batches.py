@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.engine.gathered_batches import _as_text, _from_text, _Kind, _packed, _unpacked
+from jax_trainer.engine.gathered_batches import _as_text, _from_text, _LeafSpec, _packed, _unpacked
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
 def test_arrays_of_any_kind_travel_bit_for_bit(dtype, shape):
     array = np.random.default_rng(0).integers(0, 99, (5, *shape)).astype(np.dtype(dtype))
-    kinds = [_Kind("x", shape, dtype), _Kind("heat", None, "float32"), _Kind("id", (), "int32")]
+    kinds = [_LeafSpec("x", shape, dtype), _LeafSpec("heat", None, "float32"), _LeafSpec("id", (), "int32")]
     packed = _packed([array, np.asarray(0.5, np.float32), np.arange(5, dtype=np.int32)], kinds, 5, 7)
     assert len(packed) == 7  # room for the rows of others
     found, heat, ids = _unpacked(packed[:5], kinds)
@@ -22,7 +22,7 @@ def test_arrays_of_any_kind_travel_bit_for_bit(dtype, shape):
 
 
 def test_a_process_without_rows_sends_room_for_those_of_others():
-    assert _packed([], [_Kind("x", (2,), "float32")], 0, 3).tolist() == [[0] * 8] * 3
+    assert _packed([], [_LeafSpec("x", (2,), "float32")], 0, 3).tolist() == [[0] * 8] * 3
 
 
 def test_the_structure_of_a_batch_travels_where_it_has_no_classes():

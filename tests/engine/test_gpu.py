@@ -24,7 +24,7 @@ class ReadsEveryLoss:
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_the_loop_reads_nothing_back_that_nobody_asked_for(flavour, steps_per_call, key):
+def test_the_loop_makes_no_implicit_transfer_to_the_host(flavour, steps_per_call, key):
     program = compile_program(tiny_program(flavour))
     data = Data(itertools.repeat(EXAMPLE), {"val": [EXAMPLE]})
     plan = Plan(max_steps=120, eval_every=Every(steps=40), steps_per_call=steps_per_call)

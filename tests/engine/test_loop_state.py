@@ -1,4 +1,4 @@
-"""A run that is ended anywhere goes on as if nothing had happened."""
+"""A run that is ended anywhere resumes bit-identically."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def program():
 
 
 class Record:
-    """Writes down what a run tells, as a logger does, and keeps what is needed to go on from the last save point."""
+    """Records the metrics of a run, as a logger does, and what is needed to resume from the last save point."""
 
     saves_every = Every(steps=3)
 
@@ -77,7 +77,7 @@ def digest(state):
 
 
 class At:
-    """Raises when so many events were told."""
+    """Raises after so many events."""
 
     def __init__(self, number, error):
         self.left, self.error = number, error
@@ -107,7 +107,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("error", [StopTraining, RuntimeError], ids=["stopped", "failed"])
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every fifth", "every one"])
-def test_a_run_that_ends_at_any_event_goes_on_to_the_same_bits_metrics_and_rows(program, name, error, every):
+def test_a_run_that_ends_at_any_event_resumes_to_the_same_bits_metrics_and_rows(program, name, error, every):
     plan, fresh = PLANS[name], program.init(jax.random.key(0), EXAMPLE)
     whole = Record()
     final = digest(part(program, plan, whole, copy_state(fresh), LoopState()))
@@ -144,7 +144,7 @@ def test_a_run_that_was_ended_three_times_in_one_epoch_takes_every_step_once(pro
 
 
 @pytest.mark.parametrize("first", [8, 9, 10])
-def test_a_run_that_gets_more_steps_goes_on_where_its_epoch_was_cut_off(program, first):
+def test_a_run_that_gets_more_steps_resumes_where_its_epoch_was_cut_off(program, first):
     fresh = program.init(jax.random.key(0), EXAMPLE)
     whole = part(program, Plan(max_steps=14), Record(), copy_state(fresh), LoopState())
     short = Record()
@@ -155,7 +155,7 @@ def test_a_run_that_gets_more_steps_goes_on_where_its_epoch_was_cut_off(program,
     assert (digest(state), longer.updates) == (digest(whole), 14 - first)
 
 
-def test_a_finished_run_takes_no_more_steps_and_tells_nothing_twice(program):
+def test_a_finished_run_takes_no_more_steps_and_emits_nothing_twice(program):
     plan, record = Plan(max_epochs=1, eval_every=Every(epochs=1)), Record()
     state = part(program, plan, record, program.init(jax.random.key(0), EXAMPLE), LoopState())
     again = record.gone_on()
@@ -165,7 +165,7 @@ def test_a_finished_run_takes_no_more_steps_and_tells_nothing_twice(program):
 
 def test_saves_are_due_at_the_same_steps_however_many_go_into_one_call(program):
     def due(steps_per_call):
-        plan = Plan(max_epochs=1, steps_per_call=steps_per_call).seen_by([Record()])
+        plan = Plan(max_epochs=1, steps_per_call=steps_per_call).with_observers([Record()])
         data, state = Data(numbered_loader(144, batch_size=16)), program.init(jax.random.key(0), EXAMPLE)
         events = train_events(program, state, data, plan)
         return [event.step for event in events if isinstance(event, SavePoint) and event.due]
@@ -181,4 +181,4 @@ def test_standing_is_plain_data(program):
     assert record.loop_state is not None
     data = record.loop_state.to_data()
     assert "position" not in data
-    assert json.dumps({name: value for name, value in data.items() if name != "meter"})
+    assert json.dumps({name: value for name, value in data.items() if name != "metrics_state"})

@@ -78,7 +78,7 @@ def test_at_most_so_many_batches_are_predicted():
         predictions(*prepared(), endless, max_batches=0)
 
 
-def test_the_next_batch_is_dispatched_before_outputs_are_handed_out():
+def test_the_next_batch_is_dispatched_before_outputs_are_yielded():
     traced = []
 
     def predict_step(state, batch):
@@ -109,7 +109,7 @@ def test_outputs_do_not_wait_for_a_batch_that_is_late(monkeypatch):
     assert (len(handed_out), in_time) == (3, [True] * 3)
 
 
-def test_the_averaged_weights_are_asked():
+def test_predictions_use_the_averaged_weights():
     tiny = with_ema(tiny_program("linen"), 0.5)
     program = compile_program(tiny)
     state = program.init(jax.random.key(0), EXAMPLE)
@@ -159,8 +159,8 @@ def test_no_data_is_an_error(empty):
         list(predictions(*prepared(), empty()))
 
 
-def test_a_program_that_is_not_compiled_is_told_so_at_once():
-    with pytest.raises(TypeError, match="A Program cannot run yet"):
+def test_a_program_that_is_not_compiled_is_an_error_at_once():
+    with pytest.raises(TypeError, match="A Program .*compile_program"):
         predictions(tiny_program("linen"), prepared()[1], [EXAMPLE])  # pyright: ignore[reportArgumentType]
 
 

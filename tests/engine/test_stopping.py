@@ -31,14 +31,14 @@ def test_ctrl_c_is_shown_in_one_line_in_a_notebook():
 
 
 @pytest.mark.slow
-def test_a_script_that_ctrl_c_ends_says_so_in_one_line_and_ends_by_the_signal():
+def test_a_script_that_ctrl_c_ends_prints_one_line_and_ends_by_the_signal():
     code = "import jax_trainer.engine.stopping as stopping; raise stopping.by_ctrl_c('Interrupted after step 3.')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "Interrupted after step 3.\n")
 
 
 @pytest.mark.slow
-def test_two_processes_stop_at_the_same_step_when_one_of_them_is_told_that_its_machine_goes_away():
+def test_two_processes_stop_at_the_same_step_when_one_of_them_is_preempted():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -46,11 +46,11 @@ def test_two_processes_stop_at_the_same_step_when_one_of_them_is_told_that_its_m
     commands = [[sys.executable, str(JOB), str(index), port] for index in (0, 1)]
     jobs = [subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, text=True) for one in commands]
     try:
-        told = [job.communicate(timeout=120)[0] for job in jobs]
+        outputs = [job.communicate(timeout=120)[0] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [143, 143]
-    steps = [text.splitlines()[-1] for text in told]  # what is said before is the network's
+    steps = [text.splitlines()[-1] for text in outputs]  # earlier lines are from the network
     assert steps[0] == steps[1]
     assert steps[0].startswith("saved at ")

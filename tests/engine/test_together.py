@@ -12,13 +12,13 @@ JOB = Path(__file__).with_name("together_job.py")
 def test_what_is_due_by_time_is_due_at_the_same_steps_in_all_processes():
     first, second = (pairs.lines(one) for one in pairs.run(JOB, "time"))
     assert first == second
-    assert sum(line.startswith("judged") for line in first) >= 2
+    assert sum(line.startswith("evaluated") for line in first) >= 2
     assert sum(line.startswith("saved") for line in first) >= 2
     assert first[-1].startswith("ended")
     assert int(first[-1].split()[1]) > 20
 
 
-def test_where_one_process_fails_the_others_name_it_and_nobody_saves_at_a_step_of_its_own():
+def test_where_one_process_fails_the_others_name_it_and_none_saves_alone():
     first, second = pairs.ended(pairs.start(JOB, "fail"))
     assert (first.code, second.code) == (3, 3)
     assert pairs.lines(second)[-1] == "OSError: the disk is gone"

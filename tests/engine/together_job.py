@@ -1,4 +1,4 @@
-"""Processes that train together, of which one fails, or all end by the clock: told what, on the command line."""
+"""Processes that train together, of which one fails, or all end by time, as the command line says."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from jax_trainer.testing import numbered_data, tiny_program
 index, what = jax.process_index(), sys.argv[4]
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 class CallbackList:
-    """Disturbs, and says at which steps what happens."""
+    """Injects a failure, and reports the steps of events."""
 
     saves_every = Every(minutes=0.01)
 
@@ -36,9 +36,9 @@ class CallbackList:
                 if event.step == 20 and what == "interrupt":
                     os.kill(os.getpid(), signal.SIGINT)
             case EvalRoundEnd():
-                say(f"judged {event.step}")
+                report(f"evaluated {event.step}")
             case SavePoint() if event.due:
-                say(f"saved {event.step} {type(event.reason).__name__}")
+                report(f"saved {event.step} {type(event.reason).__name__}")
 
 
 program = compile_program(tiny_program("linen"), layout=Layout(mesh=init_ddp_mesh()))
@@ -49,11 +49,11 @@ plan = Plan(max_epochs=100, max_time=8.0 if what == "time" else 60.0, eval_every
 began = time.monotonic()
 try:
     last = run(program, state, Data(loader, {"val": loader}), plan, [CallbackList()])
-    say(f"ended {int(last.step)}")
+    report(f"ended {int(last.step)}")
 except (OSError, ProcessFailedError) as error:
-    say(f"{type(error).__name__}: {error}")
+    report(f"{type(error).__name__}: {error}")
     os._exit(3)  # JAX would wait for the others
 except SystemExit as end:
-    say(f"exit {end.code}")
+    report(f"exit {end.code}")
     leave()
     os._exit(0)

@@ -36,7 +36,7 @@ from jax_trainer.datasets import DataError
 from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask, train_fn
 
 DATA = Table()
-OF_BATCHES = ("TrainerModule", "train_fn", "TrainLoop")  # which take no whole arrays
+OF_BATCHES = ("TrainerModule", "train_fn", "TrainLoop")  # which do not take arrays of the complete dataset
 NNX_STYLES = ("fit, nnx", "TrainerModule, nnx", "train_fn")
 NAMES = np.array(["cat", "dog", "cow", "emu"] * 4)
 WIDE = np.ones((16, 5), np.float32)
@@ -483,7 +483,7 @@ def _(folder: Path) -> None:
     fitted(folder, train_ds=(X, Y > 1))
 
 
-# whole arrays and single examples where batches belong
+# arrays of the complete dataset and single examples instead of batches
 
 
 @DATA.each(

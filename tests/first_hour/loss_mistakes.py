@@ -114,7 +114,7 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, loss=_branching)
 
 
-@LOSSES.each("the loss is a whole number", "int32", "float|whole")
+@LOSSES.each("the loss is an integer", "int32", "float|whole")
 def _(style: str, folder: Path) -> None:
     train(style, folder, loss=lambda logits, labels: (logits.argmax(-1) != labels).sum())
 

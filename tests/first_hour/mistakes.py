@@ -262,7 +262,7 @@ dataset:
 
 
 def command(folder: Path, *arguments: str, old: str = "", new: str = "", text: str = TINY) -> Said:
-    """A command, asked in this process, on the tiny experiment with one place changed."""
+    """Runs a command in this process on the tiny experiment with one change."""
     assert not old or text.count(old) == 1
     (folder / "tiny.yaml").write_text(text.replace(old, new) if old else text)
     out = io.StringIO()

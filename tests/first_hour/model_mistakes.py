@@ -269,7 +269,7 @@ def _(style: str, folder: Path) -> None:
 
 
 class Noisy(nn.Module):
-    """Asks for a stream that nobody gives."""
+    """Requires a random stream that is not provided."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:

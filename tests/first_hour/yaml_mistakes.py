@@ -47,7 +47,7 @@ _yaml("a wrong indentation", "  train_epochs", "   train_epochs", "tiny.yaml:3")
 _yaml("a tab", "  train_epochs", "\ttrain_epochs", "tab", "tiny.yaml:3")
 _yaml("a colon without a space", "train_epochs: 1", "train_epochs:1", "tiny.yaml:[34]", "YAML")
 _yaml(
-    "a monitor that nobody reports",
+    "a monitor that is not reported",
     "num_classes: 10\n  enable",
     "num_classes: 10\n  callbacks: {EarlyStopping: {monitor: val/accuracy, mode: max}}\n  enable",
     "val/accuracy",

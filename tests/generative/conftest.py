@@ -43,14 +43,14 @@ def bell() -> Bell:
 
 @pytest.fixture(scope="session")
 def inside() -> Callable[..., Any]:
-    """`inside(whole, scales)`: the network that, with `scales(sigma)` around it, is `whole(x, sigma)`."""
+    """`inside(denoiser, scales)`: the network that, with `scales(sigma)` around it, is `denoiser(x, sigma)`."""
 
-    def make(whole: Callable[..., jax.Array], scales: Callable[[jax.Array], Any]) -> Callable[..., jax.Array]:
+    def make(denoiser: Callable[..., jax.Array], scales: Callable[[jax.Array], Any]) -> Callable[..., jax.Array]:
         def network(u: jax.Array, noise: jax.Array, condition: Any = None) -> jax.Array:
             sigma = jnp.exp(noise / scales(jnp.asarray(math.e)).noise)
             skip, out, into, _ = (scale[:, None] for scale in scales(sigma))
             x = u / into
-            return (whole(x, sigma) - skip * x) / jnp.where(out == 0, 1.0, out)
+            return (denoiser(x, sigma) - skip * x) / jnp.where(out == 0, 1.0, out)
 
         return network
 

@@ -41,7 +41,7 @@ def test_the_exact_function_makes_data_of_noise(bell, inside, steps):
     assert abs(float(samples.std()) / bell.std - 1) < 0.03
 
 
-def test_the_distance_is_that_of_whole_examples():
+def test_the_distance_is_that_of_complete_examples():
     a, b = np.random.default_rng(0).normal(size=(2, 4, 3, 2)).astype(np.float32)
     c = 0.1 * math.sqrt(6)
     expected = [math.sqrt(((one - other) ** 2).sum() + c * c) - c for one, other in zip(a, b, strict=True)]

@@ -82,5 +82,5 @@ def test_the_teacher_may_be_guided_and_of_either_kind():
 
 
 def test_a_network_without_a_teacher_is_refused(tiny):
-    with pytest.raises(TypeError, match=r"A Tiny has no teacher to learn from. Train `distilled"):
+    with pytest.raises(TypeError, match=r"A Tiny has no teacher. Train `distilled"):
         ConsistencyDistillation().loss(jax.random.key(0), tiny(0), jnp.ones((4, 2)))

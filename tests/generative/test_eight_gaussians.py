@@ -79,7 +79,7 @@ def evaluated(objective: Objective, model: Any, steps: int | None = None) -> flo
 
 
 @pytest.fixture(scope="module")
-def told() -> str:
+def description() -> str:
     """What to compare with, for the messages."""
     noise = np.random.default_rng(3).normal(size=(SAMPLES, 2)).astype(np.float32)
     true, far = discrepancy(circle(2, SAMPLES), circle(1, SAMPLES)), discrepancy(noise, circle(1, SAMPLES))
@@ -87,13 +87,13 @@ def told() -> str:
     return f"two sets of true samples have {true:.4f}, noise has {far:.4f}"
 
 
-def test_flow_matching_learns_them(told: str):
+def test_flow_matching_learns_them(description: str):
     objective = FlowMatching()
     model = trained(objective, network(64), 1500, 4e-3)
-    assert evaluated(objective, model) < 0.003, told
+    assert evaluated(objective, model) < 0.003, description
 
 
-# the network is told of the level so that it changes slowly with it, which consistency models need
+# the output of the network must change slowly with the noise level for consistency models
 LEVELS: dict[str, Any] = {"sigma_data": 1.0, "noise_scale": 0.025}
 
 
@@ -103,21 +103,21 @@ def teacher() -> ConditionalMLP:
 
 
 @pytest.mark.slow
-def test_edm_learns_them(told: str, teacher: ConditionalMLP):
-    assert evaluated(EDM(EDMConfig(**LEVELS)), teacher) < 0.003, told
+def test_edm_learns_them(description: str, teacher: ConditionalMLP):
+    assert evaluated(EDM(EDMConfig(**LEVELS)), teacher) < 0.003, description
 
 
 @pytest.mark.slow
-def test_consistency_distillation_learns_them_from_edm(told: str, teacher: ConditionalMLP):
+def test_consistency_distillation_learns_them_from_edm(description: str, teacher: ConditionalMLP):
     objective = ConsistencyDistillation(ConsistencyDistillationConfig(**LEVELS, levels=80))
     model = trained(objective, distilled(teacher, teacher), 2000, 2e-3)
-    assert evaluated(objective, model) < 0.005, told
-    assert evaluated(objective, model, steps=2) < 0.005, told
+    assert evaluated(objective, model) < 0.005, description
+    assert evaluated(objective, model, steps=2) < 0.005, description
 
 
 @pytest.mark.slow
-def test_consistency_training_learns_them_alone(told: str):
+def test_consistency_training_learns_them_alone(description: str):
     objective = ConsistencyTraining(ConsistencyTrainingConfig(**LEVELS))
     model = trained(objective, network(128), 3000, 3e-3)
-    assert evaluated(objective, model) < 0.012, told
-    assert evaluated(objective, model, steps=2) < 0.01, told
+    assert evaluated(objective, model) < 0.012, description
+    assert evaluated(objective, model, steps=2) < 0.01, description

@@ -54,7 +54,7 @@ def test_each_key_is_explained_and_configurations_hash_by_their_values(objective
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_it_has_a_finite_loss_for_every_example_and_draws_samples_of_the_asked_shape(objective: Any):
+def test_it_has_a_finite_loss_for_every_example_and_draws_samples_of_the_requested_shape(objective: Any):
     chosen, network = objective(), Small()
     loss = lambda x: chosen.loss(KEY, network, x, jnp.asarray(LABELS), progress=0.5)
     losses = jax.jit(loss)(np.ones((4, 2), np.float32))
@@ -136,9 +136,9 @@ def test_conditions_are_left_out_in_training_as_configured():
 @pytest.mark.parametrize(
     ("shape", "condition", "steps", "message"),
     [
-        ((3, 2), LABELS, 2, r"4 conditions for 3 samples of `shape` \(3, 2\)\. Give one for each"),
+        ((3, 2), LABELS, 2, r"4 conditions for 3 samples of `shape` \(3, 2\)"),
         ((3, 2), np.asarray(1), 2, r"a single condition for 3 samples"),
-        ((3,), None, 2, r"`shape` must be the number of samples and then the shape of one, got \(3,\)"),
+        ((3,), None, 2, r"`shape` must be .*got \(3,\)"),
         ((3, 2), None, 0, r"`steps` must be at least 1, got 0"),
     ],
 )

@@ -61,9 +61,9 @@ def test_noise_on_the_way_leaves_the_distribution_as_it_is(bell):
 
 def test_noise_is_added_only_between_its_levels():
     churn = Churn(amount=2.0, lowest=0.5, highest=2.0)
-    shares = [float(churn.share(jnp.float32(sigma), 10)) for sigma in (0.4, 0.5, 2.0, 2.1)]
-    np.testing.assert_allclose(shares, [0.0, 0.2, 0.2, 0.0], rtol=1e-6)
-    assert float(Churn(amount=100.0).share(jnp.float32(1.0), 10)) == pytest.approx(np.sqrt(2) - 1)
+    increases = [float(churn.increase(jnp.float32(sigma), 10)) for sigma in (0.4, 0.5, 2.0, 2.1)]
+    np.testing.assert_allclose(increases, [0.0, 0.2, 0.2, 0.0], rtol=1e-6)
+    assert float(Churn(amount=100.0).increase(jnp.float32(1.0), 10)) == pytest.approx(np.sqrt(2) - 1)
 
 
 def test_one_jump_is_one_call():

@@ -1,4 +1,4 @@
-"""A tool that remembers what it is given, and raises or blocks where it is told to."""
+"""A tool that records its entries, and raises or blocks where configured."""
 
 import threading
 from collections.abc import Callable, Mapping

@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_text(tmp_path):
     assert rows_in(tmp_path)[2]["histograms"]["h"]["left_out"] == 1
 
 
-def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     logger, marks = logger_with(tmp_path), []
     for epoch in (1, 2):
         logger.write(4 * epoch, {"epoch": epoch, "val/loss": 0.5})
@@ -127,8 +127,8 @@ def test_a_disk_that_fails_costs_rows_and_a_warning(tmp_path, caplog, how, lost,
     logger.close("completed")
     assert logger.failures == {"JSONLToolLogger": lost}
     first, last = [record.message for record in caplog.records]
-    assert first.startswith("JSONLToolLogger failed: ") and why in first and "is lost" in first
-    assert last.endswith(f"JSONLToolLogger lost {lost} of what it was given.")
+    assert first.startswith("JSONLToolLogger failed: ") and why in first and "lost" in first
+    assert last.endswith(f"JSONLToolLogger dropped {lost} entries.")
 
 
 def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):
@@ -173,7 +173,7 @@ def full_disk(monkeypatch):
 
 
 @pytest.mark.parametrize("left", [0, 7])
-def test_rows_for_which_there_is_no_room_are_written_in_order_once_there_is(tmp_path, caplog, full_disk, left):
+def test_rows_for_which_there_is_no_space_are_written_in_order_once_there_is(tmp_path, caplog, full_disk, left):
     logger = logger_with(tmp_path)
     logger.write(1, {"loss": 0.5})
     assert logger.flush()

@@ -20,8 +20,8 @@ from jax_trainer.logger import (
     LoggerConfig,
     TensorboardConfig,
     WandBConfig,
-    placing_tool,
-    run_place,
+    folder_tool,
+    run_path_parts,
     tools_of,
 )
 from jax_trainer.logger.pictures import png_size
@@ -164,12 +164,12 @@ def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(log, tmp_path, ca
     logger.close("completed")
     assert logger.failures == {"Logger": 2}
     first, last = [record.message for record in caplog.records]
-    assert first.startswith("Logger could not log ") and "Training goes on; " in first
-    assert last.endswith("Logger lost 2 of what it was given.")
+    assert first.startswith("Logger could not log ") and "Training continues; " in first
+    assert last.endswith("Logger dropped 2 entries.")
     assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_only_the_lead_process_writes(tmp_path, caplog):
+def test_only_the_primary_process_process_writes(tmp_path, caplog):
     before = threading.active_count()
     logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_primary=False)
     log_everything(logger)
@@ -182,7 +182,7 @@ def test_only_the_lead_process_writes(tmp_path, caplog):
     assert logger.log_dir == tmp_path / "run"
 
 
-def test_a_process_alone_is_the_lead(tmp_path):
+def test_a_process_alone_is_the_primary_process(tmp_path):
     logger = Logger(LoggerConfig(), tmp_path)
     assert logger.is_primary and logger.log_dir == tmp_path
     logger.close("completed")
@@ -235,7 +235,7 @@ def test_messages_from_the_chosen_level_on_are_kept(tmp_path, verbosity, kept):
 )
 def test_the_tool_then_the_log_dir_then_the_model_say_where_a_run_belongs(config, place):
     parent, name, version = place
-    assert run_place(config, "MLP") == (Path(parent), name, version)
+    assert run_path_parts(config, "MLP") == (Path(parent), name, version)
 
 
 def test_tools_are_a_list_however_they_are_given():
@@ -243,8 +243,8 @@ def test_tools_are_a_list_however_they_are_given():
     assert tools_of(LoggerConfig()) == tools_of(LoggerConfig(tool_config=[])) == []
     assert tools_of(LoggerConfig(tool_config=one)) == [one]
     assert tools_of(LoggerConfig(tool_config=[other, one])) == [other, one]
-    assert placing_tool(LoggerConfig(tool_config=[other, one])) is one
-    assert placing_tool(LoggerConfig(tool_config=other)) is None
+    assert folder_tool(LoggerConfig(tool_config=[other, one])) is one
+    assert folder_tool(LoggerConfig(tool_config=other)) is None
 
 
 def test_the_section_of_the_seed_document_is_read():

@@ -44,8 +44,8 @@ def test_what_is_no_image_is_refused_with_its_shape(image):
         pixels_of(image)
 
 
-def test_whole_numbers_that_are_no_bytes_are_refused():
-    with pytest.raises(ValueError, match="has bytes, or floats from 0 to 1, this one has int32"):
+def test_integers_that_are_no_bytes_are_refused():
+    with pytest.raises(ValueError, match="floats from 0 to 1, got int32"):
         pixels_of(np.zeros((2, 2), np.int32))
 
 

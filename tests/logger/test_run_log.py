@@ -53,7 +53,7 @@ def test_others_hear_no_more_than_without_the_file(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("how", ["gone", "full"])
-def test_a_file_that_cannot_be_written_is_told_of_once_and_fails_nobody(tmp_path, how, caplog, capsys):
+def test_a_file_that_cannot_be_written_costs_one_warning(tmp_path, how, caplog, capsys):
     if how == "full":
         (tmp_path / "run.log").symlink_to("/dev/full")
     log = RunLog(tmp_path / "run.log" if how == "full" else tmp_path / "gone" / "run.log", "info")

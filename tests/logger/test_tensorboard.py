@@ -190,14 +190,14 @@ def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog
     logger = logger_with(tmp_path, TensorboardConfig())
     assert [record.message for record in caplog.records] == [  # before anything is logged
         "TensorboardToolLogger failed: ModuleNotFoundError: tensorboardX is not installed; run "
-        "`pip install 'jax-trainer[tensorboard]'`. Training goes on; metrics.jsonl has every number."
+        "`pip install 'jax-trainer[tensorboard]'`. Training continues; metrics.jsonl has every number."
     ]
     logger.write(1, {"x": 1.0})
     assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]
     logger.close("completed")
 
 
-def test_a_file_that_is_deleted_is_told_of(tmp_path, caplog):
+def test_a_file_that_is_deleted_is_reported(tmp_path, caplog):
     logger = logger_with(tmp_path / "run", TensorboardConfig())
     logger.write(1, {"x": 1.0})
     assert logger.flush()
@@ -208,7 +208,7 @@ def test_a_file_that_is_deleted_is_told_of(tmp_path, caplog):
     assert "TensorboardToolLogger failed: FileNotFoundError" in caplog.text
 
 
-def test_a_full_disk_is_told_of(tmp_path, caplog):
+def test_a_full_disk_is_reported(tmp_path, caplog):
     tool = TensorboardToolLogger(TensorboardConfig(), tmp_path)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, tool._file._py_recordio_writer._writer.fileno())

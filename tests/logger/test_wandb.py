@@ -108,7 +108,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-def test_a_run_that_goes_on_is_the_same_one_of_wandb(shown, asked):
+def test_a_resumed_run_is_the_same_one_of_wandb(shown, asked):
     folder, file = shown
     WandbToolLogger(WandbConfig(), folder)
     assert (asked["id"], asked["resume"]) == (file.run.run_id, "allow")
@@ -165,7 +165,7 @@ def test_without_wandb_one_sentence_says_what_to_install(tmp_path, caplog, monke
     logger = logger_with(tmp_path, WandBConfig())
     assert [record.message for record in caplog.records] == [  # before anything is logged
         "WandBToolLogger failed: ModuleNotFoundError: wandb is not installed; run `pip install 'jax-trainer[wandb]'`. "
-        "Training goes on; metrics.jsonl has every number."
+        "Training continues; metrics.jsonl has every number."
     ]
     assert not any("wandb" in thread.name.lower() for thread in threading.enumerate() if "jax-trainer" in thread.name)
     logger.close("completed")

@@ -27,7 +27,7 @@ def by_hand(query: np.ndarray, key: np.ndarray, value: np.ndarray, may: np.ndarr
     return out
 
 
-def test_a_place_takes_the_mean_of_those_that_it_may_see():
+def test_a_position_attends_to_the_mean_of_the_unmasked_ones():
     query, key, value = drawn(), drawn(), drawn()
     may = RNG.uniform(size=(TIME, TIME)) < 0.6
     may |= np.eye(TIME, dtype=bool)
@@ -42,7 +42,7 @@ def test_a_place_takes_the_mean_of_those_that_it_may_see():
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "dim", "masked", "asked"),
+    ("backend", "dtype", "dim", "masked", "implementation"),
     [
         ("gpu", jnp.bfloat16, 64, False, "cudnn"),
         ("gpu", jnp.float16, 128, False, "cudnn"),
@@ -53,21 +53,21 @@ def test_a_place_takes_the_mean_of_those_that_it_may_see():
         ("cpu", jnp.bfloat16, 64, False, None),
     ],
 )
-def test_the_fused_attention_is_asked_for_where_there_is_one(monkeypatch, backend, dtype, dim, masked, asked):
+def test_fused_attention_is_used_where_it_exists(monkeypatch, backend, dtype, dim, masked, implementation):
     seen: list[Any] = []
     monkeypatch.setattr(attention.jax, "default_backend", lambda: backend)
     monkeypatch.setattr(
-        attention.jax.nn, "dot_product_attention", lambda *given, **options: seen.append(options["implementation"])
+        attention.jax.nn, "dot_product_attention", lambda *arrays, **options: seen.append(options["implementation"])
     )
     x = jnp.zeros((1, 2, 1, dim), dtype)
     attend(x, x, x, mask=jnp.ones((1, 1, 2, 2), bool) if masked else None, is_causal=not masked)
-    assert seen == [asked]
+    assert seen == [implementation]
 
 
 turn = jax.jit(rotated)
 
 
-def test_rotated_vectors_are_the_complex_numbers_turned_by_the_place():
+def test_rotated_vectors_are_the_complex_numbers_turned_by_the_position():
     x, places = drawn(), np.array([0, 1, 2, 7, 100])
     rates = 10_000.0 ** (-2 * np.arange(DIM // 2) / DIM)
     turned = (x[..., : DIM // 2] + 1j * x[..., DIM // 2 :]) * np.exp(1j * places[:, None] * rates)[:, None]
@@ -75,7 +75,7 @@ def test_rotated_vectors_are_the_complex_numbers_turned_by_the_place():
     np.testing.assert_allclose(turn(x, places), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_products_of_rotated_vectors_tell_distances_only():
+def test_products_of_rotated_vectors_depend_on_distances_only():
     query, key = drawn(), drawn()
     products = [
         np.einsum("btnd,bsnd->bnts", *(turn(x, np.arange(TIME) + shift) for x in (query, key))) for shift in (0, 40)
@@ -83,7 +83,7 @@ def test_products_of_rotated_vectors_tell_distances_only():
     np.testing.assert_allclose(products[0], products[1], rtol=1e-3, atol=1e-3)
 
 
-def test_rotated_vectors_keep_their_type_and_each_row_may_have_places_of_its_own():
+def test_rotated_vectors_keep_their_type_and_each_row_may_have_its_own_positions():
     x = drawn()
     assert jax.eval_shape(rotated, jnp.asarray(x, jnp.bfloat16), np.arange(TIME)).dtype == jnp.bfloat16
     places = np.stack([np.arange(TIME), np.arange(TIME) + 3])
@@ -91,11 +91,11 @@ def test_rotated_vectors_keep_their_type_and_each_row_may_have_places_of_its_own
 
 
 def test_half_a_pair_cannot_be_turned():
-    with pytest.raises(ValueError, match="the head size must be even, got 7"):
+    with pytest.raises(ValueError, match="head size, got 7"):
         rotated(jnp.asarray(drawn(dim=7)), jnp.arange(TIME))
 
 
-def test_a_cache_gives_what_attending_to_the_whole_text_gives():
+def test_a_cache_gives_what_attending_to_the_complete_text_gives():
     @jax.jit
     def both(query, key, value):
         cache, parts = KVCache.empty(3, BATCH, 9, HEADS, DIM, jnp.float32), []
@@ -105,8 +105,8 @@ def test_a_cache_gives_what_attending_to_the_whole_text_gives():
             cache = cache.advanced(part.stop - part.start)
         return attend(query, key, value, is_causal=True), jnp.concatenate(parts, 1), cache
 
-    whole, parts, cache = both(drawn(), drawn(), drawn())
-    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+    full, parts, cache = both(drawn(), drawn(), drawn())
+    np.testing.assert_allclose(parts, full, rtol=1e-5, atol=1e-5)
     assert int(cache.position) == TIME and cache.position.dtype == jnp.int32
     assert not np.any(cache.keys[0]) and not np.any(cache.keys[2])
     assert len(jax.tree.leaves(cache)) == 3

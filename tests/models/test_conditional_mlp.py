@@ -32,12 +32,12 @@ def test_it_computes_what_numpy_computes(model: Any, call):
 
 
 def test_no_label_is_the_same_as_no_condition_and_other_labels_are_not(model: Any, call):
-    nobody = call(model, X, T, np.full(3, NO_LABEL, np.int32))
-    assert np.array_equal(call(model, X, T), nobody)
-    assert (np.abs(call(model, X, T, LABELS) - nobody).max(1) > 0).tolist() == [True, True, False]
+    unlabelled = call(model, X, T, np.full(3, NO_LABEL, np.int32))
+    assert np.array_equal(call(model, X, T), unlabelled)
+    assert (np.abs(call(model, X, T, LABELS) - unlabelled).max(1) > 0).tolist() == [True, True, False]
 
 
-def test_it_begins_with_zeros_of_the_shape_that_it_is_given():
+def test_its_initial_output_is_zero_with_the_shape_of_the_input():
     @nnx.jit
     def first(x, t):
         return ConditionalMLP(
@@ -58,9 +58,9 @@ def test_it_answers_in_float32_also_with_weights_of_bfloat16(model: Any):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"hidden": ()}, "`hidden` must have one layer at least"),
+        ({"hidden": ()}, "`hidden` must have at least one layer"),
         ({"hidden": (0,)}, "`hidden` must be a list"),
-        ({"num_classes": -1}, "`num_classes` must be a whole number of at least 0, got -1"),
+        ({"num_classes": -1}, "`num_classes` must be .*at least 0, got -1"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any], words: str):

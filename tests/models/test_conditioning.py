@@ -64,7 +64,7 @@ def test_none_is_no_label_for_anybody(labels: LabelEmbedding):
     assert np.array_equal(labels(None, 3), labels(jnp.full(3, NO_LABEL), 3))
 
 
-def test_a_number_that_is_no_label_is_not_taken_for_one(labels: LabelEmbedding):
+def test_a_number_that_is_no_label_gives_nan(labels: LabelEmbedding):
     found = np.asarray(labels(jnp.asarray([4, 5, -2, 3]), 4))
     assert np.isnan(found[:3]).all() and np.isfinite(found[3]).all()
 
@@ -83,10 +83,10 @@ def test_without_classes_there_is_no_table_and_no_condition(outlined: Any, param
 @pytest.mark.parametrize(
     ("t", "condition", "words"),
     [
-        (jnp.float32(0.5), None, r"time must be \[batch\].*got shape \(\)"),
+        (jnp.float32(0.5), None, r"time must .*\[batch\], got \(\)"),
         (TIMES, jnp.zeros((3, 10), jnp.int32), r"each of 3 examples.*got int32 of shape \(3, 10\)"),
         (TIMES, jnp.zeros(2, jnp.int32), r"each of 3 examples.*got int32 of shape \(2,\)"),
-        (TIMES, jnp.zeros(3), "must be a whole number.*got float32"),
+        (TIMES, jnp.zeros(3), "got float32"),
     ],
 )
 def test_times_and_labels_of_a_wrong_shape_are_an_error(t: Any, condition: Any, words: str, outlined: Any):

@@ -18,7 +18,7 @@ KEY = jax.random.key(0)
 
 @pytest.fixture
 def build(filled):
-    """A model that has a lot to say."""
+    """A model with diverse predictions."""
 
     def built(**keys: Any) -> Any:
         sizes = {"vocab_size": VOCAB, "context": CONTEXT, "heads": 2, "width": 8, "layers": 1}
@@ -96,7 +96,7 @@ def test_generate_draws_by_its_options_and_other_weights_keys_and_temperatures_c
 ):
     traced: list[int] = []
     extend = GPT.extend
-    monkeypatch.setattr(GPT, "extend", lambda *given: [traced.append(1), extend(*given)][1])
+    monkeypatch.setattr(GPT, "extend", lambda *arguments: [traced.append(1), extend(*arguments)][1])
     prompt = np.tile(PROMPT[:1], (DRAWS, 1))
     for number, temperature in enumerate([2.0, 6.0]):
         model = build(dropout=0.5)
@@ -113,7 +113,7 @@ def test_generate_draws_by_its_options_and_other_weights_keys_and_temperatures_c
         assert is_fair(drawn, likelihoods(logits, kept, temperature))
 
 
-def test_a_longer_text_goes_on_from_the_last_half_of_a_context(model):
+def test_a_longer_text_continues_from_the_last_half_of_a_context(model):
     text = generate_in_rounds(model, KEY, PROMPT, 14, temperature=0.0)
     assert text.shape == (2, 17) and text.dtype == np.int32
     assert np.array_equal(text[:, :8], generate(model, KEY, PROMPT, 5, temperature=0.0))
@@ -134,12 +134,12 @@ def test_rounds_draw_differently_and_a_text_that_fits_is_one_round(model):
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
-        (PROMPT, {"length": 6}, "3 tokens of prompt and 6 more are 9, and the model's context is 8"),
+        (PROMPT, {"length": 6}, "3 prompt tokens and 6 more are 9, .*8"),
         (PROMPT, {"length": 0}, "`length` must be at least 1, got 0"),
-        (PROMPT[0], {}, r"is \[batch, time\] with at least one token, got an array of shape \(3,\)"),
-        (PROMPT[:, :0], {}, r"at least one token, got an array of shape \(2, 0\)"),
-        (PROMPT + 1, {}, r"Tokens are from 0 to 6, and the prompt has \[7\]"),
-        (PROMPT - 1, {}, r"Tokens are from 0 to 6, and the prompt has \[-1\]"),
+        (PROMPT[0], {}, r"`prompt` must be \[batch, time\].*\(3,\)"),
+        (PROMPT[:, :0], {}, r"`prompt`.*\(2, 0\)"),
+        (PROMPT + 1, {}, r"from 0 to 6, .*prompt.* has \[7\]"),
+        (PROMPT - 1, {}, r"from 0 to 6, .*prompt.* has \[-1\]"),
         (PROMPT, {"top_k": 8}, "`top_k` must be from 1 to the 7 tokens of the vocabulary, got 8"),
         (PROMPT, {"top_k": 0}, "`top_k` must be"),
         (PROMPT, {"top_p": 0.0}, "`top_p` must be above 0 and at most 1, got 0.0"),
@@ -154,11 +154,11 @@ def test_what_cannot_be_done_is_refused(prompt: Any, options: dict[str, Any], wo
         generate(model, KEY, prompt, **{"length": 2, **options})
 
 
-def test_a_prompt_of_other_than_whole_numbers_is_refused(model):
-    with pytest.raises(TypeError, match="whole numbers, got an array of float32"):
+def test_a_prompt_of_other_than_integers_is_refused(model):
+    with pytest.raises(TypeError, match="`prompt`.*float32"):
         generate(model, KEY, PROMPT.astype(np.float32), 2)
 
 
-def test_a_model_that_cannot_go_on_with_a_text_is_refused():
-    with pytest.raises(TypeError, match="Dense cannot go on with a text: it has no `extend`"):
+def test_a_model_that_cannot_generate_is_refused():
+    with pytest.raises(TypeError, match="Dense .*`extend`"):
         generate(nn.Dense(3), KEY, PROMPT, 2)

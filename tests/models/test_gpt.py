@@ -92,7 +92,7 @@ def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_no_place_learns_anything_from_those_after_it(positions: str, build):
+def test_no_position_depends_on_later_ones(positions: str, build):
     model = build(positions=positions, tied=False)  # so that the vectors of tokens are inputs only
     graph, tokens, rest = nnx.split(model, lambda path, _: path[0] == "tokens", ...)
     text = jnp.arange(TIME)[None]  # each place has a vector of its own
@@ -100,10 +100,10 @@ def test_no_place_learns_anything_from_those_after_it(positions: str, build):
 
     @jax.jit
     def slopes(tokens):
-        said = lambda tokens: nnx.merge(graph, tokens, rest)(text)[0] @ mix
-        return jax.tree.leaves(jax.jacrev(said)(tokens))
+        outputs = lambda tokens: nnx.merge(graph, tokens, rest)(text)[0] @ mix
+        return jax.tree.leaves(jax.jacrev(outputs)(tokens))
 
-    (found,) = slopes(tokens)  # how what is said at a place changes with the vector of another
+    (found,) = slopes(tokens)  # the derivative of an output by the embedding of another position
     assert np.array_equal(np.abs(np.asarray(found)).max(-1)[:, :TIME] > 0, np.tri(TIME, dtype=bool))
 
 
@@ -122,7 +122,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(build):
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_text_in_pieces_has_the_logits_of_the_whole(positions: str, build):
+def test_a_text_in_pieces_has_the_logits_of_the_complete_one(positions: str, build):
     model = build(positions=positions)
 
     @nnx.jit
@@ -134,13 +134,13 @@ def test_a_text_in_pieces_has_the_logits_of_the_whole(positions: str, build):
         beyond, longer = model.extend(tokens[:, :1], cache)
         return model(tokens), jnp.concatenate(parts, 1), cache.position, beyond, longer
 
-    whole, pieces, position, beyond, _ = both(model, jnp.asarray(TOKENS))
-    np.testing.assert_allclose(pieces, whole, rtol=1e-5, atol=1e-5)
+    full, pieces, position, beyond, _ = both(model, jnp.asarray(TOKENS))
+    np.testing.assert_allclose(pieces, full, rtol=1e-5, atol=1e-5)
     assert position == TIME
     assert np.isnan(beyond).all()  # there is no place after the context
 
 
-def test_a_cache_has_the_type_of_the_weights_unless_another_is_asked_for(outline):
+def test_a_cache_has_the_type_of_the_weights_unless_another_is_passed(outline):
     model = outline(tiny(context=9), TOKENS.shape, np.int32)
     of_weights, other = (
         nnx.eval_shape(lambda model, dtype=dtype: model.empty_cache(3, dtype), model) for dtype in (None, jnp.bfloat16)
@@ -171,7 +171,7 @@ def test_other_tokens_later_change_nothing_before_them(build, call):
     assert not np.array_equal(first[:, 4], second[:, 4])
 
 
-def test_a_token_outside_the_vocabulary_is_not_taken_for_another(build, call):
+def test_a_token_outside_the_vocabulary_gives_nan(build, call):
     wrong = TOKENS.copy()
     wrong[0, 0] = VOCAB
     logits = call(build(), wrong)
@@ -203,7 +203,7 @@ def test_the_context_is_that_of_the_example_unless_it_is_given(outline):
 @pytest.mark.parametrize(
     ("keys", "shape", "words"),
     [
-        ({"context": 5}, (2, 6), "This text has 6 tokens, and GPT was built for at most 5"),
+        ({"context": 5}, (2, 6), "6 tokens, .*5"),
         ({}, (3,), r"takes tokens \[batch, time\], got an input of shape \(3,\)"),
     ],
 )
@@ -214,7 +214,7 @@ def test_an_example_that_does_not_fit_is_an_error(keys: dict[str, Any], shape: A
 
 def test_a_text_longer_than_the_context_is_an_error(outline):
     model = outline(tiny(), TOKENS.shape, np.int32)
-    with pytest.raises(ValueError, match="This text has 7 tokens, and GPT was built for at most 6"):
+    with pytest.raises(ValueError, match="7 tokens, .*6"):
         nnx.eval_shape(lambda model: model(jnp.zeros((1, 7), jnp.int32)), model)
 
 
@@ -226,8 +226,8 @@ def test_neither_context_nor_example_is_an_error():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"vocab_size": 1}, "`vocab_size` must be a whole number of at least 2, got 1"),
-        ({"context": 0}, "`context` must be a whole number of at least 1 or null, got 0"),
+        ({"vocab_size": 1}, "`vocab_size` must be .*at least 2, got 1"),
+        ({"context": 0}, "`context` must be .*at least 1 or null, got 0"),
         ({"layers": 0}, "`layers` must be"),
         ({"heads": 0}, "`heads` must be"),
         ({"width": 0}, "`width` must be"),

@@ -30,11 +30,11 @@ def test_dropout_scales_what_it_keeps_and_is_for_training_only(call):
     x = jnp.ones((1, 4))
     first, second = np.asarray(call(layer, x)), np.asarray(call(layer, x))
     layer.eval()
-    whole = np.asarray(call(layer, x))
-    assert np.array_equal(call(layer, x), whole)
+    full = np.asarray(call(layer, x))
+    assert np.array_equal(call(layer, x), full)
     assert 0.2 < (first == 0).mean() < 0.3
     assert not np.array_equal(first, second)
-    np.testing.assert_allclose(first[first != 0], (whole / 0.75)[first != 0], rtol=1e-5)
+    np.testing.assert_allclose(first[first != 0], (full / 0.75)[first != 0], rtol=1e-5)
 
 
 def test_a_precise_layer_does_not_round_its_sums():

@@ -98,7 +98,7 @@ def test_the_first_block_of_each_stage_but_the_first_halves_the_image(outline):
     assert strides == [1, 1, 1, *(2, 1, 1, 1), *(2, 1, 1, 1, 1, 1), *(2, 1, 1)]
 
 
-def test_blocks_begin_by_changing_nothing_unless_asked_otherwise(block, call):
+def test_blocks_are_initially_the_identity_with_zero_init(block, call):
     x = np.abs(RNG.normal(size=(1, 4, 4, 4))).astype(np.float32)
     assert np.array_equal(call(block(18, 4, 4, 1), x), x)
     assert not np.array_equal(call(block(18, 4, 4, 1, zero_init=False), x), x)

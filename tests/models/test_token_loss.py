@@ -32,7 +32,7 @@ def test_a_target_outside_the_vocabulary_has_a_loss_of_nan():
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 12])
-def test_places_that_take_turns_have_the_losses_of_all_at_once(chunk: int):
+def test_chunks_have_the_losses_of_all_positions_at_once(chunk: int):
     def both(chunk: int | None) -> Any:
         loss = lambda hidden, head: next_token_loss(hidden, head, TARGETS, chunk=chunk).mean()
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(HIDDEN, HEAD)
@@ -44,7 +44,7 @@ def test_places_that_take_turns_have_the_losses_of_all_at_once(chunk: int):
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_turns_must_be_equally_long(chunk: int):
-    with pytest.raises(ValueError, match=f"must divide the 12 places evenly, got {chunk}"):
+    with pytest.raises(ValueError, match=f"must divide the 12 .*got {chunk}"):
         next_token_loss(jnp.asarray(HIDDEN), jnp.asarray(HEAD), jnp.asarray(TARGETS), chunk=chunk)
 
 

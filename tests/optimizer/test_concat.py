@@ -74,10 +74,10 @@ def test_parts_of_all_kinds_are_what_they_are_alone():
 
 
 def test_the_part_without_a_length_gets_the_rest_wherever_it_stands():
-    whole = built(ramps(1.0, 2.0, 0.0, lengths=(5, 15, 20)))(COUNTS).tolist()
+    full = built(ramps(1.0, 2.0, 0.0, lengths=(5, 15, 20)))(COUNTS).tolist()
     for lengths in ((None, 15, 20), (5, None, 20), (5, 15, None)):
-        assert built(ramps(1.0, 2.0, 0.0, lengths=lengths), 40)(COUNTS).tolist() == whole
-        assert built(ramps(1.0, 2.0, 0.0, lengths=lengths, steps=40))(COUNTS).tolist() == whole
+        assert built(ramps(1.0, 2.0, 0.0, lengths=lengths), 40)(COUNTS).tolist() == full
+        assert built(ramps(1.0, 2.0, 0.0, lengths=lengths, steps=40))(COUNTS).tolist() == full
 
 
 def test_a_constant_part_at_the_end_needs_no_length():
@@ -93,12 +93,12 @@ def test_a_constant_part_at_the_end_needs_no_length():
         (
             {"schedules": {"a": CosineScheduleConfig(), "b": CosineScheduleConfig()}},
             "schedules",
-            "Only one part can be without a length, but a and b are",
+            "Only one part .* a and b",
         ),
         (
             {"schedules": {"a": CosineScheduleConfig(steps=3), "b": CosineScheduleConfig(steps=4)}, "steps": 8},
             "steps",
-            "`steps` is 8, but the parts last 7 updates together",
+            "`steps` is 8, .*7 updates",
         ),
     ],
 )
@@ -111,12 +111,12 @@ def test_parts_that_cannot_be_are_refused(keys, key, words):
 @pytest.mark.parametrize(
     ("config", "total", "key", "words"),
     [
-        (ramps(1.0, 2.0, lengths=(5, 6)), 12, "schedules", "lasts 11 updates, but the run makes 12"),
-        (ramps(1.0, 2.0, lengths=(5, None)), 5, "schedules.part1", "Nothing is left for 'part1'.* 5 updates"),
-        (ramps(1.0, 2.0, lengths=(None, 5)), None, "schedules.part0.steps", "'part0' lasts is not known"),
-        (ramps(1.0, 2.0, lengths=(5, None)), None, "schedules.part1.steps", "Give its `steps`"),
-        (ramps(1.0, 2.0, lengths=(5, 5), init_value=0.5), None, "init_value", "`init_value` is 0.5, .* it is 0"),
-        (ramps(1.0, 2.0, lengths=(5, 5), end_value=0.5), None, "end_value", "`end_value` is 0.5, .* it is 2"),
+        (ramps(1.0, 2.0, lengths=(5, 6)), 12, "schedules", "11 updates, .*12"),
+        (ramps(1.0, 2.0, lengths=(5, None)), 5, "schedules.part1", "'part1'.* 5 of 5 updates"),
+        (ramps(1.0, 2.0, lengths=(None, 5)), None, "schedules.part0.steps", "'part0' is unknown"),
+        (ramps(1.0, 2.0, lengths=(5, None)), None, "schedules.part1.steps", "Set its `steps`"),
+        (ramps(1.0, 2.0, lengths=(5, 5), init_value=0.5), None, "init_value", "`init_value` is 0.5, .* 0"),
+        (ramps(1.0, 2.0, lengths=(5, 5), end_value=0.5), None, "end_value", "`end_value` is 0.5, .* 2"),
     ],
 )
 def test_lengths_and_values_that_do_not_fit_the_run_are_errors(config, total, key, words):
@@ -131,13 +131,13 @@ JUMP = {
 }
 
 
-def test_a_jump_is_an_error_that_names_both_values_and_the_place():
+def test_a_jump_is_an_error_that_names_both_values_and_the_part():
     with pytest.raises(SettingsError, match="'up' ends at 0.3, but 'down' starts at 0.2") as caught:
         built(ConcatScheduleConfig(schedules=JUMP))
     assert caught.value.problems[0][0] == "schedules.down"
 
 
-def test_a_jump_that_is_asked_for_is_made():
+def test_a_jump_is_made_without_check_continuity():
     at = built(ConcatScheduleConfig(schedules=JUMP, check_continuity=False))
     assert at(9) > 0.26 and at(10) == np.float32(0.2)
 

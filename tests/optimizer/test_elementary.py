@@ -165,7 +165,7 @@ def test_a_length_that_was_left_out_is_that_of_the_run(config, same):
     ],
 )
 def test_a_length_that_is_not_that_of_the_run_is_an_error_with_both_numbers(config, key):
-    with pytest.raises(SettingsError, match="lasts 50 updates, but the run makes 40.*Make them agree") as caught:
+    with pytest.raises(SettingsError, match="50 updates, .*40.*Make them agree") as caught:
         built(config, 40)
     assert caught.value.problems[0][0] == key
 
@@ -179,8 +179,8 @@ def test_a_length_that_is_not_that_of_the_run_is_an_error_with_both_numbers(conf
         WarmupCosineDecayScheduleConfig(warmup_steps=20),
     ],
 )
-def test_a_length_that_nobody_knows_is_asked_for(config):
-    with pytest.raises(SettingsError, match="Give its `steps`") as caught:
+def test_an_unknown_length_is_an_error(config):
+    with pytest.raises(SettingsError, match="Set its `steps`") as caught:
         built(config)
     assert caught.value.problems[0][0] == "steps"
 
@@ -189,8 +189,8 @@ def test_a_constant_rate_needs_no_length():
     assert built(ConstantScheduleConfig(init_value=0.2))(10**6) == np.float32(0.2)
 
 
-def test_a_warmup_that_takes_the_whole_run_is_an_error():
-    with pytest.raises(SettingsError, match="`warmup_steps` is 50, but the run makes only 40 updates") as caught:
+def test_a_warmup_as_long_as_the_run_is_an_error():
+    with pytest.raises(SettingsError, match="`warmup_steps` is 50, .*40 updates") as caught:
         built(WarmupCosineDecayScheduleConfig(warmup_steps=50), 40)
     assert caught.value.problems[0][0] == "warmup_steps"
 
@@ -202,7 +202,7 @@ def test_a_run_without_updates_is_an_error(total):
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "words"),
+    ("cls", "keys", "words"),
     [
         (ConstantScheduleConfig, {"init_value": 0.1, "end_value": 0.2}, "`end_value` is 0.2, .* end at 0.1"),
         (CosineScheduleConfig, {"init_value": 1.0, "end_value": 0.2}, "`end_value` is 0.2, .* end at 0.1"),
@@ -213,8 +213,8 @@ def test_a_run_without_updates_is_an_error(total):
             "`end_value` is 0.2, .* end at 0.1",
         ),
         (WarmupCosineDecayScheduleConfig, {"decay_steps": 3}, "`warmup_steps` is needed"),
-        (WarmupCosineDecayScheduleConfig, {"warmup_steps": 5, "steps": 5}, "`warmup_steps` is 5 of `steps` 5"),
-        (WarmupCosineDecayScheduleConfig, {"decay_steps": 5, "steps": 5}, "`decay_steps` is 5 of `steps` 5"),
+        (WarmupCosineDecayScheduleConfig, {"warmup_steps": 5, "steps": 5}, "`warmup_steps` is 5, .*`steps`, 5"),
+        (WarmupCosineDecayScheduleConfig, {"decay_steps": 5, "steps": 5}, "`decay_steps` is 5, .*`steps`, 5"),
         (
             WarmupCosineDecayScheduleConfig,
             {"warmup_steps": 2, "decay_steps": 5, "steps": 8},
@@ -222,14 +222,14 @@ def test_a_run_without_updates_is_an_error(total):
         ),
         (CosineScheduleConfig, {"init_value": -1.0}, "`init_value` must be a number of at least 0"),
         (CosineScheduleConfig, {"init_value": float("nan")}, "`init_value` must be a number of at least 0"),
-        (CosineScheduleConfig, {"steps": 0}, "`steps` must be a whole number of at least 1"),
+        (CosineScheduleConfig, {"steps": 0}, "`steps` must be .*at least 1"),
         (CosineScheduleConfig, {"exponent": 0}, "`exponent` must be a number above 0"),
         (ExponentialScheduleConfig, {"decay_rate": 0}, "`decay_rate` must be a number above 0"),
     ],
 )
-def test_keys_that_cannot_be_are_refused_with_their_values(cls, given, words):
+def test_keys_that_cannot_be_are_refused_with_their_values(cls, keys, words):
     with pytest.raises(SettingsError, match=words):
-        cls(**given)
+        cls(**keys)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Weight decay and clipping by hand: `SGD` with rate 1 shows what it was given, and other rates what comes out."""
+"""Weight decay and clipping against their formulas: `SGD` with rate 1 shows its inputs, other rates the result."""
 
 from typing import Any
 
@@ -164,8 +164,8 @@ def test_which_parameters_decay(keys, matched):
     [
         ({"parameter_regex_include": "encoder"}, "parameter_regex_include", "'encoder' matches no trained parameter"),
         ({"parameter_regex_exclude": "encoder"}, "parameter_regex_exclude", "'encoder' matches no trained parameter"),
-        ({"parameter_regex_exclude": ".*"}, "value", "0.1 leaves out every trained parameter: dense.bias, "),
-        ({"mode": "blacklist", "parameter_regex_exclude": ".*"}, "value", "leaves out every trained parameter"),
+        ({"parameter_regex_exclude": ".*"}, "value", "0.1 .*trained parameter.*: dense.bias, "),
+        ({"mode": "blacklist", "parameter_regex_exclude": ".*"}, "value", "no trained parameter"),
     ],
 )
 def test_a_decay_that_touches_nothing_is_an_error(keys, key, words):
@@ -177,7 +177,7 @@ def test_a_decay_that_touches_nothing_is_an_error(keys, key, words):
 
 def test_a_decay_without_anything_to_decay_is_found_before_the_first_update():
     config = SGDConfig(transforms={"decay": WeightDecayConfig(value=0.1)})
-    with pytest.raises(SettingsError, match="matches no trained parameter. There are w.") as caught:
+    with pytest.raises(SettingsError, match="matches no trained parameter.* w.") as caught:
         SGD(config).build().init({"w": np.zeros(3)})
     assert caught.value.problems[0][0] == "transforms.decay.parameter_regex_include"
 

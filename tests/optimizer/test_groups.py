@@ -74,8 +74,8 @@ def test_a_group_steps_at_its_own_rate_and_shares_the_clipping(applied, params, 
         by_leaf = {"dense": {"bias": bias, "kernel": rate}, "head": {"kernel": rate / 2}}
         weights = jax.tree.map(lambda w, g, r, s=scale: w - r * s * g, weights, grads, by_leaf)
         assert_close(found, weights, rtol=1e-5)
-        told = {name: float(value) for name, value in learning_rates(state).items()}
-        assert_close(told, {"default": rate, "head": rate / 2, "bias": bias}, rtol=1e-5)
+        rates = {name: float(value) for name, value in learning_rates(state).items()}
+        assert_close(rates, {"default": rate, "head": rate / 2, "bias": bias}, rtol=1e-5)
 
 
 def test_groups_may_take_all_parameters(applied, params):
@@ -96,13 +96,13 @@ def test_what_is_frozen_is_in_no_group(params, gradients):
 @pytest.mark.parametrize(
     ("keys", "key", "words"),
     [
-        ({"freeze": "encoder"}, "freeze", "`freeze` 'encoder' matches no parameter. There are dense.bias, dense.ker"),
-        ({"freeze": ".*"}, "freeze", "`freeze` '.*' matches every parameter, which leaves nothing to train"),
+        ({"freeze": "encoder"}, "freeze", "`freeze` 'encoder' matches no parameter.* dense.bias, dense.ker"),
+        ({"freeze": ".*"}, "freeze", "`freeze` '.*' matches every parameter"),
         ({"groups": {"a": GroupConfig("encoder", 0.1)}}, "groups.a.parameter_regex", "matches no trained parameter"),
         (
             {"groups": {"a": GroupConfig("dense", 0.1)}, "freeze": "dense"},
             "groups.a.parameter_regex",
-            "'dense' matches no trained parameter. There are head.kernel",
+            "'dense' matches no trained parameter.* head.kernel",
         ),
         (
             {"groups": {"a": GroupConfig("dense", 0.1), "b": GroupConfig(".*bias", 0.2)}},
@@ -121,25 +121,25 @@ def test_expressions_that_match_nothing_everything_or_twice_are_errors(params, k
     ("keys", "words"),
     [
         ({"parameter_regex": ""}, "`parameter_regex` is empty"),
-        ({"parameter_regex": "a"}, "a `learning_rate` or a `learning_rate_factor`, but none is given"),
-        ({"parameter_regex": "a", "learning_rate": 0.1, "learning_rate_factor": 1.0}, "but both are given"),
+        ({"parameter_regex": "a"}, "`learning_rate` or a `learning_rate_factor`, but none"),
+        ({"parameter_regex": "a", "learning_rate": 0.1, "learning_rate_factor": 1.0}, "but both"),
         ({"parameter_regex": "a", "learning_rate": -0.1}, "`learning_rate` must be a number of at least 0"),
         ({"parameter_regex": "(", "learning_rate": 0.1}, "that is a regular expression"),
     ],
 )
-def test_a_group_says_which_parameters_and_one_rate(keys, words):
+def test_a_group_needs_parameters_and_one_rate(keys, words):
     with pytest.raises(SettingsError, match=words):
         GroupConfig(**keys)
 
 
 def test_a_group_cannot_have_the_name_of_those_in_none():
-    with pytest.raises(SettingsError, match="'default' is the name for parameters in no group"):
+    with pytest.raises(SettingsError, match="'default' is reserved"):
         SGDConfig(groups={"default": GroupConfig("a", 0.1)})
 
 
 def test_a_groups_schedule_is_named_where_it_does_not_fit():
     config = SGDConfig(groups={"a": GroupConfig("a", learning_rate=CosineScheduleConfig(steps=3))})
-    with pytest.raises(SettingsError, match="lasts 3 updates, but the run makes 4") as caught:
+    with pytest.raises(SettingsError, match="3 updates, .*4") as caught:
         SGD(config).build(4)
     assert caught.value.problems[0][0] == "groups.a.learning_rate.steps"
 

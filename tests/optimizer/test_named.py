@@ -21,7 +21,7 @@ from jax_trainer.optimizer import (
     learning_rate,
     named,
 )
-from jax_trainer.optimizer.named import BY_HAND, LEFT_OUT, RATES_OF_THEIR_OWN
+from jax_trainer.optimizer.named import EXCLUDED, EXPLICIT, SPECIAL_LEARNING_RATES
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 
@@ -41,15 +41,15 @@ def kernels(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
 
 
-def direct(name: str, **given: Any) -> optax.GradientTransformationExtraArgs:
-    """The call that somebody would write."""
+def direct(name: str, **arguments: Any) -> optax.GradientTransformationExtraArgs:
+    """The equivalent optax call."""
     facts = NAMED[name].facts
-    given = {facts.rate: facts.default_rate or 1e-3, **given}
+    arguments = {facts.rate: facts.default_rate or 1e-3, **arguments}
     if facts.mask:
-        given[facts.mask] = kernels
+        arguments[facts.mask] = kernels
     if name == "NoisySgd":
-        given["key"] = 0
-    return optax.with_extra_args_support(facts.factory(**given))
+        arguments["key"] = 0
+    return optax.with_extra_args_support(facts.factory(**arguments))
 
 
 def mine(name: str, **keys: Any) -> optax.GradientTransformationExtraArgs:
@@ -94,12 +94,10 @@ def trained() -> dict[str, tuple[Any, Any, Any]]:
             )
         return after
 
-    whole = {**start, "frozen": frozen}
+    full = {**start, "frozen": frozen}
 
     def init() -> Any:
-        return {
-            case: ((whole, ours.init(whole)), (start, theirs.init(start))) for case, (ours, theirs) in pairs.items()
-        }
+        return {case: ((full, ours.init(full)), (start, theirs.init(start))) for case, (ours, theirs) in pairs.items()}
 
     quickly = {"xla_backend_optimization_level": 0}  # one program of all optimizers: little work, much to compile
     states, compiled = jax.jit(init, compiler_options=quickly)(), jax.jit(step, compiler_options=quickly)
@@ -121,7 +119,7 @@ def test_an_optimizer_by_name_gives_the_bits_of_the_direct_call(trained, case):
     assert int(state.updates) == UPDATES
 
 
-def test_a_weight_decay_can_say_which_parameters():
+def test_a_weight_decay_can_select_parameters():
     keys = {"weight_decay": WeightDecayConfig(value=0.5, mode="blacklist", parameter_regex_exclude=".*kernel")}
     tx: Any = mine("Lion", learning_rate=0.1, **keys)
     params = {"dense": random_tree(0)["dense"], "frozen": jnp.ones(2)}
@@ -140,18 +138,18 @@ def public_optimizers() -> set[str]:
 
 
 def test_every_optimizer_of_optax_is_there_or_was_left_out_for_a_reason():
-    offered = {cls.facts.name for cls in NAMED.values()} | set(BY_HAND)
-    assert offered <= public_optimizers() <= offered | set(LEFT_OUT)  # some are not in every version of optax
-    assert not offered & set(LEFT_OUT)
+    offered = {cls.facts.name for cls in NAMED.values()} | set(EXPLICIT)
+    assert offered <= public_optimizers() <= offered | set(EXCLUDED)  # some are not in every version of optax
+    assert not offered & set(EXCLUDED)
     classes = compoconf.Registry.registered_classes(OptimizerInterface)
     ours = {cls.__name__ for cls in classes if cls.__module__.startswith("jax_trainer.")}
-    assert ours == {*NAMED, *BY_HAND.values()}
+    assert ours == {*NAMED, *EXPLICIT.values()}
 
 
 def test_only_optimizers_can_be_named():
     for name in ("Chain", "ScaleByAdam", "Sgd", "Lbfgs", "identity", "adam"):
         assert name not in NAMED
-        with pytest.raises(AttributeError, match=f"no optimizer for the name {name!r} here. There are Acprop, "):
+        with pytest.raises(AttributeError, match=f"{name!r}.*Acprop, "):
             getattr(named, name)
 
 
@@ -180,7 +178,7 @@ def test_keys_come_from_the_signature():
         ("Adam", {"mu_dtype": "bf17"}, "`mu_dtype` must be text that names a float type"),
         ("Adam", {"b1": "0.9"}, "`b1` must be a number"),
         ("Adam", {"nesterov": 1}, "`nesterov` must be true or false"),
-        ("Galore", {"rank": 1.5}, "`rank` must be a whole number"),
+        ("Galore", {"rank": 1.5}, "`rank` must be"),
         ("PolyakSgd", {"variant": "sps++"}, "`variant` must be one of sps, sps[+]"),
         ("Muon", {"preconditioning": "none"}, "`preconditioning` must be one of frobenius, "),
         ("Prodigy", {"betas": (0.9,)}, "`betas` must be a list of 2: a number, a number"),
@@ -188,9 +186,9 @@ def test_keys_come_from_the_signature():
         ("Lion", {"weight_decay": -1.0}, "`weight_decay` must be a number of at least 0 or a section of WeightDecay"),
         ("Rprop", {"learning_rate": CosineScheduleConfig(steps=3)}, "`learning_rate` must be a number of at least 0, "),
         ("Sm3", {"groups": {"a": GroupConfig("a", CosineScheduleConfig())}}, "takes no schedule, but the group 'a'"),
-        ("Cocob", {"learning_rate": 0.1}, "finds its own step, whatever the learning rate. Leave `learning_rate` out"),
-        ("Cocob", {"learning_rate": CosineScheduleConfig()}, "Leave `learning_rate` out"),
-        ("Cocob", {"groups": {"a": GroupConfig("a", 0.1)}}, "Leave `groups` out"),
+        ("Cocob", {"learning_rate": 0.1}, "`cocob` .*`learning_rate`"),
+        ("Cocob", {"learning_rate": CosineScheduleConfig()}, "Remove `learning_rate`"),
+        ("Cocob", {"groups": {"a": GroupConfig("a", 0.1)}}, "Remove `groups`"),
     ],
 )
 def test_keys_that_cannot_be_are_refused(name, keys, words):
@@ -206,7 +204,7 @@ def test_a_decay_that_touches_nothing_is_an_error_also_if_it_is_the_default():
 
 
 @pytest.mark.parametrize("name", ["Prodigy", "PolyakSgd", "Cocob", "Momo"])
-def test_what_finds_its_own_step_has_a_factor_of_1_if_left_out(trained, name):
+def test_the_default_factor_of_an_estimated_step_size_is_1(trained, name):
     assert float(learning_rate(trained[name][2])) == 1.0
 
 
@@ -220,7 +218,7 @@ def test_every_class_and_every_key_is_described():
     assert len(silent) < 5, silent  # where optax's own docstring forgets a key
 
 
-def test_a_rate_that_means_something_else_says_what():
+def test_a_special_learning_rate_has_a_help_text():
     odd = {cls.facts.name for cls in NAMED.values() if cls.facts.default_rate or not cls.facts.takes_schedule}
-    assert odd <= set(RATES_OF_THEIR_OWN)
-    assert "learning_rate: the largest step" in named.MomoConfig.__doc__
+    assert odd <= set(SPECIAL_LEARNING_RATES)
+    assert "learning_rate: the maximum step size" in named.MomoConfig.__doc__

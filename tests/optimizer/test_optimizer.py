@@ -70,7 +70,7 @@ def check(applied, optimizer, expected, rtol=2e-5):
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(None, False), (0.9, False), (0.9, True)])
-def test_sgd_by_hand(applied, params, gradients, momentum, nesterov):
+def test_sgd_agrees_with_its_formula(applied, params, gradients, momentum, nesterov):
     trace = jax.tree.map(lambda p: np.zeros(p.shape), params)
 
     def direction(number, params, grads):
@@ -91,7 +91,7 @@ def test_sgd_by_hand(applied, params, gradients, momentum, nesterov):
         (0, {"dense": 0.0, "head": 0.0}),
     ],
 )
-def test_adamw_by_hand(applied, params, gradients, decay, mask):
+def test_adamw_agrees_with_its_formula(applied, params, gradients, decay, mask):
     adam = AdamByHand(params, 0.8, 0.95, 1e-3, 1e-4)
     masks = jax.tree.map(lambda share, tree: jax.tree.map(lambda _: share, tree), mask, params)
 
@@ -102,7 +102,7 @@ def test_adamw_by_hand(applied, params, gradients, decay, mask):
     check(applied, AdamW(config), by_hand(params, gradients, direction))
 
 
-def test_lamb_by_hand(applied, params, gradients):
+def test_lamb_agrees_with_its_formula(applied, params, gradients):
     adam = AdamByHand(params, 0.9, 0.999, 1e-6)
 
     def scaled(step, param):
@@ -131,7 +131,7 @@ def test_lamb_by_hand(applied, params, gradients):
     ],
     ids=["adamw", "sgd"],
 )
-def test_the_types_of_the_state_are_those_asked_for(applied, optimizer, direct):
+def test_the_types_of_the_state_are_those_of_the_configuration(applied, optimizer, direct):
     mine, theirs = applied(optimizer.build()), applied(direct)
     assert_same_bits([weights for weights, _ in mine], [weights for weights, _ in theirs])
     types = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree) if leaf.ndim}
@@ -222,7 +222,7 @@ def test_keys_that_cannot_be_are_refused(cls, keys, words):
 
 
 def test_a_schedule_that_does_not_fit_the_run_is_named_by_its_key():
-    with pytest.raises(SettingsError, match="lasts 50 updates, but the run makes 40") as caught:
+    with pytest.raises(SettingsError, match="50 updates, .*40") as caught:
         SGD(SGDConfig(learning_rate=CosineScheduleConfig(steps=50))).build(40)
     assert caught.value.problems[0][0] == "learning_rate.steps"
 
@@ -231,7 +231,7 @@ def test_a_schedule_that_does_not_fit_the_run_is_named_by_its_key():
 @pytest.mark.parametrize("decay", [0.1, WeightDecayConfig(value=0.1)])
 def test_a_weight_decay_that_touches_nothing_is_an_error(cls, decay):
     config = (AdamWConfig if cls is AdamW else LambConfig)(weight_decay=decay)
-    with pytest.raises(SettingsError, match="matches no trained parameter. There are w.") as caught:
+    with pytest.raises(SettingsError, match="matches no trained parameter.* w.") as caught:
         cls(config).build().init({"w": np.zeros(2)})
     assert caught.value.problems[0][0] == "weight_decay.parameter_regex_include"
     cls(type(config)(weight_decay=0.0)).build().init({"w": np.zeros(2)})
@@ -254,6 +254,6 @@ def test_an_optimizer_of_your_own_needs_one_method(applied):
     np.testing.assert_allclose(moved[0], moved[1] / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_an_optimizer_without_its_method_says_so():
+def test_an_optimizer_without_its_method_is_an_error():
     with pytest.raises(NotImplementedError, match="OptimizerInterface has no `transform`"):
         OptimizerInterface(BaseOptimizerConfig()).build()

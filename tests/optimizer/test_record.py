@@ -29,14 +29,14 @@ def rates(states) -> list[float]:
     return [float(learning_rate(state)) for _, state in states]
 
 
-def test_the_state_tells_the_rate_of_the_last_update_and_before_the_first_that_of_the_first(applied):
+def test_the_state_has_the_rate_of_the_last_update_and_before_the_first_that_of_the_first(applied):
     optimizer = AdamW(WARMUP)
     schedule: Any = optimizer.schedule(STEPS)
     expected = [float(schedule(count)) for count in (0, *range(STEPS))]
     np.testing.assert_allclose(rates(applied(optimizer.build(STEPS))), expected, rtol=1e-6)
 
 
-def test_the_rate_that_is_told_is_the_rate_that_was_used(applied, gradients):
+def test_the_recorded_rate_is_the_rate_that_was_used(applied, gradients):
     config = SGDConfig(learning_rate=LinearScheduleConfig(init_value=0.5, end_value=0.1))
     states = applied(SGD(config).build(STEPS))
     for index, grads in enumerate(gradients):
@@ -45,12 +45,12 @@ def test_the_rate_that_is_told_is_the_rate_that_was_used(applied, gradients):
         np.testing.assert_allclose(change, -float(learning_rate(state)) * grads["head"]["kernel"], rtol=1e-3, atol=1e-6)
 
 
-def test_a_run_that_goes_on_from_a_saved_state_has_the_same_rates_and_parameters(applied):
-    whole = applied(AdamW(WARMUP).build(STEPS))
+def test_a_run_that_resumes_from_a_saved_state_has_the_same_rates_and_parameters(applied):
+    full = applied(AdamW(WARMUP).build(STEPS))
     for cut in (1, 4, 7):
-        params, state = jax.tree.map(np.asarray, whole[cut])  # as from a checkpoint: the same tree
+        params, state = jax.tree.map(np.asarray, full[cut])  # as from a checkpoint: the same tree
         resumed = applied(AdamW(WARMUP).build(STEPS), params, state, first=cut)
-        assert_same_bits(resumed, whole[cut:])
+        assert_same_bits(resumed, full[cut:])
 
 
 def batches(count: int) -> list[np.ndarray]:
@@ -76,9 +76,9 @@ def program_states(tx, data, guard=False, **options):
 def test_accumulating_gradients_does_not_move_the_schedule():
     optimizer = AdamW(WARMUP)
     runs = [program_states(optimizer.build(8), batches(8), micro_batches=parts) for parts in (1, 3)]
-    whole, parts = ([float(learning_rate(state.opt_state)) for state in run] for run in runs)
-    assert whole == parts
-    assert len(set(whole)) == 8
+    full, parts = ([float(learning_rate(state.opt_state)) for state in run] for run in runs)
+    assert full == parts
+    assert len(set(full)) == 8
 
 
 def test_a_skipped_update_does_not_move_the_schedule():
@@ -91,7 +91,7 @@ def test_a_skipped_update_does_not_move_the_schedule():
     assert int(states[-1].step) == 6
 
 
-def test_the_rate_is_found_inside_a_chain_and_inside_a_whole_state():
+def test_the_rate_is_found_inside_a_chain_and_inside_a_complete_state():
     state = program_states(AdamW(WARMUP).build(8), batches(1), clip_norm=1.0)[-1]
     assert float(learning_rate(state.opt_state)) == float(learning_rate(state)) == 0.0
 

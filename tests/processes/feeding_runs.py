@@ -1,4 +1,4 @@
-"""Runs that several processes, or one, feed: what they saw and learned, as plain numbers."""
+"""Runs whose batches are loaded by several processes or by one; results as JSON-serialisable data."""
 
 import json
 import sys
@@ -17,17 +17,17 @@ from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch
 from jax_trainer.datasets.records import GrainLoader
 from jax_trainer.engine import EpochEnd, Plan, StepMetrics, evaluate, predictions, train_events
 
-TRAIN, JUDGED, SIZE = 44, 21, 8  # five whole batches and one of 4; two and one of 5
+TRAIN, EVAL, SIZE = 44, 21, 8  # five full batches and one of 4; two and one of 5
 
 
 def examples(count: int, seed: int = 0) -> SupervisedBatch:
-    """Examples that can be told apart by their target."""
+    """Examples with distinct targets."""
     x = np.random.default_rng(seed).normal(size=(count, 4)).astype(np.float32)
     return SupervisedBatch.of(x, np.arange(count, dtype=np.int32))
 
 
 def rows(batch: SupervisedBatch, chosen: Any) -> dict[str, np.ndarray]:
-    """Some examples as a dict, as a foreign loader gives them."""
+    """Selected examples as a dict, as from a custom loader."""
     return {"x": batch.input[chosen], "id": batch.target[chosen]}
 
 
@@ -54,7 +54,7 @@ def _init(key: jax.Array, batch: Any) -> Any:
 
 
 def mesh(*sizes: int, devices: Any = None, names: tuple[str, ...] = ("data", "tensor")) -> Mesh:
-    """So many devices as a grid."""
+    """A mesh of the first devices."""
     found = np.array(jax.devices() if devices is None else devices)
     sizes = sizes or (len(found),)
     return Mesh(found[: int(np.prod(sizes))].reshape(sizes), names[: len(sizes)])
@@ -69,7 +69,7 @@ def _columns(path: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def program(grid: Mesh, *, guarded: bool = False, split: bool = False) -> CompiledProgram:
-    """A small network, laid out over `grid`."""
+    """A small network, sharded over `grid`."""
     made = function_program(_init, _loss, optax.adam(0.05))
     predict = made._replace(predict_step=_predict)
     layout = Layout(mesh=grid, batch_axes=("data",), param_spec=_columns if split else replicate)
@@ -77,13 +77,13 @@ def program(grid: Mesh, *, guarded: bool = False, split: bool = False) -> Compil
 
 
 def started(compiled: CompiledProgram, example: Any) -> Any:
-    """A fresh state. Every process has another example, and that of the first one counts."""
+    """A new state. Every process has another example; that of process 0 is used."""
     example = jax.tree.map(lambda leaf: leaf + np.asarray(jax.process_index(), leaf.dtype), example)
     return compiled.init(jax.random.key(1), example)
 
 
 def trained(compiled: CompiledProgram, data: Any, epochs: int = 2, **plan: Any) -> dict[str, Any]:
-    """What the steps of a run reported, all ids in the order in which they were seen, and the weights."""
+    """The losses of the steps, all ids in training order, and the final weights."""
     losses, ids, state = [], [], None
     state = started(compiled, plan.pop("example", examples(SIZE, seed=3)))
     for event in train_events(compiled, state, data, Plan(max_epochs=epochs, metrics_every=2, **plan)):
@@ -97,19 +97,19 @@ def trained(compiled: CompiledProgram, data: Any, epochs: int = 2, **plan: Any) 
 
 
 def evaluated(compiled: CompiledProgram, data: Any) -> dict[str, Any]:
-    """What an evaluation finds."""
+    """The metrics of an evaluation."""
     found = evaluate(compiled, started(compiled, examples(SIZE, seed=3)), {"val": data})["val"]
     return {name: np.asarray(value).tolist() for name, value in found.items()}
 
 
-def asked(compiled: CompiledProgram, data: Any) -> list[Any]:
-    """The ids of all that a model was asked about, and what it said of the last."""
+def predicted(compiled: CompiledProgram, data: Any) -> list[Any]:
+    """The ids of all predicted examples, and the outputs of the last batch."""
     found = list(predictions(compiled, started(compiled, examples(SIZE, seed=3)), data))
     return [np.concatenate([batch["id"] for batch in found]).tolist(), found[-1]["x"].tolist()]
 
 
 def loaders() -> dict[str, Any]:
-    """The training sets that share their batches by themselves."""
+    """Training sets that split their batches between processes."""
     data = examples(TRAIN)
     options: dict[str, Any] = {"shuffle": True, "seed": 5}
     records = [rows(data, index) for index in range(TRAIN)]
@@ -122,7 +122,7 @@ def loaders() -> dict[str, Any]:
 
 
 def shared_runs(grid: Mesh, *names: str) -> Iterator[tuple[str, Any]]:
-    """Runs (those called so, or all) that are the same however many processes feed the devices."""
+    """Runs (all, or those in `names`) whose results do not depend on the number of processes."""
     compiled, sets = program(grid), loaders()
     found: dict[str, Callable[[], Any]] = {
         "arrays": lambda: trained(compiled, Data(sets["arrays"], prefetch=2)),
@@ -135,30 +135,30 @@ def shared_runs(grid: Mesh, *names: str) -> Iterator[tuple[str, Any]]:
 
 
 def shared_evaluations(grid: Mesh) -> Iterator[tuple[str, Any]]:
-    """The same for evaluations; batches of 6 cannot be split over 4 devices."""
-    compiled, val = program(grid), examples(JUDGED, seed=1)
+    """Evaluations whose results do not depend on the number of processes; 6 does not divide by 4 devices."""
+    compiled, val = program(grid), examples(EVAL, seed=1)
     for size in (8, 6):
-        yield f"judged by {size}", evaluated(compiled, ArrayLoader(val, size))
-    yield "asked", asked(compiled, ArrayLoader(val, 8))
-    yield "whole", evaluated(compiled, ArrayLoader(val, 8, process=(0, 1)))
+        yield f"evaluated by {size}", evaluated(compiled, ArrayLoader(val, size))
+    yield "predicted", predicted(compiled, ArrayLoader(val, 8))
+    yield "replicated", evaluated(compiled, ArrayLoader(val, 8, process=(0, 1)))
 
 
 def tensor_runs(grid: Mesh) -> dict[str, Any]:
-    """What comes of weights that are split where no batch is."""
-    compiled, val = program(grid, split=True), examples(JUDGED, seed=1)
+    """A run with weights sharded over an axis that does not shard batches."""
+    compiled, val = program(grid, split=True), examples(EVAL, seed=1)
     run = trained(compiled, loaders()["arrays"])
-    return {"losses": run["losses"], "ids": run["ids"], "judged": evaluated(compiled, ArrayLoader(val, SIZE))}
+    return {"losses": run["losses"], "ids": run["ids"], "evaluated": evaluated(compiled, ArrayLoader(val, SIZE))}
 
 
 def own_runs(grid: Mesh, index: int, count: int) -> Iterator[tuple[str, Any]]:
-    """Runs on lists, of which each process has its own."""
+    """Runs on lists of batches, a different one in each process."""
     compiled, data = program(grid), examples(TRAIN)
     example = rows(data, slice(4))
     own = np.array_split(np.arange(SIZE), count)[index]
     equal = [rows(data, start + own) for start in range(0, 40, SIZE)]
 
     def run(batches: Any, **plan: Any) -> Any:
-        return told(lambda: trained(compiled, Data(batches), example=example, **plan))
+        return outcome_of(lambda: trained(compiled, Data(batches), example=example, **plan))
 
     yield "equal in chunks", run(lambda: iter(equal), steps_per_call=2)
     if count == 1:
@@ -172,21 +172,21 @@ def own_runs(grid: Mesh, index: int, count: int) -> Iterator[tuple[str, Any]]:
 
 
 def odd_part(grid: Mesh) -> Any:
-    """What comes of three examples for two devices."""
+    """The result of three examples on two devices."""
     batches = [rows(examples(TRAIN), slice(3))]
-    return told(lambda: trained(program(grid), Data(batches), example=batches[0]))
+    return outcome_of(lambda: trained(program(grid), Data(batches), example=batches[0]))
 
 
 def without_layout() -> Any:
-    """What comes of a program for one device, in several processes."""
+    """The result of a program without layout in several processes."""
     compiled = compile_program(function_program(_init, _loss, optax.sgd(0.1)))
-    return told(lambda: trained(compiled, loaders()["arrays"]))
+    return outcome_of(lambda: trained(compiled, loaders()["arrays"]))
 
 
 def _failing(batches: list[Any], after: int) -> Iterator[Any]:
     yield from batches[:after]
     if after < len(batches):
-        raise OSError("the disk is gone")
+        raise OSError("the disk failed")
 
 
 OWN_VAL = {  # the examples that each of two processes has, batch by batch
@@ -196,36 +196,39 @@ OWN_VAL = {  # the examples that each of two processes has, batch by batch
 
 
 def own_evaluations(grid: Mesh, index: int) -> Iterator[tuple[str, Any]]:
-    """Evaluations of lists, of which each of two processes has its own."""
-    compiled, val = program(grid), examples(JUDGED, seed=1)
+    """Evaluations of lists of batches, a different one in each of two processes."""
+    compiled, val = program(grid), examples(EVAL, seed=1)
     for name, sets in OWN_VAL.items():
         yield name, evaluated(compiled, [rows(val, chosen) for chosen in sets[index]])
     classes = [val[np.array(chosen)] for chosen in OWN_VAL["uneven"][index]]
     yield "classes", evaluated(compiled, classes)
-    yield "asked", asked(compiled, lambda: iter(classes))
-    yield "unknown class", told(lambda: evaluated(compiled, classes[:index]))
-    yield "kinds", told(lambda: evaluated(compiled, [{"x": val.input.astype(("f4", "f8")[index]), "id": val.target}]))
+    yield "predicted", predicted(compiled, lambda: iter(classes))
+    yield "unknown class", outcome_of(lambda: evaluated(compiled, classes[:index]))
+    yield (
+        "kinds",
+        outcome_of(lambda: evaluated(compiled, [{"x": val.input.astype(("f4", "f8")[index]), "id": val.target}])),
+    )
 
 
 def bad_batch(grid: Mesh) -> Any:
-    """The batch that a guard found, of the set's fourth step."""
+    """The non-finite batch that the guard found, at step 4."""
     data = examples(TRAIN)
     loader = ArrayLoader(data, SIZE, shuffle=True, seed=5)
     data.input[loader.order(1)[3 * SIZE + 5]] = np.nan
-    return told(lambda: trained(program(grid, guarded=True), loader))
+    return outcome_of(lambda: trained(program(grid, guarded=True), loader))
 
 
-def told(run: Callable[[], Any]) -> Any:
-    """What comes of a run, or of its failure."""
+def outcome_of(run: Callable[[], Any]) -> Any:
+    """The result of a run, or its error as data."""
     try:
         return run()
     except NonFiniteError as error:
         batch: Any = error.batch
-        return [error.step, error.place, batch.target.tolist(), batch.size]
+        return [error.step, error.position, batch.target.tolist(), batch.size]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def say(results: Any) -> None:
-    """Writes results for whoever started the process."""
+def report(results: Any) -> None:
+    """Writes results as JSON for the parent process."""
     sys.stdout.write(json.dumps(dict(results)) + "\n")

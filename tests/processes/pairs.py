@@ -1,4 +1,4 @@
-"""Real processes that form a job over the loopback device, and what they said."""
+"""Runs jobs of real processes over the loopback device."""
 
 import os
 import socket
@@ -12,21 +12,21 @@ import jax_trainer
 
 PREFIX = """
 import os, sys
-# the network library writes to standard output in pieces, from several threads: that goes nowhere
+# the network library writes to standard output from several threads: discard that
 sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 import jax
 jax.config.update("jax_platforms", "cpu")
 index, count = int(sys.argv[1]), int(sys.argv[2])
-where, own = "127.0.0.1:" + sys.argv[3], {"num_processes": count, "process_id": index}
-jax.distributed.initialize(where, **own, heartbeat_timeout_seconds=20)
+address, own = "127.0.0.1:" + sys.argv[3], {"num_processes": count, "process_id": index}
+jax.distributed.initialize(address, **own, heartbeat_timeout_seconds=20)
 arguments = sys.argv[4:]
 """
 
 
 @dataclass
 class Ended:
-    """How a process of a job ended, and what it wrote."""
+    """The exit code and output of a process."""
 
     code: int
     out: str
@@ -34,14 +34,14 @@ class Ended:
 
 
 def free_port() -> str:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 
 def environment(devices: int, **changes: str) -> dict[str, str]:
-    """Like that of the tests, with so many devices for each process."""
+    """The environment of the tests, with `devices` devices per process."""
     source = Path(jax_trainer.__file__).parents[1]
     path = os.pathsep.join([str(source), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
@@ -54,7 +54,7 @@ def start(
 ) -> list[subprocess.Popen]:
     """Starts `count` processes that run `script` (a file, or the text of one) as one job.
 
-    The script finds `index`, `count` and `arguments`, and JAX knows of the other processes already.
+    The script has the variables `index`, `count` and `arguments`; `jax.distributed` is initialised.
     """
     text = script.read_text() if isinstance(script, Path) else script
     port, env = free_port(), environment(devices, **changes)
@@ -71,20 +71,20 @@ def start(
 
 
 def ended(jobs: list[subprocess.Popen], timeout: float = 120.0) -> list[Ended]:
-    """Waits for all of them; those that hang are killed, which is an error."""
+    """Waits for all processes; those that hang are killed, which is an error."""
     try:
-        said = [job.communicate(timeout=timeout) for job in jobs]
+        outputs = [job.communicate(timeout=timeout) for job in jobs]
     finally:
         for job in jobs:
             with suppress(ProcessLookupError):
                 job.kill()
-    return [Ended(job.returncode, *texts) for job, texts in zip(jobs, said, strict=True)]
+    return [Ended(job.returncode, *texts) for job, texts in zip(jobs, outputs, strict=True)]
 
 
 def run(
     script: Path | str, *arguments: str, count: int = 2, devices: int = 1, timeout: float = 120.0, **changes: str
 ) -> list[Ended]:
-    """Runs a job to its end; a process that fails is an error, told with what it wrote."""
+    """Runs a job to its end; a failed process is an error with its output."""
     found = ended(start(script, *arguments, count=count, devices=devices, **changes), timeout)
     for index, one in enumerate(found):
         assert one.code == 0, f"process {index} ended with {one.code}:\n{one.out[-2000:]}\n{one.err[-4000:]}"
@@ -92,5 +92,5 @@ def run(
 
 
 def lines(one: Ended) -> list[str]:
-    """What a process said."""
+    """The lines of standard output."""
     return one.out.splitlines()

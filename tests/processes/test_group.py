@@ -3,44 +3,44 @@ import pairs
 from jax_trainer.processes import ProcessGroup
 
 
-def test_a_process_alone_talks_to_itself_and_waits_for_nobody():
+def test_a_single_process_gets_its_own_values_without_waiting():
     alone = ProcessGroup(0, 1)
-    assert alone.all_gather("topic", "word") == ["word"]
-    assert alone.broadcast("topic", lambda: "word") == "word"
-    alone.put("folder/name", "word")
-    assert alone.notes("folder") == {}
+    assert alone.all_gather("topic", "value") == ["value"]
+    assert alone.broadcast("topic", lambda: "value") == "value"
+    alone.put("folder/name", "value")
+    assert alone.get_all("folder") == {}
 
 
 JOB = """
-from jax_trainer.processes import ProcessGroupError, peers
-us = peers()
+from jax_trainer.processes import ProcessGroupError, process_group
+group = process_group()
 for number in range(3):
-    print(us.everyones("greeting", f"{us.index} says {number}"))
-print(us.from_lead("place", lambda: "here" if us.is_primary else "nobody asks me"))
+    print(group.all_gather("greeting", f"{group.index} sends {number}"))
+print(group.broadcast("folder", lambda: "here" if group.is_primary else "never called"))
 def fail():
-    raise OSError("no room")
+    raise OSError("disk full")
 try:
-    us.from_lead("place", fail)
+    group.broadcast("folder", fail)
 except (OSError, ProcessGroupError) as error:
     print(type(error).__name__, error)
-us.put(f"alive/{us.index}", "1")
-us.put(f"alive/{us.index}", "2")
-us.everyones("written")
-print(sorted(us.notes("alive").items()))
-if us.index == 0:
+group.put(f"alive/{group.index}", "1")
+group.put(f"alive/{group.index}", "2")
+group.all_gather("written")
+print(sorted(group.get_all("alive").items()))
+if group.index == 0:
     try:
-        us.everyones("nobody else comes", patience=0.5)
+        group.all_gather("only process 0", timeout=0.5)
     except ProcessGroupError as error:
         print(error)
-us.everyones("end")
+group.all_gather("end")
 """
 
 
-def test_processes_tell_each_other_words_in_order_and_fail_together():
-    lead, other = (pairs.lines(one) for one in pairs.run(JOB))
-    said = [f"['0 says {number}', '1 says {number}']" for number in range(3)]
-    assert lead[:4] == other[:4] == [*said, "here"]
-    assert lead[4] == "OSError no room"
-    assert other[4] == "ProcessGroupError The first process could not go on: OSError: no room"
-    assert lead[5] == other[5] == "[('0', '2'), ('1', '2')]"
-    assert lead[6].startswith("Not all of the 2 processes came as far as 'nobody else comes'")
+def test_processes_exchange_values_in_order_and_fail_together():
+    primary, other = (pairs.lines(one) for one in pairs.run(JOB))
+    expected = [f"['0 sends {number}', '1 sends {number}']" for number in range(3)]
+    assert primary[:4] == other[:4] == [*expected, "here"]
+    assert primary[4] == "OSError disk full"
+    assert other[4].startswith("ProcessGroupError") and other[4].endswith("OSError: disk full")
+    assert primary[5] == other[5] == "[('0', '2'), ('1', '2')]"
+    assert "2 processes" in primary[6] and "'only process 0'" in primary[6]

@@ -9,7 +9,7 @@ from jax_trainer.processes import Job, JoinError, detect_launcher, join
 
 
 @pytest.mark.parametrize(
-    ("described", "told"),
+    ("described", "message"),
     [
         ({"processes": 2}, "coordinator, process are missing"),
         ({"coordinator": "here:1", "processes": 2}, "process is missing"),
@@ -17,13 +17,13 @@ from jax_trainer.processes import Job, JoinError, detect_launcher, join
         ({"coordinator": "here", "processes": 2, "process": 0}, "must be host:port"),
     ],
 )
-def test_half_a_description_of_a_job_says_what_is_missing(described, told):
-    with pytest.raises(JoinError, match=told):
+def test_an_incomplete_job_is_an_error_that_names_what_is_missing(described, message):
+    with pytest.raises(JoinError, match=message):
         Job(**described)
 
 
 @pytest.mark.parametrize(
-    ("environment", "who"),
+    ("environment", "launcher"),
     [
         ({}, ""),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ""),
@@ -32,12 +32,12 @@ def test_half_a_description_of_a_job_says_what_is_missing(described, told):
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI"),
     ],
 )
-def test_who_started_several_processes_is_seen_in_the_environment(environment, who):
-    assert detect_launcher(environment) == who
+def test_the_launcher_is_detected_from_the_environment(environment, launcher):
+    assert detect_launcher(environment) == launcher
 
 
-def test_where_nobody_else_is_found_the_error_says_how_to_name_them():
-    with pytest.raises(JoinError, match=r"(?s)could not be joined.*--coordinator host:port --processes N --process I"):
+def test_without_other_processes_the_error_names_the_options():
+    with pytest.raises(JoinError, match=r"(?s)--coordinator host:port --processes N --process I"):
         join()
 
 
@@ -46,9 +46,9 @@ import os, sys
 index, port = sys.argv[1:]
 os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
 os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
-from jax_trainer.processes import join, peers
+from jax_trainer.processes import join, process_group
 join(heartbeat=20)
-print(peers().everyones("names", f"process {peers().index}"))
+print(process_group().all_gather("names", f"process {process_group().index}"))
 """
 
 

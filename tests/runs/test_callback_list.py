@@ -1,4 +1,4 @@
-"""Who is told when, and what they go on with."""
+"""The order of callbacks, and their states after resuming."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,13 @@ class Remembering:
         self.state = dict(state)
 
 
-def test_who_saves_is_told_last():
+def test_callbacks_that_save_are_notified_last():
     saver, other, record, first, more = ModelCheckpoint(), LambdaCallback(), Remembering(), object(), object()
     watching = CallbackList({"saver": saver, "other": other}, {"run/record": record})
     assert watching.observers([first], [more]) == [first, record, more, other, saver]
 
 
-def test_everybody_goes_on_with_what_they_knew():
+def test_all_callbacks_restore_their_states():
     callback, record, silent = Remembering(best=1), Remembering(rows=2), Remembering()
     callbacks: Any = {"early": callback}
     states = CallbackList(callbacks, {"run/record": record, "run/silent": silent}).states()

@@ -1,4 +1,4 @@
-"""A checkpoint whose record says what cannot be is damaged: the one before it is taken, whatever is wrong."""
+"""A checkpoint whose record says what cannot be is damaged: the one before it is restored, whatever is wrong."""
 
 import copy
 import json
@@ -112,7 +112,7 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
     if isinstance(content, dict):
         seen = set()
         for key in content:
-            mode = str(content[key])[:40] if path[-1:] in (("meter",), ("window",)) else key
+            mode = str(content[key])[:40] if path[-1:] in (("metrics_state",), ("window",)) else key
             if mode not in seen:
                 yield from places(content[key], (*path, key))
             seen.add(mode)
@@ -143,7 +143,9 @@ def may_be(path: tuple[Any, ...], there: Any, value: Any) -> bool:
     is_number = type(there) in (int, float)
     if name.startswith(FREE) or (value is MISSING and name in ("callbacks", "run", "run.record", "run.devices")):
         return True
-    if value is MISSING and ((path[0] == "callbacks" and len(path) == 2) or path[-2:-1] in (("meter",), ("window",))):
+    if value is MISSING and (
+        (path[0] == "callbacks" and len(path) == 2) or path[-2:-1] in (("metrics_state",), ("window",))
+    ):
         return True  # nothing is known of a callback, or of a metric, that was added later
     if value is None and name in (
         "callbacks.EarlyStopping.best",
@@ -200,13 +202,13 @@ DAMAGES: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_the_checkpoint_before_a_damaged_record_is_taken_and_that_is_said(damaged, run, caplog, what):
+def test_the_checkpoint_before_a_damaged_record_is_restored_with_a_warning(damaged, run, caplog, what):
     content, change = damaged
     place, value = DAMAGES[what]
     store, path, watching = change(changed(content, place, value))
     _, saved = resumable(store, "latest", run[1], watching.load_states)
     assert saved.path == min(path.parent.iterdir())
-    assert f"passed over for {saved.path}: {path}" in caplog.text
+    assert f"Restoring {saved.path}" in caplog.text and f"{path}: " in caplog.text
     with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
         resumable(store, path, run[1], watching.load_states)
 

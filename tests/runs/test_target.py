@@ -23,13 +23,13 @@ def test_a_path_is_that_of_a_run_or_of_one_of_its_checkpoints(folder):
         assert (run.path, found) == (folder.path, step)
 
 
-def test_a_run_that_goes_on_elsewhere_is_a_fork(folder, tmp_path):
+def test_a_run_resumed_into_another_folder_is_a_fork(folder, tmp_path):
     assert not RunTarget(folder).is_fork
     assert not RunTarget(folder, RunFolder(folder.path)).is_fork
     assert RunTarget(RunFolder(tmp_path / "other"), folder).is_fork
 
 
-def test_a_checkpoint_tells_where_the_run_stood_or_only_its_position():
+def test_a_checkpoint_has_the_loop_state_or_only_its_position():
     loop_state = LoopState(position=Position(2, 3), has_ended=False, evaluated_step=7, seconds=1.5)
     saved = SimpleNamespace(path="run", position=loop_state.position, run={"loop": loop_state.to_data()})
     assert loop_state_of(saved) == loop_state  # type: ignore[arg-type]

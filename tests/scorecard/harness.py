@@ -201,17 +201,17 @@ def _is_clock(name: str) -> bool:
 def differences(options: Options, undisturbed: Options) -> list[str]:
     """In what a job differs from the one that was never disturbed; nothing if it is the same, bit for bit."""
     found, wanted = result(options), result(undisturbed)
-    told = [f"{part} differ" for part in wanted["parts"] if found["parts"][part] != wanted["parts"][part]]
-    if found["digest"] != wanted["digest"] and not told:
-        told.append("the steps differ")
-    told += _first_difference("ledger", ledger(options), ledger(undisturbed))
-    told += _first_difference("metrics.jsonl", rows(options), rows(undisturbed))
-    told += [
+    found_problems = [f"{part} differ" for part in wanted["parts"] if found["parts"][part] != wanted["parts"][part]]
+    if found["digest"] != wanted["digest"] and not found_problems:
+        found_problems.append("the steps differ")
+    found_problems += _first_difference("ledger", ledger(options), ledger(undisturbed))
+    found_problems += _first_difference("metrics.jsonl", rows(options), rows(undisturbed))
+    found_problems += [
         f"results[{place}] differ: {found['results'].get(place)} instead of {wanted['results'][place]}"
         for place in wanted["results"]
         if found["results"].get(place) != wanted["results"][place]
     ]
-    return told
+    return found_problems
 
 
 def ledger_differences(options: Options, undisturbed: Options, *, keys: tuple[str, ...] = ("step", "ids")) -> list[str]:
@@ -224,8 +224,8 @@ def _first_difference(name: str, found: list[Any], wanted: list[Any]) -> list[st
     for index, (one, other) in enumerate(zip(found, wanted, strict=False)):
         if one != other:
             keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-            told = {key: (one.get(key), other.get(key)) for key in keys}
-            return [f"{name} differs from line {index + 1} on: step {one.get('step')}, {str(told)[:300]}"]
+            changed = {key: (one.get(key), other.get(key)) for key in keys}
+            return [f"{name} differs from line {index + 1} on: step {one.get('step')}, {str(changed)[:300]}"]
     return [] if len(found) == len(wanted) else [f"{name} has {len(found)} lines instead of {len(wanted)}"]
 
 
@@ -263,9 +263,11 @@ class Score:
             self.add([f"{type(error).__name__}: {error}"])
         record(self)
         if error is None:
-            told = "\n".join(self.problems[:10])
+            listed = "\n".join(self.problems[:10])
             assert self.runs > 0, f"{self.case}: nothing was tried"
-            assert self.passed == self.runs, f"{self.case}: {self.passed} of {self.runs} are as they should be:\n{told}"
+            assert self.passed == self.runs, (
+                f"{self.case}: {self.passed} of {self.runs} are as they should be:\n{listed}"
+            )
 
 
 def record(score: Score) -> None:

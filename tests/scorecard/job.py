@@ -1,4 +1,4 @@
-"""The standard job: what the scorecard kills, starves and corrupts. As a script, the same command begins or goes on.
+"""The standard job: what the scorecard kills, starves and corrupts. As a script, the same command starts or resumes.
 
 Into `out` it writes, besides the run's own folder `out/runs/<version>`:
 - `ledger.jsonl`: a line per step: its number, the ids of its examples, the bits of learning rate and loss; when a run
@@ -83,7 +83,7 @@ __all__ = [
 
 EXAMPLES, BATCH = 1003, 32
 EPOCH = -(-EXAMPLES // BATCH)  # steps of an epoch; the last batch has 11 examples
-JUDGED = 210  # examples to validate and test on
+EVALUATED = 210  # examples to validate and test on
 EVERY = 5  # steps between two saved states
 
 
@@ -340,8 +340,8 @@ def _tools(options: Options, extras: list[str]) -> list[Any]:
 
 
 def examples_of(options: Options) -> dict[str, np.ndarray]:
-    """What is trained on; the rest of the same set is judged on."""
-    return {name: array[: options.examples] for name, array in numbered_data(EXAMPLES + JUDGED).items()}
+    """What is trained on; the rest of the same set is evaluated on."""
+    return {name: array[: options.examples] for name, array in numbered_data(EXAMPLES + EVALUATED).items()}
 
 
 def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
@@ -352,7 +352,7 @@ def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
         from jax_trainer.datasets.records import GrainLoader  # Grain takes a second to import
 
         train = GrainLoader(Records(data), BATCH, shuffle=True, seed=options.seed, workers=options.workers)
-    evaluated = {name: array[EXAMPLES:] for name, array in numbered_data(EXAMPLES + JUDGED).items()}
+    evaluated = {name: array[EXAMPLES:] for name, array in numbered_data(EXAMPLES + EVALUATED).items()}
     sets: dict[str, Any] = {
         "val": ArrayLoader({name: array[:101] for name, array in evaluated.items()}, BATCH),
         "other": ArrayLoader({name: array[101:150] for name, array in evaluated.items()}, BATCH),

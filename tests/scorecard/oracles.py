@@ -29,11 +29,11 @@ def oracle_of(data: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 def metric_problems(found: Mapping[str, Any], wanted: Mapping[str, float], phase: str) -> list[str]:
     """Which metrics are not what they must be."""
-    told = []
+    found_problems = []
     for name in MODES:
         value = float(found[f"{phase}/{name}_epoch" if phase == "train" else f"{phase}/{name}"])
         # a float32 step value of size 1 is off by up to 1e-7; sums of 32 such values by what that adds up to
         allowed = TOLERANCE * max(1.0, abs(wanted[name])) * (32 if name == "x_sum" else 1)
         if not abs(value - wanted[name]) <= allowed:
-            told.append(f"{phase}/{name} is {value!r} instead of {wanted[name]!r}")
-    return told
+            found_problems.append(f"{phase}/{name} is {value!r} instead of {wanted[name]!r}")
+    return found_problems

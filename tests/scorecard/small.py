@@ -40,8 +40,8 @@ def filled(folder: Path, steps: tuple[int, ...] = (5, 10, 15), **options: Any) -
     return store
 
 
-class Heard(logging.Handler):
-    """What the library says, as messages or as warnings."""
+class LogCapture(logging.Handler):
+    """Captures log messages and warnings of the library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -57,17 +57,17 @@ class Heard(logging.Handler):
 
 
 @contextmanager
-def hearing() -> Iterator[Heard]:
-    """Listens to warnings of both kinds."""
-    heard, log = Heard(), logging.getLogger("jax_trainer")
+def captured_log() -> Iterator[LogCapture]:
+    """Captures log messages and Python warnings."""
+    capture, log = LogCapture(), logging.getLogger("jax_trainer")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        log.addHandler(heard)
+        log.addHandler(capture)
         try:
-            yield heard
+            yield capture
         finally:
-            log.removeHandler(heard)
-            heard.messages += [str(one.message) for one in caught]
+            log.removeHandler(capture)
+            capture.messages += [str(one.message) for one in caught]
 
 
 def files_of(folder: Path) -> list[Path]:

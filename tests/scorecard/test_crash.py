@@ -76,7 +76,7 @@ def test_a2_kills_while_saving_lose_at_most_one_interval(point, tmp_path, refere
             score.add(problems + differences(options, undisturbed), f"{point}, passage {nth}")
 
 
-@pytest.mark.parametrize("point", ["mid_replace", "mid_slim"])
+@pytest.mark.parametrize("point", ["mid_replace", "mid_convert"])
 def test_a2_kills_while_a_checkpoint_is_rewritten_lose_nothing(point, tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
@@ -125,7 +125,7 @@ def test_a3_kills_inside_and_at_the_ends_of_epochs_change_nothing(name, tmp_path
             )
         until_done(options)
         score.add(problems + differences(options, undisturbed) + _epochs(options), name)
-        score.note(**{name: f"went on from {starts(options)[1:]}"})
+        score.note(**{name: f"resumed from {starts(options)[1:]}"})
 
 
 def _epochs(options: Options) -> list[str]:
@@ -146,7 +146,7 @@ def test_a4_kills_inside_an_accumulation_window_change_nothing(tmp_path, referen
                 problems += [] if ended.code == -signal.SIGKILL else [f"not killed at {step}: {ended.text[-1000:]}"]
             until_done(options)
             score.add(problems + differences(options, undisturbed), flavour)
-            score.note(**{flavour: f"went on from {starts(options)[1:]}"})
+            score.note(**{flavour: f"resumed from {starts(options)[1:]}"})
 
 
 SIGTERMS = {
@@ -187,7 +187,7 @@ def test_a6_a_second_signal_does_not_wait_for_the_final_save(tmp_path, reference
 
 
 @pytest.mark.parametrize("place", ["loss", "callback:17", "loader:23", "val:2"])
-def test_a7_an_exception_is_shown_and_can_be_gone_on_from(place, tmp_path, references):
+def test_a7_an_exception_is_shown_and_the_run_can_be_resumed(place, tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("A7") as score:
@@ -200,7 +200,7 @@ def test_a7_an_exception_is_shown_and_can_be_gone_on_from(place, tmp_path, refer
         problems += [] if latest == asked else [f"step {asked} was to be saved, and {latest} is the latest"]
         until_done(options)
         score.add(problems + differences(options, undisturbed), place)
-        score.note(**{place.partition(":")[0]: f"went on from {starts(options)[-1]}"})
+        score.note(**{place.partition(":")[0]: f"resumed from {starts(options)[-1]}"})
 
 
 _LEAVING = textwrap.dedent("""
@@ -261,7 +261,7 @@ def test_a10_a_finished_run_takes_no_more_steps(tmp_path, references):
 
 
 @pytest.mark.parametrize("first", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH])
-def test_a10_a_longer_plan_goes_on_where_the_shorter_one_ended(first, tmp_path, references):
+def test_a10_a_longer_plan_continues_where_the_shorter_one_ended(first, tmp_path, references):
     whole = replace(SHORT, schedule=400)
     undisturbed = reference(whole, references)
     short = replace(whole, out=str(tmp_path / "run"), steps=first)
@@ -275,7 +275,7 @@ def test_a10_a_longer_plan_goes_on_where_the_shorter_one_ended(first, tmp_path, 
         score.add(problems + ([] if same else ["the states differ"]), f"{first} steps, then {SHORT.steps}")
 
 
-def test_a10_more_epochs_go_on_where_fewer_ended(tmp_path, references):
+def test_a10_more_epochs_continue_where_fewer_ended(tmp_path, references):
     whole = replace(SHORT, steps=3 * EPOCH, schedule=400)
     undisturbed = reference(whole, references)
     short = replace(whole, out=str(tmp_path / "run"), epochs=2)
@@ -301,7 +301,7 @@ def test_a11_the_examples_do_not_depend_on_the_flavour_or_on_workers(tmp_path, r
         score.add(problems + differences(options, undisturbed), "0, 1, 2 and 1 workers")
 
 
-def test_a12_a_run_goes_on_with_another_number_of_devices(tmp_path, references):
+def test_a12_a_run_continues_with_another_number_of_devices(tmp_path, references):
     whole = replace(SHORT, examples=31 * 32, steps=24, val_every=0, val_epochs=0, test=0)  # batches that two can share
     undisturbed = reference(whole, references)
     options = replace(whole, out=str(tmp_path / "run"))
@@ -314,7 +314,7 @@ def test_a12_a_run_goes_on_with_another_number_of_devices(tmp_path, references):
             problems += ledger_differences(options, undisturbed)
             far = max(_distances(options, undisturbed))
             problems += [] if far <= 1e-6 else [f"parameters differ by {far:.1e}"]
-            problems += [] if starts(options)[-1] >= 10 else [f"it went on from step {starts(options)[-1]}"]
+            problems += [] if starts(options)[-1] >= 10 else [f"it resumed from step {starts(options)[-1]}"]
             score.note(farthest=f"{far:.1e}")
         score.add(problems, "1 device, then 2")
         score.check("bit" in ended.text, "nothing says that the result is not the same bit for bit")

@@ -63,13 +63,13 @@ def test_b4_a_full_disk_costs_no_checkpoint_and_stops_the_run(point, tmp_path, r
         score.add(differences(options, undisturbed), "afterwards")
 
 
-def test_b4_a_full_disk_is_tried_again_where_the_run_is_to_go_on(tmp_path, references):
+def test_b4_a_full_disk_is_tried_again_where_the_run_is_to_continue(tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "run"), on_save_failure="continue")
     undisturbed = reference(options, references)
     with Score("B4") as score:
         ended = run(options, failpoint="mid_array:enospc:4")
         problems = [] if ended.code == 0 else [f"the exit code is {ended.code}: {ended.text[-1500:]}"]
-        problems += [] if "could not be saved" in ended.text else [f"nobody is told: {ended.text[-500:]}"]
+        problems += [] if "could not be saved" in ended.text else [f"no message: {ended.text[-500:]}"]
         score.add(problems or differences(options, undisturbed), "continue")
         score.check(max(committed(options)) == options.steps, f"the last state is not there: {committed(options)}")
 
@@ -91,7 +91,7 @@ def test_b4_a_disk_that_is_really_full_costs_no_checkpoint(tmp_path, references)
         score.add(problems + differences(options, undisturbed), "tmpfs")
 
 
-def test_b5_too_little_room_for_one_checkpoint_is_told_before_the_first_step(tmp_path):
+def test_b5_too_little_space_for_one_checkpoint_is_reported_before_the_first_step(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk, Score("B5") as score:
         options = replace(SHORT, out=str(disk / "run"), ledger=0)
         ended = run(options)
@@ -102,7 +102,7 @@ def test_b5_too_little_room_for_one_checkpoint_is_told_before_the_first_step(tmp
         score.note(seconds=round(ended.seconds, 1))
 
 
-def test_b6_a_place_that_cannot_be_written_to_is_told_at_the_start(tmp_path, references):
+def test_b6_a_path_that_cannot_be_written_to_is_reported_at_the_start(tmp_path, references):
     with Score("B6") as score:
         options = replace(SHORT, out=str(tmp_path / "a file"))
         undisturbed = reference(SHORT, references)
@@ -125,7 +125,7 @@ def test_b6_a_place_that_cannot_be_written_to_is_told_at_the_start(tmp_path, ref
             score.check(ended.code == 1 and named and not ledger(options), f"read-only: {ended.text[-800:]}")
 
 
-def test_b6_a_place_that_vanishes_stops_the_run(tmp_path, references):
+def test_b6_a_path_that_vanishes_stops_the_run(tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("B6") as score:
@@ -150,8 +150,8 @@ def test_b7_an_error_that_passes_is_tried_again(tmp_path, references):
             options = replace(SHORT, out=str(tmp_path / point))
             ended = run(options, failpoint=f"{point}:eio:3")
             problems = [] if ended.code == 0 else [f"the exit code is {ended.code}: {ended.text[-1500:]}"]
-            told = ended.text.count("tried again")
-            problems += [] if told == 1 else [f"{told} warnings: {ended.text[-800:]}"]
+            warnings = ended.text.count("retrying")
+            problems += [] if warnings == 1 else [f"{warnings} warnings: {ended.text[-800:]}"]
             score.add(problems or differences(options, undisturbed), point)
 
 
@@ -164,7 +164,7 @@ def test_b8_a_slow_disk_mixes_no_states_and_holds_up_no_steps(tmp_path, referenc
         ended = run(options, trouble="slow_disk:60", JOB_DIGESTS="1", JOB_PACE="0.02")  # milliseconds per file
         assert ended.code == 0, ended.text[-2000:]
         score.add(differences(options, undisturbed), "the result")
-        told = {row["step"]: row["digest"] for row in lines(Path(options.out) / "saves.jsonl")}
+        digests = {row["step"]: row["digest"] for row in lines(Path(options.out) / "saves.jsonl")}
         store, like = (
             CheckpointStore(options.folder / "checkpoints"),
             trainer_for(replace(options, out=str(tmp_path / "x"))),
@@ -172,7 +172,7 @@ def test_b8_a_slow_disk_mixes_no_states_and_holds_up_no_steps(tmp_path, referenc
         like.prepare(range(70))
         for saved in store.all():
             state, _ = store.restore(saved, like=like.init_model(like.exmp_input))
-            score.check(digest(state) == told[saved.step], f"step {saved.step} is not what was handed over")
+            score.check(digest(state) == digests[saved.step], f"step {saved.step} is not what was handed over")
         slow, usual = result(options)["step_ms"]["p50"], result(undisturbed)["step_ms"]["p50"]
         score.check(slow <= 1.2 * usual, f"a step takes {slow:.1f} instead of {usual:.1f} ms")
         score.note(p50_ms=f"{slow:.1f} against {usual:.1f}", saves=len(saves(options)))
@@ -245,5 +245,5 @@ def test_b12_a_run_that_forks_off_another_leaves_that_one_alone(tmp_path, refere
         if not problems:
             same = result(second)["digest"] == result(undisturbed)["digest"]
             problems += [] if same else ["the result is another one"]
-            problems += [] if starts(second)[-1] > 30 else [f"it went on from {starts(second)[-1]}"]
+            problems += [] if starts(second)[-1] > 30 else [f"it resumed from {starts(second)[-1]}"]
         score.add(problems)

@@ -15,7 +15,7 @@ from crashes import committed
 from harness import Score
 from inside import batches, options_for, trained
 from job import BATCH, Job
-from small import hearing
+from small import captured_log
 from workers import Failing
 
 from jax_trainer.core import OutOfMemoryError, RecompileWarning
@@ -41,7 +41,7 @@ def some(count: int) -> dict[str, np.ndarray]:
     return {name: array[:count] for name, array in numbered_data(64).items()}
 
 
-def test_c6_too_little_training_data_is_told_before_anything_is_compiled(tmp_path):
+def test_c6_too_little_training_data_is_reported_before_anything_is_compiled(tmp_path):
     cases = {
         "no example": lambda: ArrayLoader(some(0), BATCH),
         "no batch": list,
@@ -52,7 +52,7 @@ def test_c6_too_little_training_data_is_told_before_anything_is_compiled(tmp_pat
             text, _ = refusal(
                 (DataError, ValueError), lambda name=name, make=make: trained(options_for(tmp_path / name), make())
             )
-            score.check(bool(text), f"{name}: nothing is told")
+            score.check(bool(text), f"{name}: no message")
             score.check(not (tmp_path / name / "progress").exists(), f"{name}: it trained")
         one = trained(options_for(tmp_path / "one", steps=2), ArrayLoader(some(1), BATCH))
         score.check(int(one.state.step) == 2, "one example is not enough")
@@ -60,22 +60,22 @@ def test_c6_too_little_training_data_is_told_before_anything_is_compiled(tmp_pat
 
 def test_c6_an_empty_validation_set_costs_a_warning_and_no_checkpoint(tmp_path):
     options = options_for(tmp_path / "run", steps=12, val_every=5, save_every=5)
-    with Score("C6") as score, hearing() as heard:
+    with Score("C6") as score, captured_log() as log:
         trained(options, evals={"val": []})
         score.check(max(committed(options)) == 12, f"there are {committed(options)}")
     with Score("C6") as score:
-        told = [text for text in heard.messages if "empty" in text]
-        score.check(len(told) == 1, f"{len(told)} warnings: {heard.messages}")
+        messages = [text for text in log.messages if "empty" in text]
+        score.check(len(messages) == 1, f"{len(messages)} warnings: {log.messages}")
 
 
-def test_c7_data_that_ends_early_or_never_is_told(tmp_path):
+def test_c7_data_that_ends_early_or_never_is_reported(tmp_path):
     whole = batches(10)
     with Score("C7") as score:
         options = options_for(tmp_path / "early", steps=100, epochs=1, schedule=400)
-        with hearing() as heard:
+        with captured_log() as log:
             trainer = _limited(options, (batch for batch in whole), 20)
         score.check(int(trainer.state.step) == 10, f"{trainer.state.step} steps")
-        score.check("ended after 10 of 20 steps" in heard.text, f"nothing is told: {heard.messages}")
+        score.check("ended after 10 of 20 steps" in log.text, f"no message: {log.messages}")
         text, _ = refusal(
             DataError,
             lambda: _limited(options_for(tmp_path / "endless", epochs=2, schedule=400), itertools.cycle(whole), None),
@@ -115,7 +115,7 @@ def test_c8_a_batch_of_another_kind_is_named(what, tmp_path):
         score.check(not missing, f"{what}: {missing} are not in {text!r}")
 
 
-def test_c8_doubles_are_taken_as_floats(tmp_path):
+def test_c8_doubles_are_converted_to_floats(tmp_path):
     doubles = [{**batch, "x": batch["x"].astype(np.float64)} for batch in batches(3)]
     with Score("C8") as score:
         trainer = trained(options_for(tmp_path / "run", steps=3), doubles)
@@ -123,18 +123,18 @@ def test_c8_doubles_are_taken_as_floats(tmp_path):
         score.check(kinds == {"float32"}, f"parameters became {kinds}")
 
 
-def test_c9_batches_of_twenty_lengths_are_told_three_times(tmp_path):
+def test_c9_batches_of_twenty_lengths_are_reported_three_times(tmp_path):
     data = numbered_data(64)
     lengths = [{name: array[: 10 + n] for name, array in data.items()} for n in range(20)]
     with Score("C9") as score, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained(options_for(tmp_path / "run", steps=20, ledger=0), lengths)
-    told = [str(one.message) for one in caught if issubclass(one.category, RecompileWarning)]
+    messages = [str(one.message) for one in caught if issubclass(one.category, RecompileWarning)]
     with Score("C9") as score:
-        score.check(1 <= len(told) <= 3, f"{len(told)} warnings")
-        score.check("[10" in told[0] and "[11" in told[0], told[0])
-        score.check("compilation 4" in told[-1] and "Further" in told[-1], told[-1])
-        score.note(warnings=len(told))
+        score.check(1 <= len(messages) <= 3, f"{len(messages)} warnings")
+        score.check("[10" in messages[0] and "[11" in messages[0], messages[0])
+        score.check("compilation 4" in messages[-1] and "Further" in messages[-1], messages[-1])
+        score.note(warnings=len(messages))
 
 
 @pytest.mark.parametrize("what", ["raise", "kill", "hang"])

@@ -26,7 +26,7 @@ def test_a_case_in_which_nothing_was_tried_has_failed():
         left()
 
 
-def test_an_error_goes_on_and_counts_as_a_run_that_is_not_as_it_should_be(tmp_path, monkeypatch):
+def test_an_error_continues_and_counts_as_a_run_that_is_not_as_it_should_be(tmp_path, monkeypatch):
     monkeypatch.setenv(CARD, str(tmp_path / "card.jsonl"))
     with pytest.raises(LookupError, match="broken"):
         left([], error=LookupError("broken"))

@@ -140,7 +140,7 @@ def test_c4_metrics_of_ragged_batches_equal_numpy_whatever_a_batch_is(kind, tmp_
 
 
 @pytest.mark.parametrize("changes", [{"flavour": "linen"}, {"steps_per_call": 8}, {"resident": 1}, {"accumulate": 3}])
-def test_c4_metrics_of_ragged_batches_equal_numpy_however_steps_are_taken(changes, tmp_path):
+def test_c4_metrics_of_ragged_batches_equal_numpy_however_steps_are_run(changes, tmp_path):
     with Score("C4") as score:
         ragged(score, tmp_path / "run", Job, **changes)
 

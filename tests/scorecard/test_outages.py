@@ -30,7 +30,7 @@ from harness import (
 )
 from inside import options_for, trained
 from job import Job, Options
-from small import filled, hearing, state_at
+from small import captured_log, filled, state_at
 from trouble import Broken, usage
 
 from jax_trainer.callbacks import LambdaCallback
@@ -58,12 +58,12 @@ def same(trainer: Job, other: Job) -> list[str]:
 
 @pytest.mark.parametrize("place", ["init", "call", "step", "close"])
 def test_d1_a_tool_that_fails_costs_one_warning(place, tmp_path, undisturbed):
-    with hearing() as heard:
+    with captured_log() as log:
         trainer = trained(options_for(tmp_path / "run", tool=place, **QUIET))
     with Score("D1") as score:
         problems = same(trainer, undisturbed)
-        told = [text for text in heard.messages if text.startswith("Placed ") and "Training goes on" in text]
-        problems += [] if len(told) == 1 else [f"{len(told)} warnings: {heard.messages}"]
+        warnings = [text for text in log.messages if text.startswith("Placed ") and "Training continues" in text]
+        problems += [] if len(warnings) == 1 else [f"{len(warnings)} warnings: {log.messages}"]
         assert trainer.logger is not None
         lost = trainer.logger.failures.get("Placed", 0)
         problems += [] if lost else ["nothing is counted as lost"]
@@ -106,14 +106,14 @@ def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbe
         return Job(config, **rest)
 
     began = time.perf_counter()
-    with Score("D2") as score, hearing() as heard:
+    with Score("D2") as score, captured_log() as log:
         trainer = trained(options, kind=kind)
         score.add(same(trainer, undisturbed), how)
     with Score("D2") as score:
         seconds = time.perf_counter() - began
         score.check(seconds <= 30, f"{how}: it took {seconds:.0f} s")
-        told = [text for text in heard.messages if "Training goes on" in text]
-        score.check(len(told) == (how != "offline"), f"{how}: {heard.messages}")
+        warnings = [text for text in log.messages if "Training continues" in text]
+        score.check(len(warnings) == (how != "offline"), f"{how}: {log.messages}")
 
 
 @pytest.mark.parametrize("what", ["deleted", "full", "gone"])
@@ -133,15 +133,15 @@ def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, un
 
     if what == "full":
         trouble.setattr(JsonlWriter, "append", full)
-    with Score("D3") as score, hearing() as heard:
+    with Score("D3") as score, captured_log() as log:
         trainer = trained(options, callbacks=[LambdaCallback(on_step_end=act)])
         assert trainer.logger is not None
         problems = same(trainer, undisturbed)
         problems += [] if trainer.logger.failures else ["nothing is counted as lost"]
         score.add(problems, what)
     with Score("D3") as score:
-        told = [text for text in heard.messages if "Training goes on" in text]
-        score.check(len(told) == 1, f"{what}: {len(told)} warnings: {heard.messages}")
+        warnings = [text for text in log.messages if "Training continues" in text]
+        score.check(len(warnings) == 1, f"{what}: {len(warnings)} warnings: {log.messages}")
 
 
 def test_d4_a_callback_of_the_user_that_raises_ends_the_run_with_its_checkpoint(tmp_path, trouble, undisturbed):
@@ -198,7 +198,7 @@ def shift_clock(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def test_d11_the_latest_is_told_by_its_step_and_not_by_the_clock(tmp_path, references):
+def test_d11_the_latest_is_reported_by_its_step_and_not_by_the_clock(tmp_path, references):
     store = filled(tmp_path / "checkpoints", (5, 10, 15))
     with Score("D11") as score:
         for age, step in enumerate((15, 10, 5)):
@@ -213,7 +213,7 @@ def test_d11_the_latest_is_told_by_its_step_and_not_by_the_clock(tmp_path, refer
         for path in options.folder.rglob("*"):  # as if the clock had been an hour ahead
             shift_clock(path, 3600)
         until_done(options, TZ="America/New_York")
-        score.check(starts(options)[-1] >= 25, f"it went on from {starts(options)[-1]}")
+        score.check(starts(options)[-1] >= 25, f"it resumed from {starts(options)[-1]}")
         score.check(
             rows(options) == rows(undisturbed) and result(options)["digest"] == result(undisturbed)["digest"],
             "the result differs",
@@ -264,12 +264,12 @@ def test_b16_a_record_that_says_what_cannot_be_is_damage(key, tmp_path, trouble,
     inner[name] = RECORDS[key]
     file.write_text(json.dumps(content))
     write_manifest(file.parent)
-    with Score("B16") as score, hearing() as heard:
+    with Score("B16") as score, captured_log() as log:
         trainer = trained(replace(options, resume="auto"))
         score.add(same(trainer, undisturbed), key)
     with Score("B16") as score:
-        told = [text for text in heard.messages if "Damaged" in text and file.parent.name in text]
-        score.check(len(told) == 1 and f"step_{older:08d}" in told[0], f"{key}: {heard.messages}")
+        warnings = [text for text in log.messages if "damaged" in text and file.parent.name in text]
+        score.check(len(warnings) == 1 and f"step_{older:08d}" in warnings[0], f"{key}: {log.messages}")
 
 
 @pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", ">&- 2>&-", "2>&1 | head -c 1 >/dev/null"])

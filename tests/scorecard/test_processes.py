@@ -1,4 +1,4 @@
-"""Cases of several processes that train together: one that is killed, told to stop, slow, or hangs."""
+"""Cases of several processes that train together: one that is killed, preempted, slow, or hangs."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from together import HEARTBEAT, Together, done_together, of_process
 
 KILLS = 10
 SHORT = Options(out="", steps=60, val_every=25, val_epochs=0, test=1)
-JUDGE = Path(__file__).with_name("judge_job.py")
+EVALUATION = Path(__file__).with_name("evaluation_job.py")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def killed(options: Options, victim: int, step: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.slow
-def test_d7_a_process_is_killed_and_the_job_goes_on_bit_for_bit(tmp_path, undisturbed):
+def test_d7_a_process_is_killed_and_the_job_continues_bit_for_bit(tmp_path, undisturbed):
     options = replace(SHORT, out=str(tmp_path / "disturbed"))
     with Score("D7") as score:
         problems, seconds = killed(options, 1, 33)
@@ -70,11 +70,11 @@ def test_d7_one_of_two_processes_is_killed_at_random_steps(flavour, tmp_path):
 
 
 @pytest.mark.scorecard
-@pytest.mark.parametrize("told", [0, 1])
-def test_d8_sigterm_to_one_process_stops_both_with_one_checkpoint(told, tmp_path, undisturbed):
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_d8_sigterm_to_one_process_stops_both_with_one_checkpoint(signalled, tmp_path, undisturbed):
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("D8") as score:
-        job = Together(options, trouble={told: "term:30"})
+        job = Together(options, trouble={signalled: "term:30"})
         ended = job.wait()
         problems = [f"it ended with {one.code}: {one.text[-800:]}" for one in ended if one.code != 143]
         steps = [progress(of_process(options, index)) for index in (0, 1)]
@@ -82,7 +82,7 @@ def test_d8_sigterm_to_one_process_stops_both_with_one_checkpoint(told, tmp_path
         kept = committed(options)
         problems += [] if kept[-1:] == steps[:1] else [f"the latest checkpoint is {kept}, the last step {steps}"]
         done_together(options)
-        score.add(problems + differences(options, undisturbed), f"process {told} was told")
+        score.add(problems + differences(options, undisturbed), f"process {signalled} got the signal")
 
 
 @pytest.mark.scorecard
@@ -113,7 +113,7 @@ def test_d10_a_hanging_step_tells_where_all_threads_are_and_ends_with_75(tmp_pat
         dump = (options.folder / "hang-0.txt").read_text()
         score.check(ended.code == 75, f"it ended with {ended.code}: {ended.text[-1500:]}")
         score.check("hang_in_step" in ended.text and "hang_in_step" in dump, f"the stacks do not tell: {dump}")
-        score.check(ended.text.count("Thread 0x") >= 2, "not all threads are told of")
+        score.check(ended.text.count("Thread 0x") >= 2, "not all threads are listed")
         score.check("the run hangs" in ended.text, ended.text[-500:])
 
 
@@ -127,8 +127,8 @@ def test_d10_in_two_processes_the_one_that_hangs_is_ended_and_so_is_the_other(tm
 
 @pytest.mark.scorecard
 @pytest.mark.parametrize(("devices", "batch"), [(1, 8), (2, 8), (2, 4)])
-def test_c5_two_processes_judge_every_example_once(devices, batch, tmp_path):
-    found = [json.loads(pairs.lines(one)[-1]) for one in pairs.run(JUDGE, str(batch), devices=devices)]
+def test_c5_two_processes_evaluate_every_example_once(devices, batch, tmp_path):
+    found = [json.loads(pairs.lines(one)[-1]) for one in pairs.run(EVALUATION, str(batch), devices=devices)]
     with Score("C5") as score:
         for index, one in enumerate(found):
             score.check(one["count"] == 21, f"process {index} counted {one['count']}")
@@ -151,8 +151,8 @@ def test_d5_ten_thousand_steps_of_two_processes_hold_no_more_than_a_thousand(tmp
             score.check(grown["MB"] <= 8, f"process {index}: memory grew by {grown['MB']} MB: {found}")
             for name in ("arrays", "threads", "files"):
                 score.check(abs(grown[name]) <= 2, f"process {index}: {name}: {found}")
-            told = ", ".join(f"{change:+g} {name}" for name, change in grown.items())
-            score.note(**{f"process {index} of two": told})
+            signalled = ", ".join(f"{change:+g} {name}" for name, change in grown.items())
+            score.note(**{f"process {index} of two": signalled})
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import optax
 import pytest
 from harness import Score, differences, reference, run, starts
 from job import Options
-from small import files_of, filled, hearing, state_at
+from small import captured_log, files_of, filled, state_at
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.datasets import Position
@@ -34,18 +34,18 @@ DAMAGES = {"truncated": truncate, "deleted": Path.unlink, "zeroed": zero}
 
 def fallback_problems(store: CheckpointStore, damaged: str, step: int) -> list[str]:
     """What is wrong with how a store goes back to `step`, as the newest is damaged."""
-    with hearing() as heard:
+    with captured_log() as log:
         try:
             state, saved = store.restore("latest", like=state_at(0))
         except CheckpointError as error:
             return [f"it refuses: {error}"]
     problems = [] if saved.step == step else [f"it restores step {saved.step}"]
     problems += [] if digest(state) == digest(state_at(saved.step)) else ["the restored state is another one"]
-    told = [text for text in heard.messages if damaged in text]
-    return problems + ([] if len(told) == 1 else [f"{len(told)} warnings name {damaged}: {heard.messages}"])
+    warnings = [text for text in log.messages if damaged in text]
+    return problems + ([] if len(warnings) == 1 else [f"{len(warnings)} warnings name {damaged}: {log.messages}"])
 
 
-def test_b1_each_damaged_file_is_found_and_the_next_checkpoint_taken(tmp_path):
+def test_b1_each_damaged_file_is_found_and_the_next_checkpoint_restored(tmp_path):
     newest = filled(tmp_path / "whole", (5, 10)).folder / "step_00000010"
     names = [file.relative_to(newest) for file in files_of(newest)]
     with Score("B1") as score:
@@ -93,7 +93,7 @@ def test_b2_a_hundred_flipped_bits_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_b1_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
+def test_b1_a_run_mark_resumed_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=70)
     undisturbed = reference(options, references)
     with Score("B1") as score:
@@ -105,7 +105,7 @@ def test_b1_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(what, tmp_pat
         ended = run(options)
         problems = [] if newest.name in ended.text else [f"no warning names {newest.name}: {ended.text[-1000:]}"]
         problems += [] if ended.code == 0 else [f"exit code {ended.code}: {ended.text[-1000:]}"]
-        problems += [] if starts(options)[-1] < int(newest.name[5:]) else [f"it went on from {starts(options)[-1]}"]
+        problems += [] if starts(options)[-1] < int(newest.name[5:]) else [f"it resumed from {starts(options)[-1]}"]
         score.add(problems or differences(options, undisturbed), what)
 
 
@@ -118,10 +118,10 @@ def test_b3_strange_things_among_the_checkpoints_are_ignored(tmp_path):
     (store.folder / "loop").symlink_to(store.folder)
     (store.folder / "step_00000099").symlink_to(store.folder / "loop")
     with Score("B3") as score:
-        with hearing() as heard:
+        with captured_log() as log:
             state, saved = CheckpointStore(store.folder).restore("latest", like=state_at(0))
         # one of them all, and one of the link, which has the name of a checkpoint
-        score.check(len(heard.messages) == 2, f"{len(heard.messages)} warnings: {heard.messages}")
+        score.check(len(log.messages) == 2, f"{len(log.messages)} warnings: {log.messages}")
         score.check(saved.step == 10 and digest(state) == digest(state_at(10)), f"step {saved.step} is restored")
         again = CheckpointStore(store.folder, keep_latest=2)
         again.save(state_at(15), Position(1, 15), {"loss": 0.1})
@@ -208,7 +208,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_b14_a_changed_model_is_told_leaf_by_leaf(what, tmp_path):
+def test_b14_a_changed_model_is_reported_leaf_by_leaf(what, tmp_path):
     params, words = CHANGED[what]
     store = filled(tmp_path / "checkpoints", (5,))
     with Score("B14") as score:

@@ -194,7 +194,7 @@ class PlacedConfig(Settings):
 
 @register
 class Placed(ToolLoggerInterface):
-    """Shows nothing; fails or blocks where it is told to."""
+    """Shows nothing; fails or blocks where configured."""
 
     config: PlacedConfig
 

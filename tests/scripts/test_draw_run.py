@@ -20,8 +20,8 @@ def test_the_curves_of_a_run_are_drawn(run, monkeypatch):
     assert "<svg" in (run / "c.svg").read_text()
 
 
-def test_a_number_that_is_not_there_is_told_with_those_that_are(run, monkeypatch, capsys):
+def test_an_unknown_metric_is_answered_with_the_logged_ones(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["draw_run.py", str(run), str(run / "c.svg"), "val/loss"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(SCRIPT))["main"]()
-    assert "there is no val/loss in this run. There are train/acc_epoch, val/acc." in capsys.readouterr().err
+    assert "'val/loss' in this run. Logged metrics: train/acc_epoch, val/acc." in capsys.readouterr().err

@@ -58,9 +58,9 @@ def test_a_png_gives_the_pixels_that_were_written(image, kind):
 
 
 def test_a_png_of_another_kind_is_an_error():
-    with pytest.raises(ValueError, match=r"this one is of the kind \[8, 6, 0, 0, 0\]"):
+    with pytest.raises(ValueError, match=r"got \[8, 6, 0, 0, 0\]"):
         script.decode_png(png(NOISE, np.zeros(11, int), kind=(8, 6, 0, 0, 0)))
-    with pytest.raises(ValueError, match="This is no PNG file: it begins with 6a 70 67"):
+    with pytest.raises(ValueError, match="6a 70 67"):
         script.decode_png(b"jpg")
 
 
@@ -86,42 +86,42 @@ def test_chapters_are_joined_with_their_headings():
     assert script.joined(chapters) == "CHAPTER 1. Loomings.\n\nCall me Ishmael.\n\n\nEpilogue\n\nThe drama's done.\n"
 
 
-def test_only_files_with_the_right_content_count_as_there(tmp_path):
+def test_only_files_with_the_right_content_count_as_complete(tmp_path):
     sums = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b")}
-    assert not script.is_there(tmp_path, sums)
+    assert not script.is_complete(tmp_path, sums)
     (tmp_path / "a").write_bytes(b"a")
-    assert not script.is_there(tmp_path, sums)
+    assert not script.is_complete(tmp_path, sums)
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"b"))
-    assert script.is_there(tmp_path, sums)
+    assert script.is_complete(tmp_path, sums)
     (tmp_path / "a").write_bytes(b"other")
-    assert not script.is_there(tmp_path, sums)
+    assert not script.is_complete(tmp_path, sums)
 
 
 def test_a_set_with_a_wrong_checksum_is_not_kept(tmp_path, monkeypatch):
-    def get(place: Path) -> dict[str, Path]:
-        return script.write(place, {"a": b"other"})
+    def get(folder: Path) -> dict[str, Path]:
+        return script.write(folder, {"a": b"other"})
 
     monkeypatch.setitem(script.SETS, "mnist", ("new", {"a": hashlib.sha256(b"a").hexdigest()}, get))
-    with pytest.raises(ValueError, match="mnist: a has the sha256 .* is expected"):
+    with pytest.raises(ValueError, match="mnist: a has the sha256 .* expected"):
         script.main([str(tmp_path), "--only", "mnist"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_set_that_is_there_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_an_existing_set_is_kept(tmp_path, monkeypatch, capsys):
     (tmp_path / "a").write_bytes(b"a")
     monkeypatch.setitem(script.SETS, "mnist", (".", {"a": hashlib.sha256(b"a").hexdigest()}, None))
     script.main([str(tmp_path), "--only", "mnist"])
-    assert "mnist: is there" in capsys.readouterr().out
+    assert "mnist: exists" in capsys.readouterr().out
 
 
 def test_a_set_is_fetched_checked_and_put_in_its_place(tmp_path, monkeypatch, capsys):
-    def get(place: Path) -> dict[str, Path]:
-        return script.write(place, {"a": b"a"})
+    def get(folder: Path) -> dict[str, Path]:
+        return script.write(folder, {"a": b"a"})
 
     monkeypatch.setitem(script.SETS, "mnist", ("new", {"a": hashlib.sha256(b"a").hexdigest()}, get))
     script.main([str(tmp_path), "--only", "mnist"])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a"]
-    assert "mnist: done, checksums are right: a" in capsys.readouterr().out
+    assert "mnist: done, checksums match: a" in capsys.readouterr().out
 
 
 def test_a_program_that_is_missing_or_fails_ends_the_script_with_a_sentence(tmp_path):

@@ -291,7 +291,7 @@ STYLES: dict[str, type[Style]] = {
 
 
 class InterruptedData:
-    """The same data; somebody presses Ctrl-C as soon as the first checkpoint is in `folder`."""
+    """The same data, with a Ctrl-C as soon as the first checkpoint is in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._loader, self._folder = train_data(), folder

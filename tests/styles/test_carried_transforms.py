@@ -195,7 +195,7 @@ def test_data_that_carries_no_transforms_is_seen_through_those_of_the_training_d
     assert result.history[1]["val/loss"] == pytest.approx(SEEN)
 
 
-def test_transforms_that_were_given_win_over_those_of_the_loader():
+def test_explicit_transforms_override_those_of_the_loader():
     data = dataset()
     given = DeviceTransforms(train=(normalize(0.0, 0.2),), eval=(normalize(0.0, 0.2),))
     program = nnx_program(NnxNet, lambda model, batch, train: mean(model(batch.input)), FROZEN)

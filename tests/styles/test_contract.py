@@ -64,7 +64,7 @@ def test_every_style_comes_to_the_same_bits(straight, name):
 
 
 @EVERY
-def test_every_style_tells_the_same_history(straight, name):
+def test_every_style_logs_the_same_history(straight, name):
     history = straight(name)[0].history
     assert set(history) == set(range(STEPS, TOTAL + 1, STEPS))
     assert history == straight(reference(name))[0].history
@@ -91,16 +91,16 @@ def test_the_last_checkpoint_of_every_style_has_its_last_weights(straight, name)
 
 
 @EVERY
-def test_every_style_goes_on_after_a_failure_as_if_there_had_been_none(straight, name, tmp_path):
+def test_every_style_resumes_after_a_failure_to_the_same_bits(straight, name, tmp_path):
     style = STYLES[name]
     with fault(f"step:raise:{STEPS + 2}"), pytest.raises(FaultInjected):
         style(tmp_path).train()
     assert style(tmp_path).checkpoints
-    gone_on, through = style(tmp_path).train(resume=True), straight(name)[0]
-    assert_same_bits(gone_on.params, through.params)
-    assert_same_bits(gone_on.model_state, through.model_state)
-    assert gone_on.history.items() <= through.history.items()
-    assert TOTAL in gone_on.history
+    resumed, through = style(tmp_path).train(resume=True), straight(name)[0]
+    assert_same_bits(resumed.params, through.params)
+    assert_same_bits(resumed.model_state, through.model_state)
+    assert resumed.history.items() <= through.history.items()
+    assert TOTAL in resumed.history
 
 
 @EVERY
@@ -120,7 +120,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @EVERY
-def test_a_loss_that_fails_is_told_with_the_users_own_line_first(name, tmp_path):
+def test_a_failing_loss_is_reported_with_the_users_line_first(name, tmp_path):
     with pytest.raises(TypeError) as caught:
         STYLES[name](tmp_path, failing).train()
     line = inspect.getsourcelines(failing)[1] + 1
@@ -146,7 +146,7 @@ def ctrl_c():
 
 
 @EVERY
-def test_ctrl_c_leaves_a_valid_checkpoint_that_is_gone_on_from(ctrl_c, straight, name, tmp_path):
+def test_ctrl_c_leaves_a_valid_checkpoint_that_is_resumed(ctrl_c, straight, name, tmp_path):
     style = STYLES[name]
     with pytest.raises(KeyboardInterrupt) as end:
         style(tmp_path).train(InterruptedData(tmp_path))

@@ -83,7 +83,7 @@ STYLES = {
 
 
 @cache
-def by_hand() -> Any:
+def hand_written() -> Any:
     tx, params = optax.lbfgs(), {"bias": jnp.zeros(1), "kernel": jnp.zeros((3, 1))}
     value_fn = lambda params: loss(X @ params["kernel"] + params["bias"], Y)
     state = tx.init(params)
@@ -95,10 +95,10 @@ def by_hand() -> Any:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_line_search_trains_in_every_style_as_by_hand(style, tmp_path):
+def test_a_line_search_in_every_style_matches_a_hand_written_loop(style, tmp_path):
     train, model = STYLES[style]
     found = jax.tree.leaves(train(model(), tmp_path))
-    assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(found, jax.tree.leaves(by_hand()), strict=True))
+    assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(found, jax.tree.leaves(hand_written()), strict=True))
 
 
 def test_gradients_are_accumulated_by_multi_steps_of_optax(tmp_path):

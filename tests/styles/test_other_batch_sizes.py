@@ -78,7 +78,7 @@ def test_a_batch_size_that_does_not_fit_the_position_is_refused(name, failed):
 
 
 @EVERY
-def test_batches_that_were_made_by_somebody_else_are_refused_in_another_size(name, tmp_path):
+def test_batches_from_a_list_are_refused_in_another_size(name, tmp_path):
     folder = tmp_path / "run"
     with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
         STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE).epoch(1)))

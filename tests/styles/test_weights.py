@@ -1,4 +1,4 @@
-"""Which weights are used after a run, by every style that answers: the best validated ones, unless others are asked.
+"""Which weights are used after a run, in every style: by default the best validated ones.
 
 Each run gets worse with every epoch, so that the best weights are those of the first and not the last.
 """
@@ -108,7 +108,7 @@ def loss_of(outputs: np.ndarray) -> float:
 
 
 @EVERY
-def test_predictions_are_those_of_the_best_weights_unless_the_last_are_asked_for(name, tmp_path):
+def test_predictions_use_the_best_weights_by_default(name, tmp_path):
     ended = STYLES[name](tmp_path)
     assert ended.validated[1] < ended.validated[EPOCHS]
     assert (ended.best.epoch, ended.best.step, ended.best.mode) == (1, STEPS, "min")

@@ -21,18 +21,18 @@ def test_negative_zero_is_not_zero_and_a_dtype_is_part_of_the_bits():
     assert digest({"a": np.zeros(1)}) != digest({"b": np.zeros(1)})
 
 
-def test_closeness_names_the_leaf_that_is_off():
+def test_assert_close_names_the_leaf_that_differs():
     assert_close({"w": np.ones(2)}, {"w": np.ones(2) + 1e-8})
     with pytest.raises(AssertionError, match="w"):
         assert_close({"w": np.ones(2)}, {"w": np.ones(2) + 1e-3})
 
 
-def test_numbers_that_are_not_finite_are_named():
+def test_leaves_that_are_not_finite_are_named():
     assert_finite(TREE)
     with pytest.raises(AssertionError, match="not finite: b.c"):
         assert_finite({**TREE, "b": {"c": jnp.array([np.inf], jnp.bfloat16)}})
 
 
-def test_a_transfer_that_nobody_asked_for_fails():
+def test_an_implicit_transfer_fails():
     with pytest.raises(Exception, match="Disallowed host-to-device"), assert_no_implicit_transfers():
         jnp.add(TREE["a"], np.ones(3, np.float32))

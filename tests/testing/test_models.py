@@ -17,12 +17,12 @@ def test_the_tiny_model_learns_the_numbered_data(flavour):
     assert seen.epochs[5]["acc"] > 0.8 > seen.epochs[1]["acc"]
 
 
-def test_an_unknown_flavour_is_refused():
+def test_an_unknown_flavour_is_an_error():
     with pytest.raises(ValueError, match="'linen' or 'nnx', got 'haiku'"):
         tiny_program("haiku")
 
 
-def test_numbered_data_tells_every_example_apart():
+def test_numbered_data_has_distinct_examples():
     data = numbered_data(50)
     np.testing.assert_array_equal(data["id"], np.arange(50))
     assert len(np.unique(data["x"], axis=0)) == 50

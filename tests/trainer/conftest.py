@@ -1,4 +1,4 @@
-"""Whole runs that tests of the trainer look at and compare with; nobody changes them."""
+"""Complete runs that tests of the trainer compare with; read-only."""
 
 from dataclasses import dataclass
 from typing import Any

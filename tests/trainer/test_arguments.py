@@ -78,7 +78,7 @@ def test_an_nnx_module_keeps_its_weights_and_training_begins_from_them(tmp_path)
     assert not np.array_equal(trainer.bind_model().out.kernel[...], first)
 
 
-def test_training_is_what_optax_does_by_hand(tmp_path):
+def test_training_matches_a_hand_written_optax_loop(tmp_path):
     trainer = plain(tmp_path, Dense(), train_epochs=1)
     params, tx = trainer.state.params, optax.adam(0.02)
     opt_state = tx.init(params)
@@ -102,7 +102,7 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
     folder = trainer.folder.path
     loaded = Plain.load_from_checkpoint(folder, EXAMPLE, model=Dense(), optimizer=optax.adam(0.02))
     assert_same_bits(loaded.state.params, trainer.state.params)
-    with pytest.raises(SettingsError, match="given its model in Python, so it is not stored: pass `model` again"):
+    with pytest.raises(SettingsError, match="pass `model` again"):
         Plain.load_from_checkpoint(folder, EXAMPLE, optimizer=optax.adam(0.02))
     assert json.loads((folder / "hparams.json").read_text())["trainer.train_epochs"] == 2
 
@@ -113,18 +113,18 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
         ({"model": Net}, "Pass either `optimizer_config` or `optimizer`"),
         ({"optimizer": optax.sgd(0.1)}, "Pass either `model_config` or `model`"),
         ({"model": Net, "model_config": SimpleClassifierConfig(), "optimizer": optax.sgd(0.1)}, "not both"),
-        ({"model": Net, "optimizer": 0.1}, "`optimizer` is 0.1, a float, .*optax.adam"),
-        ({"model": 3, "optimizer": optax.sgd(0.1)}, "The model is a int. Pass a model's configuration"),
-        ({"model": Dense, "optimizer": optax.sgd(0.1)}, "Dense is a class of linen modules. Pass one of them"),
+        ({"model": Net, "optimizer": 0.1}, "`optimizer`.*0.1.*optax.adam"),
+        ({"model": 3, "optimizer": optax.sgd(0.1)}, "The model is a int"),
+        ({"model": Dense, "optimizer": optax.sgd(0.1)}, "linen class Dense"),
         ({"model": Net, "optimizer": optax.sgd(0.1), "exmp_input": None}, "Pass `exmp_input`, an example batch"),
         (
             {"config": TrainerConfig(), "model": Net, "optimizer": optax.sgd(0.1), "train_epochs": 2},
-            "train_epochs: put",
+            "`config`.*train_epochs",
         ),
         ({"model": Net, "optimizer": optax.sgd(0.1), "train_epoch": 2}, "train_epoch"),
     ],
 )
-def test_what_is_given_wrongly_is_told_at_once(given, message):
+def test_wrong_arguments_are_refused_at_once(given, message):
     with pytest.raises(TypeError, match=message):
         Plain(**{"exmp_input": EXAMPLE, **given})
 

@@ -80,10 +80,10 @@ def test_models_train_with_augmentations_of_the_other_flavour(flavour, augmentat
 def test_augmentation_is_for_training_and_preprocessing_for_all(tmp_path):
     trainer = trainer_with("nnx", tmp_path, augmentation=NoiseConfig(), preprocessing=InvertConfig())
     batch, key = digits().train[:4], jax.random.key(0)
-    as_the_dataset_says = digits().transforms.apply(key, batch, train=False).input
-    np.testing.assert_array_equal(trainer.transform_batch(key, batch, False).input, -as_the_dataset_says)
+    as_in_the_dataset = digits().transforms.apply(key, batch, train=False).input
+    np.testing.assert_array_equal(trainer.transform_batch(key, batch, False).input, -as_in_the_dataset)
     noisy = trainer.transform_batch(key, batch, True).input
-    assert 0 < jnp.abs(noisy + as_the_dataset_says).max() < 1
+    assert 0 < jnp.abs(noisy + as_in_the_dataset).max() < 1
 
 
 def test_the_seed_of_the_augmentation_decides_it_and_nothing_else(tmp_path):
@@ -105,7 +105,7 @@ def test_images_keep_their_shape_and_type_when_shifted():
     np.testing.assert_array_equal(same, images)
 
 
-def test_binary_cross_entropy_judges_every_class_by_itself(tmp_path):
+def test_binary_cross_entropy_treats_every_class_independently(tmp_path):
     trainer = trainer_with("nnx", tmp_path, loss_type="binary_cross_entropy")
     logits, labels = jnp.array([[2.0, -1.0, 0.5] + [0.0] * 7]), jnp.array([2])
     share = jax.nn.one_hot(labels, 10)

@@ -89,7 +89,7 @@ def train(trainer: Any, **options: Any) -> Any:
     return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
 
 
-def test_a_step_as_it_is_written_for_flax_does_what_the_trainers_own_does(flavour, tmp_path):
+def test_a_flax_style_step_matches_the_default_step(flavour, tmp_path):
     own, ours = (trainer_of(kind, flavour, tmp_path) for kind in (OwnStep, Plain))
     before = jax.tree.map(np.asarray, own.state.model_state)
     train(own)
@@ -112,18 +112,18 @@ def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_n
 
 @pytest.mark.parametrize("options", [{}, {"ema": 0.9, "on_nonfinite": "skip"}], ids=["", "ema and guard"])
 @pytest.mark.parametrize(("kind", "flavour"), [(OwnStep, "linen"), (OwnStep, "nnx"), (Guide, "linen")])
-def test_a_step_of_ones_own_resumes_to_the_same_bits(kind, flavour, options, tmp_path):
+def test_a_custom_step_resumes_to_the_same_bits(kind, flavour, options, tmp_path):
     saver = {"saver": ModelCheckpointConfig()}
     stopping = {**saver, "watcher": WatcherConfig(stop_after=1)}
     common = {"train_epochs": 2, "check_val_every_n_epoch": 1, **options}
-    whole = trainer_of(kind, flavour, tmp_path, callbacks=saver, **common)
-    train(whole)
+    complete = trainer_of(kind, flavour, tmp_path, callbacks=saver, **common)
+    train(complete)
     part = trainer_of(kind, flavour, tmp_path, callbacks=stopping, **common)
     train(part)
     assert int(part.state.step) == STEPS
     resumed = trainer_of(kind, flavour, tmp_path, callbacks=saver, **common)
     train(resumed, resume=part.folder.path)
-    assert_same_bits(resumed.state, whole.state)
+    assert_same_bits(resumed.state, complete.state)
 
 
 class Jitted(OwnStep):
@@ -148,14 +148,14 @@ class NanGradients(OwnStep):
         return new.replace(params=spoilt), reported
 
 
-def test_a_guard_sees_gradients_that_are_not_finite_also_in_a_step_of_ones_own(tmp_path):
+def test_the_guard_finds_non_finite_gradients_in_a_custom_step(tmp_path):
     trainer = trainer_of(NanGradients, "linen", tmp_path, on_nonfinite="skip")
     train(trainer)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trainer.state.params))
     assert list(values(trainer, "guard/skipped_epoch")) == [1]
 
 
-def test_accumulating_a_step_that_finds_its_own_gradients_is_refused(tmp_path):
+def test_accumulating_a_step_that_computes_its_own_gradients_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`accumulate` is 2"):
         train(trainer_of(OwnStep, "linen", tmp_path, accumulate=2))
 
@@ -166,7 +166,7 @@ class Wrapping(Plain):
         return lambda state, batch: step(state, batch)
 
 
-def test_a_step_that_calls_the_trainers_own_accumulates_and_draws_as_that_does(flavour, tmp_path):
+def test_a_custom_step_that_calls_the_default_one_accumulates_and_draws_like_it(flavour, tmp_path):
     wrapping, ours = (trainer_of(kind, flavour, tmp_path, accumulate=2) for kind in (Wrapping, Plain))
     train(wrapping)
     train(ours)
@@ -186,12 +186,12 @@ class OwnEvaluation(Plain):
         return eval_step
 
 
-def test_an_evaluation_of_ones_own_has_the_model_in_evaluation_mode(flavour, tmp_path):
+def test_a_custom_evaluation_has_the_model_in_evaluation_mode(flavour, tmp_path):
     own, ours = (trainer_of(kind, flavour, tmp_path, check_val_every_n_epoch=1) for kind in (OwnEvaluation, Plain))
     assert train(own)[1]["val/loss"] == pytest.approx(train(ours)[1]["val/loss"], rel=1e-6)
 
 
-def test_a_loss_of_another_shape_in_a_step_of_ones_own_is_named_with_those_of_the_batch(flavour, tmp_path):
+def test_a_wrong_loss_shape_in_a_custom_step_is_named_with_the_batch(flavour, tmp_path):
     class Shaped(OwnStep):
         def _evaluate(self, logits: Any, batch: Any) -> Any:
             return logits, {}

@@ -11,13 +11,13 @@ PARAMETERS = {"linear": 64 * 8 + 8, "norm": 8 + 8, "out": 8 * 10 + 10}
 
 def test_what_would_be_trained_is_counted(flavour, tmp_path):
     report = trainer_for(flavour, tmp_path / "new", ema=0.9, detect_nans=True).dry_run()
-    whole = sum(PARAMETERS.values())
-    assert report.parameter_count == whole == 626
+    complete = sum(PARAMETERS.values())
+    assert report.parameter_count == complete == 626
     assert report.state_bytes == {
-        "params": 4 * whole,
+        "params": 4 * complete,
         "model_state": 4 * (8 + 8),  # a mean and a variance per unit
-        "opt_state": 4 * (2 * whole + 4),  # two moments; counts of updates, of Adam and of the schedule; the rate
-        "extra": 4 * (whole + 1),  # the average, and how many steps were skipped
+        "opt_state": 4 * (2 * complete + 4),  # two moments; counts of updates, of Adam and of the schedule; the rate
+        "extra": 4 * (complete + 1),  # the average, and how many steps were skipped
     }
     shapes = {leaf.path.partition(".")[2]: leaf.shape for leaf in report.parameters if leaf.path.startswith("out")}
     assert shapes == {"bias": (10,), "kernel": (8, 10)}
@@ -45,7 +45,7 @@ def test_the_steps_of_the_plan_are_counted(tmp_path, changes, steps):
     assert plain_for("linen", tmp_path, **changes).dry_run(numbered_loader(32 * STEPS)).steps == steps
 
 
-def test_nobody_knows_how_long_a_stream_is(tmp_path):
+def test_the_length_of_a_stream_is_unknown(tmp_path):
     report = plain_for("linen", tmp_path).dry_run(iter([]))
     assert report.steps is None
 

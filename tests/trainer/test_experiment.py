@@ -42,7 +42,7 @@ def in_folder(folder: Path) -> list[str]:
     return [f"trainer.logger.tool_config.save_dir={folder}"]
 
 
-def test_the_document_is_read_as_it_stands():
+def test_the_document_is_read_unchanged():
     experiment = load_experiment(DOCUMENT).value
     assert experiment == Experiment(
         seed=42,
@@ -119,12 +119,12 @@ def test_the_length_of_the_schedule_must_be_that_of_the_run(tmp_path):
     trainer = build(loaded.value)
     per_epoch = (50_000 - 5_000) // 128
     trainer.init_optimizer(5, per_epoch)
-    with pytest.raises(SettingsError, match="The schedule lasts 1755 updates, but the run makes 1404.") as error:
+    with pytest.raises(SettingsError, match="1755 updates.* 1404") as error:
         trainer.init_optimizer(4, per_epoch)
     [(key, _)] = error.value.problems
     assert key == "optimizer.learning_rate.steps"
-    assert f"{DOCUMENT}:61: optimizer.learning_rate.steps: The schedule lasts" in str(loaded.error(error.value))
-    with pytest.raises(SettingsError, match="1755 updates, but the run makes 8"):
+    assert f"{DOCUMENT}:61: optimizer.learning_rate.steps: " in str(loaded.error(error.value))
+    with pytest.raises(SettingsError, match="1755 updates.* 8"):
         trainer.prepare(trainer.dataset.train_loader)
     assert not list(tmp_path.iterdir())
 
@@ -233,9 +233,9 @@ GPU = [SimpleNamespace(platform="gpu")]
 @pytest.mark.parametrize(
     ("num_gpus", "devices", "message"),
     [
-        (2, None, "`num_gpus` is 2, and JAX sees no GPU here. Use 1, which trains on the CPU."),
-        (0, GPU, "`num_gpus` is 0, and JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU."),
-        (3, 2 * GPU, "`num_gpus` is 3, and JAX sees 2."),
+        (2, None, "`num_gpus` is 2, but JAX finds no GPU. Use 1 to train on the CPU."),
+        (0, GPU, "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU."),
+        (3, 2 * GPU, "`num_gpus` is 3, but JAX finds 2."),
     ],
 )
 def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, monkeypatch, num_gpus, devices, message):
@@ -247,7 +247,7 @@ def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, mo
     assert error.value.problems == (("num_gpus", message),)
 
 
-def test_without_a_gpu_the_cpu_is_used_and_that_is_said(tmp_path, caplog):
+def test_without_a_gpu_the_cpu_is_used_and_logged(tmp_path, caplog):
     for num_gpus in (0, 1):
         with caplog.at_level(logging.INFO, "jax_trainer"):
             trainer = build(
@@ -255,11 +255,11 @@ def test_without_a_gpu_the_cpu_is_used_and_that_is_said(tmp_path, caplog):
             )
         assert trainer.dry_run().devices == "1 × cpu"
     assert [record.message for record in caplog.records] == [
-        "`num_gpus` is 1, and JAX sees no GPU: training on the CPU."
+        "`num_gpus` is 1, but JAX finds no GPU: training on the CPU."
     ]
 
 
-def test_the_example_is_the_first_batch_unless_another_is_given(tmp_path):
+def test_the_example_is_the_first_batch_by_default(tmp_path):
     experiment = load_experiment(written(tmp_path, SHORT), ["dataset.global_batch_size=32"]).value
     assert build(experiment).exmp_input.input.shape == (32, 8, 8, 1)
     assert build(experiment, exmp_input=digits().train[:3]).exmp_input.size == 3

@@ -35,19 +35,19 @@ def result(folder: Path) -> tuple[GenerativeTrainer, dict[str, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits_flow", "digits_edm", "digits_consistency"])
-def test_a_run_that_was_killed_goes_on_to_the_same_weights_pictures_and_samples(tmp_path, name):
-    assert command(name, tmp_path / "whole") == 0
+def test_a_killed_run_resumes_to_the_same_weights_pictures_and_samples(tmp_path, name):
+    assert command(name, tmp_path / "complete") == 0
     for step in (13, 17):  # twice: the second time in what the first one went on with
         fault = f"step:kill:{step}"
         assert command(name, tmp_path / "killed", "resume=auto", fault=fault) == -signal.SIGKILL
     assert command(name, tmp_path / "killed", "resume=auto") == 0
-    (whole, pictures), (killed, killed_pictures) = (result(tmp_path / each) for each in ("whole", "killed"))
-    assert_same_bits(killed.state.params, whole.state.params)
-    assert_same_bits(killed.state.extra["ema"], whole.state.extra["ema"])
+    (complete, pictures), (killed, killed_pictures) = (result(tmp_path / each) for each in ("complete", "killed"))
+    assert_same_bits(killed.state.params, complete.state.params)
+    assert_same_bits(killed.state.extra["ema"], complete.state.extra["ema"])
     assert killed_pictures == pictures
     assert {f"samples_images_{step}.png" for step in (10, 20, 30, 40, 44)} == set(pictures)
     labels = np.arange(10)
-    np.testing.assert_array_equal(killed.sample(0, labels), whole.sample(0, labels))
+    np.testing.assert_array_equal(killed.sample(0, labels), complete.sample(0, labels))
 
 
 @pytest.mark.slow
@@ -55,10 +55,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights_pictures_and_samples(
 def test_a_classifier_recognises_90_percent_of_the_samples_of_every_configuration(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))
     here = ["trainer.enable_progress_bar=false", f"trainer.logger.log_dir={tmp_path}"]
-    classifier = script["judge_in"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
+    classifier = script["load_classifier"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
     run, shares = None, {}
     for name in ("flow", "edm", "distillation", "consistency"):
         teacher = [f"trainer.teacher={run}"] if name == "distillation" else []
         run, _ = script["trained"](ROOT / "configs" / f"digits_{name}.yaml", [*here, *teacher])
-        shares[name] = script["judged"](run, classifier, 50, 1)["recognised"]
+        shares[name] = script["evaluated"](run, classifier, 50, 1)["recognised"]
     assert min(shares.values()) >= 0.9, shares

@@ -58,12 +58,12 @@ def drawn(trainer: Any, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", ["flow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("edm", "consistency"))]
 )
-def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp_path, name):
+def test_a_crashed_run_resumes_to_the_same_bits_pictures_and_samples(tmp_path, name):
     callbacks = {
         "saver": ModelCheckpointConfig(every_n_steps=3),
         "images": SampleImagesConfig(every_n_steps=5, per_class=1),
     }
-    whole = trained(trainer_of(tmp_path / "whole", OBJECTIVES[name], callbacks=callbacks))
+    complete = trained(trainer_of(tmp_path / "complete", OBJECTIVES[name], callbacks=callbacks))
     broken = trainer_of(tmp_path / "part", OBJECTIVES[name], callbacks=callbacks)
     with fault("step:raise:7"), pytest.raises(FaultInjected):
         trained(broken)
@@ -71,10 +71,10 @@ def test_a_run_that_broke_down_goes_on_to_the_same_bits_pictures_and_samples(tmp
         tmp_path / "part", OBJECTIVES[name], callbacks=callbacks, run_folder=RunFolder.open(broken.folder.path)
     )
     trained(again, resume=True)
-    assert_same_bits(again.state, whole.state)
-    np.testing.assert_array_equal(drawn(again), drawn(whole))
+    assert_same_bits(again.state, complete.state)
+    np.testing.assert_array_equal(drawn(again), drawn(complete))
     pictures = [
-        {file.name: file.read_bytes() for file in run.folder.path.glob("media/*.png")} for run in (again, whole)
+        {file.name: file.read_bytes() for file in run.folder.path.glob("media/*.png")} for run in (again, complete)
     ]
     assert pictures[0] == pictures[1]
     assert set(pictures[0]) == {f"samples_images_{step}.png" for step in (4, 5, 8)}
@@ -86,7 +86,7 @@ def flow(tmp_path_factory) -> Any:
     return trained(trainer_of(tmp_path_factory.mktemp("flow"), OBJECTIVES["flow"]))
 
 
-def test_samples_are_those_of_the_averaged_weights_of_the_state_that_is_given(flow):
+def test_samples_use_the_averaged_weights_of_the_passed_state(flow):
     averaged = drawn(flow)
     assert averaged.shape == (10, 8, 8, 1) and np.isfinite(averaged).all()
     np.testing.assert_array_equal(drawn(flow, state=flow.state), averaged)
@@ -101,11 +101,11 @@ def test_a_run_is_loaded_with_what_it_draws(flow):
     np.testing.assert_array_equal(drawn(loaded), drawn(flow))
     key = jax.random.key(0)
     np.testing.assert_array_equal(loaded.sample(key, count=3), flow.sample(0, count=3))
-    with pytest.raises(ValueError, match="Pass `labels`, one for each, or `count`"):
+    with pytest.raises(ValueError, match="`count`.*`labels`"):
         loaded.sample(0)
 
 
-def test_every_evaluation_judges_alike_however_far_training_is(tmp_path):
+def test_evaluations_do_not_depend_on_the_progress_of_training(tmp_path):
     trainer = trainer_of(tmp_path, OBJECTIVES["consistency"])
     loss = trainer.eval_model(digits().val_loader)["val/loss"]
     trainer.state = trainer.state.replace(step=trainer.state.step + 8)
@@ -151,8 +151,8 @@ def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(
         trained(broken)
     again = trainer_of(tmp_path / "student", objective, run_folder=RunFolder.open(broken.folder.path), **options)
     trained(again, resume=True)
-    whole = trained(trainer_of(tmp_path / "whole", objective, **options))
-    assert_same_bits(again.state, whole.state)
+    complete = trained(trainer_of(tmp_path / "complete", objective, **options))
+    assert_same_bits(again.state, complete.state)
     assert_same_bits(again.state.model_state["frozen"], averaged)
     assert np.isfinite(drawn(again)).all()
 
@@ -166,7 +166,7 @@ class WithStatistics(nn.Module):
 
 
 def test_a_network_of_linen_with_batch_statistics_is_refused_before_training(tmp_path):
-    with pytest.raises(TypeError, match="has batch_stats besides its parameters.*Use LayerNorm or GroupNorm"):
+    with pytest.raises(TypeError, match="batch_stats.*Use LayerNorm or GroupNorm"):
         trained(trainer_of(tmp_path, OBJECTIVES["flow"], model=WithStatistics()))
     assert not list(tmp_path.iterdir())
 
@@ -193,8 +193,8 @@ def test_networks_are_alike_by_their_parameters_whatever_modes_they_are_in():
 @pytest.mark.parametrize(
     ("objective", "teacher", "words"),
     [
-        (ConsistencyDistillationConfig(), None, "set `teacher` to its run's folder"),
-        (FlowMatchingConfig(), "runs/x", "FlowMatching needs no `teacher`"),
+        (ConsistencyDistillationConfig(), None, "set `teacher`"),
+        (FlowMatchingConfig(), "runs/x", "FlowMatching .*`teacher`"),
     ],
 )
 def test_a_teacher_is_there_exactly_where_one_is_needed(objective, teacher, words):
@@ -202,7 +202,7 @@ def test_a_teacher_is_there_exactly_where_one_is_needed(objective, teacher, word
         GenerativeTrainerConfig(objective=objective, teacher=teacher)
 
 
-def test_a_teacher_that_is_not_there_is_told(tmp_path):
+def test_a_missing_teacher_is_an_error(tmp_path):
     with pytest.raises(SettingsError, match="nowhere") as error:
         trainer_of(tmp_path, ConsistencyDistillationConfig(), teacher=str(tmp_path / "nowhere"))
     assert error.value.problems[0][0] == "trainer.teacher"

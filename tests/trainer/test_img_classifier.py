@@ -6,7 +6,7 @@ from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig
 
 
-def test_accuracy_has_a_spread_when_judged_and_a_maximum_when_trained(done):
+def test_accuracy_has_a_spread_in_evaluation_and_a_maximum_in_training(done):
     written = {name for row in rows(done.trainer) for name in row}
     assert {"train/acc_step", "train/acc_epoch", "train/acc_max_epoch", "val/acc_std", "test/acc_std"} <= written
     assert not {"train/acc_std_epoch", "train/acc_max_step", "val/acc_max"} & written
@@ -21,15 +21,15 @@ def test_the_spread_is_that_between_batches(done):
     assert equal["val/acc_std"] == pytest.approx(abs(accs[0] - accs[1]) / 2, rel=1e-5)
 
 
-def test_a_model_with_other_classes_is_an_error_that_says_how_many(flavour, tmp_path):
+def test_a_model_with_another_number_of_classes_is_an_error(flavour, tmp_path):
     data, config = digits(), ImgClassifierTrainerConfig(num_classes=12, **settings(tmp_path))
     trainer = ImgClassifierTrainer(config, MODELS[flavour](), AdamWConfig(), data.train[:64], dataset=data)
-    message = "The model gives 10 classes, and `trainer.num_classes` is 12"
+    message = "10 .*`trainer.num_classes` is 12"
     with pytest.raises(SettingsError, match=message) as error:
         trainer.dry_run()
     assert error.value.problems[0][0] == "trainer.num_classes"
 
 
 def test_there_are_at_least_two_classes():
-    with pytest.raises(SettingsError, match="`num_classes` must be a whole number of at least 2, got 1"):
+    with pytest.raises(SettingsError, match="`num_classes` must be .* of at least 2, got 1"):
         ImgClassifierTrainerConfig(num_classes=1)

@@ -36,7 +36,7 @@ def test_a_text_is_learned_and_measured_in_bits(text, tmp_path):
 
 
 def test_a_model_that_does_not_know_all_characters_is_an_error(text, tmp_path):
-    with pytest.raises(SettingsError, match="tells 5 tokens apart, and the text has 11: set `vocab_size: 11`") as error:
+    with pytest.raises(SettingsError, match="5 tokens.*11: set `vocab_size: 11`") as error:
         trainer_on(text, tmp_path, 5).dry_run()
     assert error.value.problems[0][0] == "model.vocab_size"
 
@@ -47,7 +47,7 @@ def writer(text, tmp_path) -> LanguageModelTrainer:
     return trainer_on(text, tmp_path, 40)
 
 
-def test_it_goes_on_with_a_text_of_any_length_in_characters_of_the_dataset(writer, text):
+def test_it_continues_a_text_of_any_length_in_characters_of_the_dataset(writer, text):
     written = writer.generate("the sea.", 40, temperature=2.0)  # the context is 16
     assert written.startswith("the sea.") and len(written) == 48
     assert set(written) <= set(text.vocabulary.symbols)
@@ -56,7 +56,7 @@ def test_it_goes_on_with_a_text_of_any_length_in_characters_of_the_dataset(write
     assert writer.generate("the sea.", 40, temperature=2.0, seed=1) != written
 
 
-def test_it_writes_with_the_averaged_weights_of_the_state_that_it_is_given(writer):
+def test_it_generates_with_the_averaged_weights_of_the_passed_state(writer):
     first = writer.state
     other = jax.tree.map(lambda leaf: -3 * leaf, first.params)
     texts = [
@@ -67,12 +67,12 @@ def test_it_writes_with_the_averaged_weights_of_the_state_that_it_is_given(write
 
 
 def test_what_cannot_be_written_is_an_error(writer):
-    with pytest.raises(ValueError, match="`prompt` must have at least one character"):
+    with pytest.raises(ValueError, match="`prompt` is empty"):
         writer.generate("")
-    with pytest.raises(ValueError, match="The character 'Z' at place 0 is not among the 11"):
+    with pytest.raises(ValueError, match="'Z' at index 0 .*11"):
         writer.generate("Z")
     writer.dataset = None
-    with pytest.raises(ValueError, match="needs the `encode` and `decode` of a dataset's vocabulary, and it has no d"):
+    with pytest.raises(ValueError, match="`encode` and `decode`.*no dataset"):
         writer.generate()
 
 
@@ -81,5 +81,5 @@ def test_a_model_of_linen_is_trained_but_does_not_write(text, tmp_path):
     found = trainer.eval_model(text.val_loader)
     assert found["val/bits"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
     assert 0 <= found["val/acc"] <= 1
-    with pytest.raises(TypeError, match="RNNLM cannot go on with a text"):
+    with pytest.raises(TypeError, match="RNNLM cannot generate"):
         trainer.generate("the", 3)

@@ -43,7 +43,7 @@ def experiment(folder: Path, *changes: str) -> Any:
     return load_experiment(file, changes)
 
 
-def test_a_file_says_which_devices_hold_what(tmp_path):
+def test_a_file_configures_mesh_and_sharding(tmp_path):
     loaded = experiment(tmp_path)
     trainer = build(loaded.value)
     layout = trainer.program.layout
@@ -53,7 +53,7 @@ def test_a_file_says_which_devices_hold_what(tmp_path):
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(trainer.state)} == {layout.mesh}
 
 
-def test_what_a_file_says_about_devices_is_stored_as_it_was_read(tmp_path):
+def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
     config = experiment(tmp_path).value.trainer
     assert config_from(yaml.safe_load(dump_config(config)), type(config)) == config
     assert config.sharding.rules[1] == ShardingRuleConfig(match=".*kernel", axes=("fsdp", "tensor"))
@@ -62,29 +62,29 @@ def test_what_a_file_says_about_devices_is_stored_as_it_was_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} has 12 devices, and there are 8"),
-        ("trainer.mesh.fsdp=-1", "One size can be -1"),
-        ("trainer.mesh.tensor=0", "at least 1, or -1"),
+        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} 12 devices.* 8"),
+        ("trainer.mesh.fsdp=-1", "-1"),
+        ("trainer.mesh.tensor=0", "tensor"),
         ("trainer.mesh.model=2", "no key `model`"),
-        ("num_gpus=4", "`num_gpus` is 4, and `trainer.mesh` has 8 devices. Leave out `num_gpus`"),
+        ("num_gpus=4", "`num_gpus` is 4, but `trainer.mesh` has 8 devices"),
         ("trainer.sharding.fsdp=on", "one of auto, off"),
         ("trainer.sharding.rules.0.match='('", "regular expression"),
-        ("trainer.sharding.rules.0.match='.*kernel'", "two rules for '.*kernel'"),
-        ("trainer.sharding.rules.0.axes=[model]", r"over 'model', and the mesh has the axes data, fsdp, tensor"),
+        ("trainer.sharding.rules.0.match='.*kernel'", "Two rules.*'.*kernel'"),
+        ("trainer.sharding.rules.0.axes=[model]", r"'model'.*data, fsdp, tensor"),
         ("trainer.sharding.rules.0.match=blocks", "'blocks' matches no parameter"),
         ("trainer.sharding.rules.0.axes=[null, fsdp]", r"kernel` \[16, 10\] along dimension 1.*10 is not.*by 4"),
     ],
 )
-def test_what_cannot_be_is_told_with_its_line_before_anything_runs(change, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_trainer.core.compile._made", lambda *_, **__: pytest.fail("a state was made"))
+def test_wrong_sharding_is_reported_with_its_line_before_anything_runs(change, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_trainer.core.compile._materialized", lambda *_, **__: pytest.fail("a state was made"))
     with pytest.raises((ConfigError, SettingsError), match=message) as found:
         build(experiment(tmp_path, change).value).dry_run()
     if isinstance(found.value, SettingsError):
         assert change.startswith(found.value.problems[0][0])
 
 
-def test_a_mesh_is_said_once(tmp_path):
-    with pytest.raises(SettingsError, match="has a `mesh`, and the trainer was given one as well"):
+def test_a_mesh_is_set_once(tmp_path):
+    with pytest.raises(SettingsError, match="`mesh`.*Leave out one"):
         layout_for(TrainerConfig(mesh=MeshConfig(fsdp=2)), make_mesh())
 
 
@@ -106,7 +106,7 @@ def test_a_trainer_takes_a_mesh_in_any_form(kind, tmp_path):
 
 
 def test_axes_about_which_the_compiler_may_not_decide_are_refused(tmp_path):
-    with pytest.raises(SettingsError, match="must be automatic"):
+    with pytest.raises(SettingsError, match="Auto"):
         plain_for("nnx", tmp_path, mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)))
 
 
@@ -139,7 +139,7 @@ def trained(folder: Path, *counts: int) -> Any:
 @pytest.mark.parametrize(
     "counts", [(8, 4, 2, 1, 8), pytest.param((1, 8, 2, 4, 1), marks=pytest.mark.slow)], ids=lambda counts: str(counts)
 )
-def test_a_run_goes_on_with_more_or_fewer_devices_as_if_nothing_had_changed(counts, tmp_path):
+def test_a_run_resumes_on_more_or_fewer_devices(counts, tmp_path):
     moved = trained(tmp_path / "moved", *counts)
     stayed = plain_for("nnx", tmp_path, logger=LoggerConfig(log_dir=str(tmp_path), log_steps_every=1), ema=0.9)
     train_plain(stayed, num_epochs=len(counts))

@@ -42,7 +42,7 @@ def test_a_rate_that_the_state_of_any_optax_optimizer_has_is_logged_per_epoch_an
     assert list(values(trainer, "optimizer/lr_step")) == pytest.approx(AT[1::2])  # log_steps_every is 2
 
 
-def test_the_rate_of_our_own_optimizers_is_logged_per_step_too(tmp_path):
+def test_the_rate_of_configured_optimizers_is_logged_per_step_too(tmp_path):
     trainer = trained(tmp_path, AdamWConfig(learning_rate=0.01), LearningRateMonitorConfig())
     assert list(values(trainer, "optimizer/lr_step")) == pytest.approx([0.01] * (EPOCHS * STEPS // 2))
 

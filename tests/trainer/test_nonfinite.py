@@ -39,8 +39,8 @@ def test_the_step_the_metric_and_the_first_gradient_are_named(flavour, tmp_path,
     trainer, error = run(tmp_path, flavour, **changes)
     first = sorted(trainer.state.params)[0]
     assert error.step == BAD
-    assert str(error).startswith("Step 3: not finite are the metrics")
-    for part in ("loss", f"the gradients of {first}", "in the batch x", "on_nonfinite: skip"):
+    assert str(error).startswith("Step 3: non-finite values in the metrics")
+    for part in ("loss", f"the gradients of {first}", "the batch at x", "on_nonfinite: skip"):
         assert part in str(error)
 
 
@@ -80,7 +80,7 @@ def test_stop_ends_the_run_without_an_error_and_tests(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in trainer.state.params["out"].values())
 
 
-def test_skip_leaves_the_update_out_and_goes_on(tmp_path):
+def test_skip_omits_the_update_and_continues(tmp_path):
     trainer = plain_for("nnx", tmp_path, on_nonfinite="skip", check_val_every_n_epoch=0)
     trainer.train_model(broken())
     epoch = rows(trainer)[-1]
@@ -98,11 +98,11 @@ def test_skipping_ends_after_too_many_in_a_row(tmp_path):
             return loss * jnp.nan, metrics
 
     trainer = plain_for("nnx", tmp_path, kind=Always, on_nonfinite="skip", max_skipped=2, check_val_every_n_epoch=0)
-    with pytest.raises(NonFiniteError, match="Step 3: not finite are"):
+    with pytest.raises(NonFiniteError, match="Step 3: non-finite values in"):
         train_plain(trainer)
 
 
-def test_metrics_of_nan_keys_are_watched_too(tmp_path):
+def test_metrics_of_nan_keys_are_checked_too(tmp_path):
     class Watched(Plain):
         """Reports something that is not finite."""
 
@@ -110,14 +110,14 @@ def test_metrics_of_nan_keys_are_watched_too(tmp_path):
             loss, metrics = super().loss_function(model, batch, train)
             return loss, {**metrics, "ratio": 1 / jnp.float32(not train)}
 
-    with pytest.raises(NonFiniteError, match="Step 1: not finite are the metric ratio"):
+    with pytest.raises(NonFiniteError, match="Step 1: non-finite values in the metric ratio"):
         train_plain(plain_for("nnx", tmp_path, kind=Watched, detect_nans=True, nan_keys=("train/ratio",)))
 
 
-def test_an_evaluation_that_is_not_finite_ends_the_run_where_asked(tmp_path):
+def test_a_non_finite_evaluation_ends_the_run_if_configured(tmp_path):
     options: dict[str, Any] = {"detect_nans": True, "nan_keys": ("train/loss", "val/loss")}
     trainer = plain_for("nnx", tmp_path, **options)
-    with pytest.raises(NonFiniteError, match="Step 4: the metric val/loss of an evaluation is not finite"):
+    with pytest.raises(NonFiniteError, match="Step 4: the evaluation metric val/loss is not finite"):
         trainer.train_model(first_examples(128), broken())
     stopped = plain_for("nnx", tmp_path, **options, on_nonfinite="stop", train_epochs=3)
     assert list(stopped.train_model(first_examples(128), broken())) == [1]
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_by_itself(tmp_path, value):
         trainer.train_model(broken(value=value))
 
 
-def test_who_wants_to_train_through_says_so(tmp_path):
+def test_ignore_trains_through_a_non_finite_loss(tmp_path):
     trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0, on_nonfinite="ignore")
     trainer.train_model(broken())
     assert not np.isfinite(trainer.state.params["out"]["bias"]).all()
@@ -146,12 +146,12 @@ def test_detecting_changes_no_trained_bit(flavour, tmp_path):
     assert_same_bits(watched.state.opt_state, plain.state.opt_state)
 
 
-def test_an_unknown_key_of_nan_keys_is_told_with_those_that_there_are(tmp_path):
+def test_an_unknown_key_of_nan_keys_is_an_error_that_lists_the_known_ones(tmp_path):
     with pytest.raises((SettingsError, ValueError), match="ratoi.*loss"):
         train_plain(plain_for("nnx", tmp_path, detect_nans=True, nan_keys=("train/ratoi",)))
 
 
-def test_a_step_of_ones_own_that_reports_no_loss_ends_the_run_by_its_other_numbers(flavour, tmp_path):
+def test_a_custom_step_without_a_loss_ends_the_run_by_its_other_metrics(flavour, tmp_path):
     class Renamed(Plain):
         def create_training_function(self) -> Any:
             step = super().create_training_function()

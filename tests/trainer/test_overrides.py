@@ -157,11 +157,11 @@ def test_create_functions_can_be_the_steps_of_flax_users(tmp_path):
             return train_step, eval_step
 
     options: dict[str, Any] = {"train_epochs": 2, "log_grad_norm": False}
-    by_hand, ours = plain_for("linen", tmp_path, kind=ByHand, **options), plain_for("linen", tmp_path, **options)
-    results = train_plain(by_hand), train_plain(ours)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), by_hand.state.params, ours.state.params)
+    hand_written, ours = plain_for("linen", tmp_path, kind=ByHand, **options), plain_for("linen", tmp_path, **options)
+    results = train_plain(hand_written), train_plain(ours)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), hand_written.state.params, ours.state.params)
     assert results[0][2]["val/loss"] == pytest.approx(results[1][2]["val/loss"], rel=1e-5)
-    assert int(by_hand.state.step) == 2 * STEPS
+    assert int(hand_written.state.step) == 2 * STEPS
 
 
 def test_a_training_function_can_wrap_the_one_that_is_there(tmp_path):
@@ -187,11 +187,11 @@ def test_a_training_function_can_wrap_the_one_that_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda state: state, "A training step returns `state, metrics`"),
-        (lambda state: (state, 3.0), "Metrics are a dict"),
+        (lambda state: state, "`state, metrics`"),
+        (lambda state: (state, 3.0), "metrics as a dict.*got a float"),
     ],
 )
-def test_a_step_that_returns_something_else_is_told_what_it_should(tmp_path, returned, message):
+def test_a_step_with_a_wrong_return_value_is_refused(tmp_path, returned, message):
     class Wrong(Plain):
         """Returns something else."""
 
@@ -219,7 +219,7 @@ def test_train_epoch_is_called_for_every_epoch_and_returns_its_metrics(tmp_path)
     assert seen == [(1, losses[0], STEPS), (2, losses[1], 2 * STEPS)]
 
 
-def test_a_train_epoch_that_does_not_train_is_told_so(tmp_path):
+def test_a_train_epoch_that_does_not_train_is_an_error(tmp_path):
     class Idle(Plain):
         """Forgets to train."""
 
@@ -230,12 +230,12 @@ def test_a_train_epoch_that_does_not_train_is_told_so(tmp_path):
         train_plain(plain_for("nnx", tmp_path, kind=Idle))
 
 
-def test_epochs_one_by_one_are_the_epochs_of_a_whole_run(flavour, tmp_path):
-    whole, single = (plain_for(flavour, tmp_path, train_epochs=2, check_val_every_n_epoch=0) for _ in range(2))
-    train_plain(whole)
+def test_epochs_one_by_one_are_the_epochs_of_a_run(flavour, tmp_path):
+    complete, single = (plain_for(flavour, tmp_path, train_epochs=2, check_val_every_n_epoch=0) for _ in range(2))
+    train_plain(complete)
     metrics = [single.train_epoch(numbered_loader(32 * STEPS), epoch) for epoch in (1, 2)]
-    assert_same_bits(single.state, whole.state)
-    assert [one["train/loss"] for one in metrics] == list(values(whole, "train/loss_epoch"))
+    assert_same_bits(single.state, complete.state)
+    assert [one["train/loss"] for one in metrics] == list(values(complete, "train/loss_epoch"))
 
 
 HOOKS = [
@@ -274,7 +274,7 @@ def test_what_a_hook_adds_to_the_metrics_is_logged_returned_and_monitored(tmp_pa
     assert results["test"]["test/loss"] == results[1]["val/loss"]  # the same examples
 
 
-def test_eval_model_is_asked_after_every_evaluation_and_what_it_adds_is_there(tmp_path):
+def test_an_overridden_eval_model_adds_metrics_to_every_evaluation(tmp_path):
     evaluated: list[Any] = []
 
     class Counting(Plain):
@@ -301,7 +301,7 @@ def test_metrics_without_a_prefix_are_not_added(tmp_path):
         def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
             eval_metrics["score"] = 1.0
 
-    with pytest.raises(ValueError, match="Metrics that a hook adds have full names, as in 'val/score'; got score"):
+    with pytest.raises(ValueError, match="Metrics that a hook adds need full names, such as 'val/score'; got score"):
         train_plain(plain_for("nnx", tmp_path, kind=Bare))
 
 
@@ -335,7 +335,7 @@ def test_without_a_checkpoint_the_best_weights_are_tested_all_the_same(tmp_path)
     assert trainer.test_model(first_examples(64), which="last")["test/loss"] == results[3]["val/loss"]
 
 
-def test_where_nothing_tells_better_weights_that_is_said(tmp_path):
+def test_without_a_metric_to_compare_weights_by_testing_is_an_error(tmp_path):
     class Mute(Plain):
         """Has another name for its loss."""
 
@@ -343,7 +343,7 @@ def test_where_nothing_tells_better_weights_that_is_said(tmp_path):
             return Plain.is_new_model_better(self, {"val/other": 1.0}, old_metrics)
 
     trainer = plain_for("nnx", tmp_path, kind=Mute)
-    with pytest.raises(ValueError, match="there is no val/val_metric or val/acc or val/loss among the metrics"):
+    with pytest.raises(ValueError, match="val/val_metric or val/acc or val/loss"):
         trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
 
 
@@ -362,7 +362,7 @@ def test_better_is_what_the_usual_metrics_say(tmp_path, new, old, better):
     assert plain_for("nnx", tmp_path).is_new_model_better(new, old) is better
 
 
-def test_callbacks_can_be_told_of_a_test_by_itself(tmp_path):
+def test_a_separate_test_can_notify_callbacks(tmp_path):
     told: list[Any] = []
     watcher = LambdaCallback(on_test_epoch_end=lambda metrics, epoch: told.append((metrics, epoch)))
     trainer = plain_for("nnx", tmp_path, given=[watcher], **ONE_EPOCH)
@@ -379,7 +379,7 @@ def test_metrics_can_be_saved_whether_a_run_is_on_or_over(tmp_path):
             self.save_metrics("during", train_metrics)
 
     trainer = plain_for("nnx", tmp_path, kind=Saving, **ONE_EPOCH)
-    with pytest.raises(ValueError, match="no run folder yet to write to"):
+    with pytest.raises(ValueError, match="no run folder to write to"):
         trainer.save_metrics("before", {})
     train_plain(trainer)
     trainer.save_metrics("after", {"a/b": np.float32(0.5), "matrix": np.eye(2)})
@@ -403,7 +403,7 @@ def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
     for epoch in (1, 2):
         trainer.load_model(epoch)
         assert_same_bits(trainer.state.params, kept[epoch - 1])
-    with pytest.raises(CheckpointError, match="There is no checkpoint of epoch 7 in .* There are: 1, 2"):
+    with pytest.raises(CheckpointError, match="No checkpoint of epoch 7 in .*: 1, 2"):
         trainer.load_model(7)
     present = digest(trainer.state)
     trainer.load_model(77, raise_if_not_found=False)
@@ -411,7 +411,7 @@ def test_a_model_can_be_saved_while_it_trains_and_loaded_by_its_epoch(tmp_path):
     assert digest(trainer.state) == present
     empty = plain_for("nnx", tmp_path, **ONE_EPOCH)
     assert empty.load_model(77, raise_if_not_found=False) is None  # there is no run yet
-    with pytest.raises(ValueError, match="no run folder yet to load from"):
+    with pytest.raises(ValueError, match="no run folder to load from"):
         empty.load_model(77)
     train_plain(empty)
     before = digest(empty.state)

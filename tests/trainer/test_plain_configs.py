@@ -103,10 +103,10 @@ def test_fit_takes_a_plain_configuration_of_an_optimizer(tmp_path: Path):
     assert int(result.state.step) == 1
 
 
-def test_what_belongs_to_nothing_or_lacks_keys_is_refused_with_the_cure(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"PlainOrphan .*@register.*config: PlainOrphan"):
+def test_an_unregistered_or_incomplete_config_is_refused_with_the_fix(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"PlainOrphan.*@register.*config: PlainOrphan"):
         trained(tmp_path, PlainOrphan(), SGDConfig())
-    with pytest.raises(TypeError, match=r"PlainOrphan .*@register.*config: PlainOrphan"):
+    with pytest.raises(TypeError, match=r"PlainOrphan.*@register.*config: PlainOrphan"):
         trained(tmp_path, PlainNetConfig(), PlainOrphan())
     with pytest.raises(TypeError, match=r"PlainUnbuilt .*BaseOptimizerConfig.*PlainUnbuiltConfig.*build"):
         trained(tmp_path, PlainNetConfig(), PlainUnbuiltConfig())

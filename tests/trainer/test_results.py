@@ -54,8 +54,8 @@ def test_several_sets_and_what_a_hook_adds_are_one_validation(tmp_path):
 @pytest.mark.parametrize("stopped_at", [3, 4, 5, 6, 7])
 def test_a_resumed_run_has_every_validation_and_every_file_of_it(tmp_path, stopped_at):
     saver = {"saver": ModelCheckpointConfig(monitor="val/loss")}
-    whole = plain_for("nnx", tmp_path / "whole", callbacks=saver, **INSIDE)
-    expected = train_plain(whole)
+    complete = plain_for("nnx", tmp_path / "complete", callbacks=saver, **INSIDE)
+    expected = train_plain(complete)
     watcher = {"watcher": WatcherConfig(interrupt_at=stopped_at)}
     cut = plain_for("nnx", tmp_path / "cut", callbacks={**saver, **watcher}, **INSIDE)
     with pytest.raises(KeyboardInterrupt):
@@ -63,7 +63,7 @@ def test_a_resumed_run_has_every_validation_and_every_file_of_it(tmp_path, stopp
     again = plain_for("nnx", tmp_path / "cut", callbacks=saver, **INSIDE)
     results = train_plain(again, resume=cut.folder.path)
     assert (results, results.validations) == (expected, expected.validations)
-    assert saved(again) == saved(whole)
+    assert saved(again) == saved(complete)
 
 
 def saved(trainer: Plain) -> dict[str, dict[str, float]]:

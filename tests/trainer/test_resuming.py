@@ -33,7 +33,7 @@ def straight(tmp_path_factory):
     return trainer, train_plain(trainer)
 
 
-def test_auto_begins_a_run_goes_on_with_it_and_leaves_one_alone_that_is_done(straight, tmp_path):
+def test_auto_starts_a_run_resumes_it_and_leaves_a_completed_one(straight, tmp_path):
     reference, results = straight
 
     def again():
@@ -68,12 +68,12 @@ def test_a_run_that_had_saved_nothing_begins_again_in_its_folder(straight, tmp_p
     train_plain(trainer, resume="auto")
     assert_same_bits(trainer.state, reference.state)
     assert len(runs_in(tmp_path)) == 1
-    assert "the run had saved nothing, and begins again" in caplog.text
+    assert "has no checkpoint" in caplog.text
     steps = [json.loads(line)["step"] for line in trainer.folder.metrics_file.read_text().splitlines()]
     assert steps == sorted(steps)
 
 
-def test_a_fork_goes_on_in_a_new_folder_and_leaves_the_old_one_byte_for_byte(straight, tmp_path):
+def test_a_fork_resumes_into_a_new_folder_and_does_not_modify_the_original(straight, tmp_path):
     reference, results = straight
     old = reference.folder.path
     step = sorted((old / "checkpoints").glob("step_*"))[0]
@@ -85,8 +85,8 @@ def test_a_fork_goes_on_in_a_new_folder_and_leaves_the_old_one_byte_for_byte(str
     assert tree(old) == before
 
 
-def test_a_fork_needs_something_to_go_on_from(tmp_path):
-    with pytest.raises(ValueError, match="say with `resume` what to go on from"):
+def test_a_fork_needs_a_run_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="`fork`.*`resume`"):
         train_plain(plain_for("linen", tmp_path), fork=True)
 
 
@@ -125,7 +125,7 @@ def test_all_checkpoints_damaged_is_refused_and_nothing_is_begun_anew(tmp_path):
     assert trainer.folder.metrics_file.read_bytes() == record
 
 
-def test_a_moved_run_goes_on(straight, tmp_path):
+def test_a_moved_run_resumes(straight, tmp_path):
     reference, _ = straight
     first = plain_for("linen", tmp_path / "here", train_epochs=2, callbacks=saving())
     with fault("step:raise:3"), pytest.raises(FaultInjected):

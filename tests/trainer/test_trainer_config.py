@@ -39,7 +39,7 @@ def trained(folder, **changes: Any) -> Plain:
     return trainer
 
 
-def judged_steps() -> list[int]:
+def evaluated_steps() -> list[int]:
     return list(Watcher.last.evaluated)
 
 
@@ -56,7 +56,7 @@ class Seeing(Plain):
 def test_accumulate_computes_gradients_in_parts(tmp_path):
     trainer = plain_for("nnx", tmp_path, kind=Seeing, accumulate=2)
     trainer.dry_run(numbered_loader(32 * STEPS))
-    assert {logits.shape for logits in trainer.logits} == {(16, 4), (32, 4)}  # the whole batch is for evaluating
+    assert {logits.shape for logits in trainer.logits} == {(16, 4), (32, 4)}  # evaluation uses the full batch
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_precision_is_that_of_computing_and_of_weights(tmp_path, precision, comp
     assert {leaf.dtype for leaf in report.parameters} == {stored}
 
 
-def test_an_average_of_the_weights_is_kept_judged_and_trained_on(tmp_path):
+def test_the_ema_weights_are_kept_evaluated_and_continued(tmp_path):
     trainer = plain_for("nnx", tmp_path, ema=0.5, max_steps=1, val_every_n_steps=1)
     first = trainer.state
     results = train_plain(trainer)
@@ -98,7 +98,7 @@ def test_steps_per_call_are_dispatched_together(usual, tmp_path, steps_per_call)
 
 def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
     class Unused(ArrayLoader):
-        """Must not be asked for batches."""
+        """Must not be iterated."""
 
         def epoch(self, number: int, start: int = 0) -> Any:
             raise AssertionError("a batch was made on the host")
@@ -122,18 +122,18 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
     ],
     ids=lambda given: ",".join(given) if isinstance(given, dict) else "",
 )
-def test_the_plan_is_as_long_as_it_says_and_validates_when_it_says(tmp_path, changes, steps, evaluated):
+def test_the_plan_has_the_configured_length_and_validations(tmp_path, changes, steps, evaluated):
     trainer = trained(tmp_path, **changes)
     assert int(trainer.state.step) == steps
-    assert judged_steps() == evaluated
+    assert evaluated_steps() == evaluated
 
 
 def test_overfitting_sees_the_same_batches_again_and_again(tmp_path):
     again = trained(tmp_path / "again", overfit_batches=1, train_epochs=3, check_val_every_n_epoch=0)
     [first] = list(numbered_loader(32 * STEPS).epoch(1))[:1]
-    by_hand = plain_for("nnx", tmp_path / "by_hand", train_epochs=3)
-    by_hand.train_model([first])
-    assert_same_bits(again.state, by_hand.state)
+    hand_written = plain_for("nnx", tmp_path / "hand_written", train_epochs=3)
+    hand_written.train_model([first])
+    assert_same_bits(again.state, hand_written.state)
 
 
 def test_a_fast_run_limits_the_test_as_well(tmp_path):
@@ -159,7 +159,7 @@ def test_a_training_without_any_limit_is_refused_before_anything_is_done(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_epochs_that_are_asked_for_later_need_no_other_limit(tmp_path):
+def test_num_epochs_of_train_model_needs_no_other_limit(tmp_path):
     trainer = plain_for("nnx", tmp_path, train_epochs=None)
     train_plain(trainer, num_epochs=2)
     assert int(trainer.state.step) == 2 * STEPS
@@ -171,9 +171,9 @@ def test_a_run_limited_by_steps_resumes_to_a_later_limit_as_if_it_had_never_ende
     train_plain(short)
     longer = plain_for("nnx", tmp_path / "short", train_epochs=None, max_steps=11, callbacks=saver)
     train_plain(longer, resume=short.folder.path)
-    whole = plain_for("nnx", tmp_path / "whole", train_epochs=None, max_steps=11, callbacks=saver)
-    train_plain(whole)
-    assert_same_bits(longer.state, whole.state)
+    complete = plain_for("nnx", tmp_path / "complete", train_epochs=None, max_steps=11, callbacks=saver)
+    train_plain(complete)
+    assert_same_bits(longer.state, complete.state)
     assert [row["epoch"] for row in rows(longer) if "epoch" in row][-1] == 3
 
 
@@ -206,7 +206,7 @@ def test_detect_nans_ends_the_run_with_the_weights_before(tmp_path):
     good = plain_for("nnx", tmp_path / "good", detect_nans=True, max_steps=2)
     good.train_model(broken_at(2))
     trainer = plain_for("nnx", tmp_path / "bad", detect_nans=True, callbacks={"saver": ModelCheckpointConfig()})
-    with pytest.raises(NonFiniteError, match="Step 3: not finite are the metrics loss"):
+    with pytest.raises(NonFiniteError, match="Step 3: non-finite values in the metrics loss"):
         trainer.train_model(broken_at(2))
     assert_same_bits(trainer.state.params, good.state.params)
     assert_same_bits(trainer.state.opt_state, good.state.opt_state)
@@ -227,14 +227,14 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"train_epochs": 0}, "`train_epochs` must be a whole number of at least 1 or null, got 0"),
+        ({"train_epochs": 0}, "of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
         ({"precision": "f16"}, "`precision` must be one of f32, bf16, bf16_full, got 'f16'"),
-        ({"steps_per_call": 0}, "`steps_per_call` must be a whole number of at least 1 or one of epoch, got 0"),
+        ({"steps_per_call": 0}, "of at least 1 or one of epoch, got 0"),
         (
             {"callbacks": {"a": ModelCheckpointConfig(), "b": ModelCheckpointConfig()}},
-            "One ModelCheckpoint can save, and there are 2: a, b.",
+            "ModelCheckpoint is possible, got 2: a, b.",
         ),
     ],
 )

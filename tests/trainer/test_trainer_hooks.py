@@ -34,12 +34,12 @@ def made(tmp_path: Any, **methods: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_method_that_nobody_would_call_is_refused_with_the_one_that_is_meant(name: str, tmp_path):
+def test_a_method_that_is_never_called_is_refused_with_the_right_name(name: str, tmp_path):
     with pytest.raises(TypeError, match=rf"`Own\.{name}` .*{FOREIGN[name]}"):
         made(tmp_path, **{name: lambda self, *_: None})
 
 
-def test_a_trainer_with_steps_of_its_own_may_call_them_as_it_likes(tmp_path):
+def test_a_trainer_with_custom_steps_may_name_them_freely(tmp_path):
     own = {"training_step": lambda self: None, "create_training_function": lambda self: self.training_step}
     assert made(tmp_path, **own).training_step() is None
 
@@ -83,7 +83,7 @@ def test_a_method_that_is_spelt_almost_like_one_to_override_is_named(tmp_path, c
             raise AssertionError
 
     plain_for("linen", tmp_path, kind=Misspelt)
-    assert "`Misspelt.init_optimiser` is called by nothing here. Did you mean `init_optimizer`?" in caplog.text
+    assert "`Misspelt.init_optimiser` is never called. Did you mean `init_optimizer`?" in caplog.text
     caplog.clear()
     plain_for("linen", tmp_path)
     assert "Did you mean" not in caplog.text

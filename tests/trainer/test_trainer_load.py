@@ -46,7 +46,7 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     loaded.load_model(which="latest")
     assert_same_bits(loaded.state.params, done.trainer.state.params)
     assert loaded.eval_model(digits().val_loader) == done.results[EPOCHS]
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3 in"):
+    with pytest.raises(CheckpointError, match="step 3"):
         loaded.load_model(which=3)
 
 
@@ -68,7 +68,7 @@ def test_a_run_of_another_class_is_an_error(done):
 
 
 class Narrow(ImgClassifierTrainer):
-    """A subclass that nobody registered."""
+    """An unregistered subclass."""
 
 
 def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
@@ -76,7 +76,7 @@ def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
         TrainerModule.load_from_checkpoint(tmp_path)
 
 
@@ -89,7 +89,7 @@ def plain(tmp_path_factory):
 
 def test_a_run_without_a_dataset_needs_an_example(plain):
     trainer, results = plain
-    with pytest.raises(SettingsError, match="This run has no dataset of its own: pass `exmp_input`") as error:
+    with pytest.raises(SettingsError, match="no stored dataset: pass `exmp_input`") as error:
         Plain.load_from_checkpoint(trainer.folder.path)
     assert error.value.problems[0][0] == "dataset"
     loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
@@ -99,13 +99,13 @@ def test_a_run_without_a_dataset_needs_an_example(plain):
 
 def test_the_stored_configuration_can_be_overridden(plain):
     path = plain[0].folder.path
-    with pytest.raises(SettingsError, match="`num_gpus` is 2, and JAX sees no GPU"):
+    with pytest.raises(SettingsError, match="`num_gpus` is 2, but JAX finds no GPU"):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["num_gpus=2"])
     with pytest.raises(ConfigError, match="command line: trainer.train_epoch: "):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["trainer.train_epoch=2"])
 
 
-def test_a_dataset_of_ones_own_is_given_again(tmp_path):
+def test_an_unregistered_dataset_is_passed_again(tmp_path):
     data = DatasetModule(DatasetConfig(global_batch_size=32), numbered_data(32 * STEPS), numbered_data(64))
     trainer = plain_for("nnx", tmp_path, callbacks={"saver": ModelCheckpointConfig()})
     trainer.dataset = data
@@ -117,7 +117,7 @@ def test_a_dataset_of_ones_own_is_given_again(tmp_path):
 
 
 def test_without_a_folder_there_is_nothing_to_load(tmp_path):
-    with pytest.raises(ValueError, match="This trainer has no run folder yet to load from"):
+    with pytest.raises(ValueError, match="no run folder to load from"):
         plain_for("nnx", tmp_path).load_model()
 
 
@@ -150,7 +150,7 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
 
 def test_a_head_that_is_left_out_keeps_its_own_weights(plain, tmp_path):
     trainer, _ = plain
-    model = MODELS["nnx"](c_hid=8, num_classes=3)
+    model = MODELS["nnx"](c_hid=8, num_classes=3, batch_norm=False)
     other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, AdamWConfig(learning_rate=0.01), EXAMPLE)
     head = copy_state(other.state.params["out"])
     other.load_weights(trainer.folder.path, which="latest", rename={"params.out.*": None})

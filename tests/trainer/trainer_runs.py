@@ -39,7 +39,7 @@ class WatcherConfig(CallbackConfig):
 
     Args:
         stop_after: the epoch that is the last, with its validation if it has one; 0: none.
-        interrupt_at: the step at which somebody presses Ctrl-C; 0: nobody does.
+        interrupt_at: the step of a simulated Ctrl-C; 0: none.
     """
 
     stop_after: int = 0
@@ -48,7 +48,7 @@ class WatcherConfig(CallbackConfig):
 
 @register
 class Watcher(Callback):
-    """Keeps the steps per dispatch, and a copy of every state that was judged; may end the run."""
+    """Keeps the steps per dispatch, and a copy of every evaluated state; may end the run."""
 
     config: WatcherConfig
     last: ClassVar[Any]
@@ -109,7 +109,7 @@ def train(trainer: TrainerModule, **options: Any) -> dict[Any, Any]:
 
 
 class Plain(TrainerModule):
-    """A trainer of the test's own, which nobody registered, on dicts of numbers."""
+    """An unregistered trainer on dicts of arrays."""
 
     def batch_to_input(self, batch: Any) -> Any:
         return batch["x"]
@@ -149,7 +149,7 @@ EXAMPLE = {name: array[:32] for name, array in NUMBERS.items()}
 
 
 def first_examples(count: int) -> ArrayLoader:
-    """A set to judge on."""
+    """An evaluation set."""
     return ArrayLoader({name: array[:count] for name, array in NUMBERS.items()}, 32)
 
 

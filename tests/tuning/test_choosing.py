@@ -31,12 +31,12 @@ def test_the_same_seed_makes_the_same_trials(sampler: Any, tmp_path: Path):
     assert len({str(values) for values in tried(first)}) == 7
 
 
-def test_a_study_that_goes_on_makes_the_trials_that_it_would_have_made(tmp_path: Path):
+def test_a_resumed_study_makes_the_trials_that_it_would_have_made(tmp_path: Path):
     options: dict[str, Any] = {"seed": 5, "startup": 3, "quiet": True}
-    whole = tune(bumpy, SPACE, trials=8, folder=tmp_path / "whole", **options)
+    full = tune(bumpy, SPACE, trials=8, folder=tmp_path / "full", **options)
     for trials in (2, 5, 8):
         parts = tune(bumpy, SPACE, trials=trials, folder=tmp_path / "parts", **options)
-    assert tried(parts) == tried(whole)
+    assert tried(parts) == tried(full)
 
 
 def test_after_the_first_trials_the_sampler_has_learnt(tmp_path: Path):
@@ -49,16 +49,16 @@ def test_after_the_first_trials_the_sampler_has_learnt(tmp_path: Path):
 def test_a_grid_has_every_combination_once(tmp_path: Path):
     grid = {"n": {"low": 1, "high": 3}, "x": {"low": 0.0, "high": 0.5, "step": 0.25}, "c": ["b", [1, 2]]}
     part = tune(bumpy, grid, trials=5, sampler="grid", folder=tmp_path, quiet=True)
-    whole = tune(bumpy, grid, trials=100, sampler="grid", folder=tmp_path, quiet=True)
+    full = tune(bumpy, grid, trials=100, sampler="grid", folder=tmp_path, quiet=True)
     expected = [{"n": n, "x": x, "c": c} for n in (1, 2, 3) for x in (0.0, 0.25, 0.5) for c in ("b", [1, 2])]
     assert tried(part) == expected[:5]
-    assert tried(whole) == expected
-    assert whole.params == {"n": 1, "x": 0.25, "c": "b"}
+    assert tried(full) == expected
+    assert full.params == {"n": 1, "x": 0.25, "c": "b"}
 
 
 def test_a_grid_needs_values_that_can_be_counted(tmp_path: Path):
     for space in (LINE, {"x": {"low": 0, "high": 10**9}}, {"x": {"low": 0.0, "high": 1.0, "step": 1e-6}}):
-        with pytest.raises(StudyError, match="`x` has no end of values: a grid needs a `step` that is large enough"):
+        with pytest.raises(StudyError, match="`x` has too many values.*`step`"):
             tune(parabola, space, sampler="grid", folder=tmp_path)
     large = {"x": {"low": 0, "high": 999}, "y": list(range(100))}
     with pytest.raises(StudyError, match="A grid of 100,000 combinations is too large"):

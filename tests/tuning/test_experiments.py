@@ -39,13 +39,13 @@ def validations(run: Path) -> list[float]:
 def test_bad_trials_are_cut_and_good_ones_are_not(found: TuneResult):
     assert found.count("complete") + found.count("pruned") == TRIALS
     cut = [trial for trial in found.trials if trial["state"] == "pruned"]
-    whole = [trial for trial in found.trials if trial["state"] == "complete"]
+    completed = [trial for trial in found.trials if trial["state"] == "complete"]
     assert cut and all(trial["reports"] < 3 for trial in cut)
-    assert whole and all(trial["reports"] == 3 for trial in whole)
-    assert found.value == max(trial["value"] for trial in whole)
+    assert completed and all(trial["reports"] == 3 for trial in completed)
+    assert found.value == max(trial["value"] for trial in completed)
 
 
-def test_a_trial_is_judged_by_its_best_validation(found: TuneResult):
+def test_a_trial_is_evaluated_by_its_best_validation(found: TuneResult):
     for trial in found.trials:
         [run] = (found.folder / "trials" / f"{trial['trial']:04}").iterdir()
         values = validations(run)
@@ -124,12 +124,12 @@ def test_trials_are_compared_by_what_the_experiment_saves_by(
 @pytest.mark.parametrize(
     ("overrides", "monitor", "error", "text"),
     [
-        ((), "val/f1", StudyError, "No metric 'val/f1' to monitor. There are val/acc"),
+        ((), "val/f1", StudyError, "No metric 'val/f1' to monitor. Logged metrics: val/acc"),
         (
             ("trainer.check_val_every_n_epoch=0",),
             None,
             ConfigError,
-            "command line: trainer.check_val_every_n_epoch: a tri",
+            "command line: trainer.check_val_every_n_epoch: trials",
         ),
         (("dataset.global_batch_size=5000",), None, ConfigError, "command line: dataset"),
     ],
@@ -150,14 +150,16 @@ def test_a_space_that_does_not_fit_leaves_nothing_behind(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_experiment_under_the_same_name_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_another_experiment_under_the_same_name_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     options: dict[str, Any] = {"folder": tmp_path / "out", "timeout": 0.0, "quiet": True}
     tune(tiny_file(tmp_path), RATES, **options)
     tune(tiny_file(tmp_path), RATES, **options)
     assert not caplog.records
     tune(tiny_file(tmp_path), RATES, overrides=["trainer.train_epochs=7", "dataset.data_dir=elsewhere"], **options)
     [record] = caplog.records
-    assert record.getMessage().startswith("The study 'tiny' was begun with another experiment: `dataset.data_dir` was ")
+    assert record.getMessage().startswith(
+        "The study 'tiny' was created with another experiment: `dataset.data_dir` was "
+    )
     assert record.getMessage().endswith("; `trainer.train_epochs` was 3, is 7.")
 
 
@@ -179,7 +181,7 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     found = tune(tiny_file(tmp_path), RATES, timeout=0.0, quiet=True)
     assert (found.study, found.folder) == ("tiny", tmp_path / "runs" / "tune" / "tiny")
-    with pytest.raises(StudyError, match="A study cannot be called that. "):
+    with pytest.raises(StudyError, match="study name '../out'"):
         tune(tiny_file(tmp_path), RATES, name="../out", quiet=True)
 
 
@@ -191,9 +193,9 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
         ({"pruner": "magic"}, "`pruner` must be one of median, halving, hyperband, none, got 'magic'."),
         ({"startup": -1}, "`startup` must be at least 0, got -1."),
         ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
-        ({"overrides": ["a=1"]}, "A function has no configuration to override"),
+        ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),
     ],
 )
-def test_a_wrong_option_is_told_before_anything_else(options: dict[str, Any], text: str):
+def test_a_wrong_option_is_reported_before_anything_else(options: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         tune(lambda values, trial: 0.0, RATES, **options)

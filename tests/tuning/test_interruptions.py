@@ -18,7 +18,7 @@ TRIALS = 6
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing is told to anybody."""
+    """Simulates SIGKILL: nothing is reported to the study."""
 
 
 def complete(found: TuneResult) -> list[dict[str, Any]]:
@@ -37,8 +37,8 @@ def study(folder: Path, objective: Any, sampler: Any) -> TuneResult:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return functools.partial(uninterrupted, tmp_path_factory.mktemp("whole"))
+def uninterrupted_trials(tmp_path_factory):
+    return functools.partial(uninterrupted, tmp_path_factory.mktemp("uninterrupted_trials"))
 
 
 @pytest.fixture
@@ -68,21 +68,21 @@ def until_done(folder: Path, sampler: Any, endings: list[Any]) -> TuneResult:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_after_ctrl_c_the_trials_are_those_that_the_seed_says(whole, sampler, tmp_path):
+def test_after_ctrl_c_the_trials_are_those_that_the_seed_says(uninterrupted_trials, sampler, tmp_path):
     found = until_done(tmp_path, sampler, [(2, KeyboardInterrupt), (3, KeyboardInterrupt), (6, KeyboardInterrupt)])
-    assert complete(found) == whole(sampler)
+    assert complete(found) == uninterrupted_trials(sampler)
 
 
 @pytest.mark.usefixtures("killing")
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_a_study_that_was_killed_ends_with_all_trials_complete(whole, sampler, tmp_path):
+def test_a_study_that_was_killed_ends_with_all_trials_complete(uninterrupted_trials, sampler, tmp_path):
     found = until_done(tmp_path, sampler, [(2, Killed), (3, Killed), (4, Killed), (7, Killed)])
-    assert complete(found) == whole(sampler)
+    assert complete(found) == uninterrupted_trials(sampler)
 
 
 @pytest.mark.usefixtures("killing")
 @pytest.mark.parametrize("moment", ["tuning.dimensions.Space.suggest", "tuning.liveness.own_note"])
-def test_one_that_was_killed_before_it_had_values_is_made_up_for(whole, tmp_path, monkeypatch, moment):
+def test_one_that_was_killed_before_it_had_values_is_made_up_for(uninterrupted_trials, tmp_path, monkeypatch, moment):
     calls = []
 
     def killed(*given: Any) -> Any:
@@ -97,11 +97,13 @@ def test_one_that_was_killed_before_it_had_values_is_made_up_for(whole, tmp_path
     with pytest.raises(Killed):
         study(tmp_path, lambda values, trial: values["x"] + values["y"], "tpe")
     found = study(tmp_path, lambda values, trial: values["x"] + values["y"], "tpe")
-    assert complete(found) == whole("tpe")
+    assert complete(found) == uninterrupted_trials("tpe")
 
 
 @pytest.mark.usefixtures("killing")
-def test_a_process_that_is_killed_before_it_had_a_trial_repeated_has_it_repeated_later(whole, tmp_path, monkeypatch):
+def test_a_process_that_is_killed_before_it_had_a_trial_repeated_has_it_repeated_later(
+    uninterrupted_trials, tmp_path, monkeypatch
+):
     def killed(*_: Any) -> None:
         raise Killed
 
@@ -117,7 +119,7 @@ def test_a_process_that_is_killed_before_it_had_a_trial_repeated_has_it_repeated
         for _ in range(2):  # the second one ends the trial of the first, and is killed then
             with pytest.raises(Killed):
                 study(tmp_path, objective, "tpe")
-    assert complete(until_done(tmp_path, "tpe", [])) == whole("tpe")
+    assert complete(until_done(tmp_path, "tpe", [])) == uninterrupted_trials("tpe")
 
 
 @pytest.mark.usefixtures("killing")
@@ -136,6 +138,6 @@ def test_values_that_kill_again_and_again_are_given_up_and_others_are_tried(tmp_
     found = study(tmp_path, objective, "random")
     assert len(set(poison)) == 1
     assert [trial["error"] for trial in found.trials if trial["state"] == "failed"] == [
-        "The process was killed 5 times while it tried these values."
+        "The process was killed 5 times with these values."
     ]
     assert len(complete(found)) == TRIALS

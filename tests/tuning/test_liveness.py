@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from jax_trainer.tuning import liveness
-from jax_trainer.tuning.liveness import beating, is_alive, is_made, own_note
+from jax_trainer.tuning.liveness import beating, is_alive, is_running, own_note
 
 
 class Notes:
@@ -54,17 +54,17 @@ def test_a_note_that_is_none_of_ours_is_no_sign_of_life(note: Any):
     assert not is_alive(note)
 
 
-def test_a_trial_that_has_just_begun_needs_no_note():
+def test_a_trial_that_has_just_started_needs_no_note():
     class Begun:
         user_attrs: ClassVar[dict[str, Any]] = {}
         datetime_start: datetime | None = datetime.now()
 
     trial = Begun()
-    assert is_made(trial)
+    assert is_running(trial)
     trial.datetime_start = datetime.now() - timedelta(minutes=1)
-    assert not is_made(trial)
+    assert not is_running(trial)
     trial.datetime_start = None
-    assert not is_made(trial)
+    assert not is_running(trial)
 
 
 def test_a_trial_is_noted_at_once_and_then_again_until_it_ends(monkeypatch: pytest.MonkeyPatch):

@@ -38,8 +38,8 @@ def identity(values: dict[str, Any], trial: Any) -> float:
 def test_two_processes_share_the_work(tmp_path: Path):
     (tmp_path / "out").mkdir()
     processes = [python(SHARING, tmp_path) for _ in range(2)]
-    said = [process.communicate(timeout=PATIENCE) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    output = [process.communicate(timeout=PATIENCE) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], output
     found = tune(identity, LINE, trials=16, name="line", folder=tmp_path / "out", quiet=True)
     assert 16 <= found.count("complete") <= 17
     assert len(found.trials) == found.count("complete")

@@ -10,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 from tuning_runs import LINE, parabola, process_environment
 
 from jax_trainer.tuning import StorageError, tune
-from jax_trainer.tuning.storage import JOURNAL, open_storage, secrets_of, shown_place
+from jax_trainer.tuning.storage import JOURNAL, open_storage, secrets_of, shown_storage
 
 PASSWORD = "CANARY-9f3a"
 
@@ -49,17 +49,17 @@ assert not seen, seen
 def test_half_a_line_of_a_killed_process_is_dropped(cut: int, tmp_path: Path):
     tune(parabola, LINE, trials=2, folder=tmp_path, quiet=True)
     journal = tmp_path / JOURNAL
-    whole = journal.read_bytes()
-    last = whole.splitlines(keepends=True)[-1]
-    journal.write_bytes(whole + last[:cut])
+    complete = journal.read_bytes()
+    last = complete.splitlines(keepends=True)[-1]
+    journal.write_bytes(complete + last[:cut])
     assert tune(parabola, LINE, trials=3, folder=tmp_path, quiet=True).count("complete") == 3
-    assert journal.read_bytes().startswith(whole)
+    assert journal.read_bytes().startswith(complete)
 
 
 @pytest.mark.parametrize("content", ["a note without an end", "a note\n", '{"my": "data"}\n'])
 def test_a_file_that_is_no_journal_is_left_as_it_is(content: str, tmp_path: Path):
     (tmp_path / "notes.txt").write_text(content)
-    with pytest.raises(StorageError, match=r"notes.txt is no journal of a study, and is left as it is. Name another"):
+    with pytest.raises(StorageError, match=r"notes.txt .*not a journal.*Name another"):
         open_storage(tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == content
 
@@ -83,20 +83,20 @@ URLS = {
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_storage_that_cannot_be_opened_is_told_without_its_credentials(url: str, tmp_path: Path):
+def test_a_storage_that_cannot_be_opened_is_reported_without_its_credentials(url: str, tmp_path: Path):
     with pytest.raises(StorageError) as caught:
         tune(parabola, LINE, storage=url, folder=tmp_path, quiet=True)
-    told = str(caught.value)
-    assert told.startswith(f"The storage {URLS[url]}")
+    message = str(caught.value)
+    assert message.startswith(f"The storage {URLS[url]}")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
-    assert PASSWORD not in told or "nowhere" in url
+    assert PASSWORD not in message or "nowhere" in url
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and PASSWORD.encode() in file.read_bytes()]
 
 
 def test_a_password_is_known_as_it_is_written_and_as_it_is_meant():
     assert secrets_of("postgresql://me:a%40bcdef@host/db") == {"a%40bcdef", "a@bcdef"}
     assert secrets_of("study.journal") == secrets_of("sqlite:///x.db") == frozenset()
-    assert shown_place(Path("a/study.journal")) == "a/study.journal"
+    assert shown_storage(Path("a/study.journal")) == "a/study.journal"
 
 
 def test_optuna_says_nothing_itself_and_is_as_talkative_afterwards_as_before(

@@ -1,4 +1,4 @@
-"""A model of some library and a loss → `Program`. Nothing else in the library knows which one it is."""
+"""Adapters: a linen, nnx or functional model and a loss → `Program`. No other package depends on the model library."""
 
 from jax_trainer.adapters.functions import PureLoss, StatefulLoss, function_program, stateful_program
 from jax_trainer.adapters.linen import LinenLoss, LinenView, flax_state_program, linen_program

@@ -1,4 +1,4 @@
-"""Linen modules inside of nnx ones (`nnx.bridge.ToNNX`), whose variables are made by their first call."""
+"""Linen modules in nnx modules (`nnx.bridge.ToNNX`), whose first call creates their variables."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from flax import nnx
 
 from jax_trainer.adapters.calls import arguments
 
-_OWN = ("to_nnx__", "_pytree__")  # what such a module has besides variables
+_OWN = ("to_nnx__", "_pytree__")  # prefixes of attributes that are not variables
 
 
 def lacks_variables(module: nnx.Module) -> bool:
-    """Whether a linen module in it was never called, and so has no variables yet."""
+    """Whether `module` contains a linen module without variables, because it was never called."""
     return bool(_bare(module))
 
 
 def with_variables(module: Any, inputs: Any, key: jax.Array) -> Any:
-    """`module`, in which linen modules that lack variables have those of a call with `inputs`.
+    """`module`, with the missing variables of its linen modules initialised by a call with `inputs`.
 
     Args:
-        module: is changed in place.
-        inputs: what it is called with; a tuple is several arguments.
-        key: what those that were made without `rngs` draw from.
+        module: changed in place.
+        inputs: of the call; a tuple is several arguments.
+        key: for linen modules created without `rngs`.
     """
     bare = _bare(module)
     if not bare:

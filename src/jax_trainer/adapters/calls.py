@@ -1,4 +1,4 @@
-"""What both Flax adapters do around a call of a model: its arguments, and what it sows."""
+"""Arguments and sown values of model calls, for both Flax adapters."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,20 +9,20 @@ from jax_trainer.core import Batch, PyTree, leaf_statistics
 ToInput = Callable[[Batch], Any]
 
 
-def whole_batch(batch: Batch) -> Batch:
-    """The batch as it is: what a model is called with unless somebody says otherwise."""
+def full_batch(batch: Batch) -> Batch:
+    """The default of `to_input`: the model is called with the batch."""
     return batch
 
 
 def arguments(inputs: Any) -> tuple[Any, ...]:
-    """What a model is called with: a tuple is several arguments."""
+    """The positional arguments of a model call: a tuple is several arguments."""
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def requested(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `offered` the function has parameters for.
+    """The entries of `offered` that `function` has parameters for.
 
-    >>> asked_for(lambda model, batch, train, rng: 0, {"rng": 1, "step": 2})
+    >>> requested(lambda model, batch, train, rng: 0, {"rng": 1, "step": 2})
     {'rng': 1}
     """
     parameters = inspect.signature(function).parameters
@@ -30,7 +30,7 @@ def requested(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
 
 
 def sown_metrics(sown: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`intermediate/path_mode` of what a model has sown: nested dicts of tuples, an entry for every call.
+    """Metrics `intermediate/path_mode` of sown values: nested dicts of tuples with one entry per call.
 
     >>> import jax.numpy as jnp
     >>> list(sown_metrics({"block": {"act": (jnp.ones(3),)}}, ("mean",)))
@@ -40,7 +40,7 @@ def sown_metrics(sown: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]
 
 
 def _unwrapped(sown: PyTree) -> PyTree:
-    """The same with what was sown once as itself: people think of it as one thing, not as a list of one."""
+    """`sown` with tuples of one entry unwrapped."""
     if isinstance(sown, Mapping):
         return {name: _unwrapped(entry) for name, entry in sown.items()}
     return sown[0] if isinstance(sown, tuple) and len(sown) == 1 else sown

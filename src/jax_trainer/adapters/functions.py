@@ -1,4 +1,4 @@
-"""Plain functions over a pytree, as a `Program`: for JAX without Flax, and for Equinox."""
+"""A `Program` from functions of a pytree of parameters: for plain JAX and Equinox."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Unpack
@@ -11,18 +11,18 @@ from jax_trainer.core.user_frame import attribute_to
 
 
 class PureLoss(Protocol):
-    """A loss over parameters alone."""
+    """A loss of parameters and a batch."""
 
     def __call__(self, params: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
-        """Returns the loss, or the loss and what else to report."""
+        """Returns the loss, or the loss and a dict of metrics."""
         ...
 
 
 class StatefulLoss(Protocol):
-    """A loss over parameters and a state that the model carries from batch to batch."""
+    """A loss of parameters, model state and a batch."""
 
     def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
-        """Returns the loss, and the state after this batch with what else to report."""
+        """Returns the loss, and (the new model state, metrics)."""
         ...
 
 
@@ -32,7 +32,7 @@ def function_program(
     tx: optax.GradientTransformation,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """A program out of `init(key, batch) -> params` and `loss(params, batch, *, rng, train)`.
+    """A program from `init(key, batch) -> params` and `loss(params, batch, *, rng, train)`.
 
     The loss returns a number, or a number and a dict of metrics. Options: see `make_program`.
 
@@ -61,7 +61,7 @@ def stateful_program(
     tx: optax.GradientTransformation,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """As `function_program`, for models with a state of their own.
+    """`function_program` for models with a mutable state.
 
     `init(key, batch) -> (params, model_state)` and
     `loss(params, model_state, batch, *, rng, train) -> (loss, (model_state, metrics))`.
@@ -70,8 +70,8 @@ def stateful_program(
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        value, (changed, reported) = loss(params, model_state, batch, rng=rng, train=train)
-        return value, (changed if train else model_state, reported)
+        value, (new_state, reported) = loss(params, model_state, batch, rng=rng, train=train)
+        return value, (new_state if train else model_state, reported)
 
     attribute_to(loss_fn, loss)
     return make_program(init, loss_fn, tx, **options)

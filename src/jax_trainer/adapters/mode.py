@@ -1,4 +1,4 @@
-"""How the call of a model is told whether it trains: by a parameter, under the names that Flax users give it."""
+"""Passes training or evaluation mode to model calls, under the parameter names that Flax users use."""
 
 import inspect
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Any
 
 from flax import linen as nn
 
-# the parameter, and what it is while training
+# parameter names, with the value in training
 _FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
 
 
 def mode_flags(function: Callable[..., Any], *, train: bool, only_required: bool = False) -> dict[str, bool]:
-    """What `function` has to be told about the mode; of a linen module's method, what the module's call has to.
+    """The mode arguments that `function` has parameters for; for a method of a linen module, those of its call.
 
     >>> mode_flags(lambda x, deterministic=True: x, train=True)
     {'deterministic': False}

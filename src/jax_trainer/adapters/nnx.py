@@ -1,8 +1,8 @@
-"""An nnx module and a loss, as a `Program`.
+"""A `Program` from an nnx module and a loss.
 
-The module is held split: its graph is static, its arrays live in `TrainState` as plain nested dicts, and it is put
-together again only inside the traced step. Its random streams do not travel at all: every step gives them keys of
-their own, derived from the root key, the step and the stream's place in the module.
+The module is split: its graph is static, its arrays are in `TrainState` as nested dicts, and it is merged inside the
+traced step only. Random streams are not part of the state: every step derives their keys from the root key, the step
+and the path of the stream in the module.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.bridged import lacks_variables, with_variables
-from jax_trainer.adapters.calls import ToInput, arguments, requested, sown_metrics, whole_batch
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, requested, sown_metrics
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
@@ -49,54 +49,57 @@ from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import attribute_to, noting_definition
 from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
-_METADATA = {"out_sharding", "sharding_names", "sharding"}  # what Flax calls, or called, how a variable is split
+_METADATA = {
+    "out_sharding",
+    "sharding_names",
+    "sharding",
+}  # names of the sharding metadata of variables, over versions of Flax
 
 
 class NnxLoss(Protocol):
-    """A loss over an nnx model, which is in training or evaluation mode already.
+    """A loss of an nnx model, which is set to training or evaluation mode.
 
-    One that also has a parameter `rng` gets a key of its own for every step; one that has `step`, how many optimizer
-    steps the weights have behind them.
+    A parameter `rng` receives a key of the step, a parameter `step` the number of optimizer steps so far.
     """
 
     def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Returns the loss and what else to report, or just the loss."""
+        """Returns the loss, or the loss and a dict of metrics."""
         ...
 
 
 class NnxStep(Protocol):
-    """A step over an nnx model, which is in training mode to be trained, and in evaluation mode to be judged."""
+    """A training or evaluation step of an nnx model, which is set to the respective mode."""
 
     def __call__(self, model: Any, rng_key: jax.Array, batch: Batch) -> Any:
-        """Returns `(loss, grads)` or `((loss, metrics), grads)`; to judge, `loss`, `(loss, metrics)` or metrics."""
+        """Returns `(loss, grads)` or `((loss, metrics), grads)`; in evaluation `loss`, `(loss, metrics)` or metrics."""
         ...
 
 
 class Split:
-    """A module taken apart: two static graphs (training, evaluation) and the shapes of its random streams."""
+    """A split module: static graphs for training and evaluation, and the shapes of its random streams."""
 
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self.trainable = trainable
         if lacks_variables(model):
             raise ValueError(
-                f"This {type(model).__name__} has a linen module (`nnx.bridge.ToNNX`) without variables. Make them by "
-                "an example of its inputs, before the optimizer is made: `nnx.bridge.lazy_init(model, x)`."
+                f"This {type(model).__name__} has a linen module (`nnx.bridge.ToNNX`) without variables. Initialise it "
+                "with an example input before creating the optimizer: `nnx.bridge.lazy_init(model, x)`."
             )
         model.train()
         self.train_graph, params, self.rngs, _ = nnx.split(model, trainable, nnx.RngState, ...)
         if not jax.tree.leaves(params):
-            raise ValueError(f"{type(model).__name__} has no parameters to train: no variable is {trainable}.")
-        self.partition_specs = _said_of(params)
+            raise ValueError(f"{type(model).__name__} has no parameters to train: no variable matches {trainable}.")
+        self.partition_specs = _partition_specs(params)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
         model.train()
 
     def arrays(self, model: nnx.Module) -> tuple[PyTree, PyTree]:
-        """The parameters and the other state of `model`, as nested dicts of arrays."""
+        """The parameters and the other variables of `model`, as nested dicts of arrays."""
         return _arrays(model, self.trainable)
 
     def join(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool) -> Any:
-        """The module with these arrays and with random streams that belong to `rng`."""
+        """The module with these arrays, and random streams derived from `rng`."""
         graph = self.train_graph if train else self.eval_graph
         # copy=True: merging would otherwise reuse Variables of an outer trace, and BatchNorm could not update them
         return nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
@@ -112,11 +115,11 @@ class Split:
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
 
 
-def _said_of(params: nnx.State) -> dict[str, PartitionSpec]:
-    """How parameters that were made `nnx.with_partitioning` are to be split, by their dotted names."""
+def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:
+    """The specs of parameters with `nnx.with_partitioning`, by dotted path."""
     flat = nnx.to_flat_state(params)
-    said = [(path, variable) for path, variable in flat if _METADATA & variable.get_metadata().keys()]
-    return {".".join(map(str, path)): nnx.get_partition_spec(variable).get_value() for path, variable in said}
+    annotated = [(path, variable) for path, variable in flat if _METADATA & variable.get_metadata().keys()]
+    return {".".join(map(str, path)): nnx.get_partition_spec(variable).get_value() for path, variable in annotated}
 
 
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
@@ -130,48 +133,48 @@ def nnx_program(
     tx: optax.GradientTransformation,
     *,
     trainable: Any = nnx.Param,
-    to_input: ToInput = whole_batch,
+    to_input: ToInput = full_batch,
     **options: Unpack[StepOptions],
 ) -> Program:
     """A program that trains `model`.
 
     Args:
-        model: a module, whose weights the run starts from (its own arrays stay as they are until `write_back`); or
-            a function (or class) that builds one from `rngs` or `key`, and `example`, an example batch, if it asks.
-        loss: `loss(model, batch, train) -> loss, metrics`, or just the loss; it may also take `rng` and `step`.
-        trainable: which variables are parameters (an nnx filter); all others are model state.
-        to_input: what of a batch the model is called with when it predicts; a tuple is several arguments.
+        model: a module with the initial weights (its own arrays are unchanged until `write_back`); or a function or
+            class that creates one from `rngs` or `key`, and optionally `example`, an example batch.
+        loss: `loss(model, batch, train) -> loss, metrics`, or only the loss; it may also take `rng` and `step`.
+        trainable: nnx filter of the variables that are parameters; all others are model state.
+        to_input: selects the inputs of the model from a batch for predictions; a tuple is several arguments.
         options: see `make_program`.
     """
     if isinstance(model, nnx.Module):
         split = Split(model, trainable)
 
-        def given(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        def existing(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
             return split.arrays(model)
 
         options["init_is_traced"] = False
-        return _program(given, lambda: split, loss, tx, to_input, options)._replace(
+        return _program(existing, lambda: split, loss, tx, to_input, options)._replace(
             partition_specs=lambda: split.partition_specs
         )
 
-    made: list[Split] = []
+    splits: list[Split] = []
 
     def built(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         module = with_variables(_build(model, key, batch), to_input(batch), stream(key, "bridged"))
-        if not made:
-            made.append(Split(nnx.eval_shape(lambda: module), trainable))
-        return made[0].arrays(module)
+        if not splits:
+            splits.append(Split(nnx.eval_shape(lambda: module), trainable))
+        return splits[0].arrays(module)
 
-    def split_made() -> Split:
-        if not made:
+    def split_of_built() -> Split:
+        if not splits:
             raise RuntimeError(
-                "The model is not built yet. Call `init(key, example_batch)`, or `shapes` of the compiled program, "
-                "before the first step."
+                "The model has not been created yet. Call `init(key, example_batch)`, or `shapes` of the compiled "
+                "program, before the first step."
             )
-        return made[0]
+        return splits[0]
 
-    return _program(built, split_made, loss, tx, to_input, options)._replace(
-        partition_specs=lambda: split_made().partition_specs
+    return _program(built, split_of_built, loss, tx, to_input, options)._replace(
+        partition_specs=lambda: split_of_built().partition_specs
     )
 
 
@@ -191,14 +194,14 @@ def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> 
     function = build.__init__ if isinstance(build, type) else build
     offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
     wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
-    with nnx.use_eager_sharding(False):  # partitioned parameters would want a mesh: where they live is said elsewhere
+    with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh; the layout shards them
         return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
 
 
 def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
     def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
         model = split_of().join(params, model_state, rng, train=False)
-        with _sowing_is_fine():
+        with _allow_sow():
             return model(*arguments(to_input(batch)))
 
     return predict_fn
@@ -213,14 +216,14 @@ def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: S
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         split = split_of()
         model = split.join(params, model_state, rng, train=train)
-        with _sowing_is_fine():
+        with _allow_sow():
             returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
         value, reported = loss_and_metrics(returned, name)
-        _, changed = split.arrays(model)
+        _, new_state = split.arrays(model)
         if not train:
             return value, (model_state, reported)
-        told = sown_metrics(_sown_by(model), modes) if modes else {}
-        return value, (kept_state(model_state, changed), {**reported, **told})
+        sown = sown_metrics(_sown_by(model), modes) if modes else {}
+        return value, (kept_state(model_state, new_state), {**reported, **sown})
 
     return attribute_to(loss_fn, loss)
 
@@ -230,22 +233,22 @@ def _sown_by(model: Any) -> PyTree:
 
 
 @contextmanager
-def _sowing_is_fine() -> Iterator[None]:
-    # Flax wants `sow` to be called under `nnx.capture`, which takes what was sown away from losses that look at it
+def _allow_sow() -> Iterator[None]:
+    # Flax deprecates `sow` outside `nnx.capture`, which would hide sown values from losses that read them
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
         yield
 
 
 def kept_state(model_state: PyTree, changed: PyTree) -> PyTree:
-    """The values that `changed` has for the entries of `model_state`; what the loss added is not state."""
+    """The values of `changed` for the entries of `model_state`; entries that the loss added are not state."""
     if not isinstance(model_state, dict):
         return changed
     return {name: kept_state(old, changed[name]) for name, old in model_state.items()}
 
 
 def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = None) -> None:
-    """Puts the arrays of `state` into `model` (or `params`, e.g. the averaged ones, in place of its parameters)."""
+    """Copies the arrays of `state` into `model`; `params`, e.g. averaged ones, replace its parameters."""
     for arrays in (state.params if params is None else params, state.model_state):
         nnx.update(model, nnx.State(jax.tree.map(jnp.copy, arrays)))
 
@@ -253,17 +256,17 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
 def nnx_step_program(
     model: nnx.Module, optimizer: nnx.Optimizer, train_step: NnxStep, val_step: NnxStep | None = None
 ) -> Program:
-    """A program that trains `model` with gradients that the user's `train_step` finds, as `optimizer` applies them.
+    """A program that trains `model` with `optimizer` and the gradients of the user's `train_step`.
 
-    It goes on from the weights of `model`, and from the state and the step of `optimizer`; both stay as they are until
-    somebody writes back. With a loss of the same bits it does to the weights what `nnx_program` does.
+    It starts from the weights of `model` and from the state and step of `optimizer`; both are unchanged until
+    `write_back`. For the same loss, the updates are bit-identical to those of `nnx_program`.
 
     Args:
         model: the module to train.
-        optimizer: whose `tx` and `wrt` count.
+        optimizer: its `tx` and `wrt` are used.
         train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
-        val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; left out, the program
-            cannot judge.
+        val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; None: the program cannot
+            evaluate.
     """
     check_call(train_step, "train_step", "model", "rng_key", "batch")
     if val_step is not None:
@@ -280,7 +283,7 @@ def nnx_step_program(
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
-    """The weights of `model`, and the state and the step of `optimizer`, as a state with the root key `key`."""
+    """A state of the weights of `model`, the state and step of `optimizer`, and the root key `key`."""
     step = jnp.asarray(optimizer.step.get_value(), jnp.int32)
     return new_state(*_arrays(model, optimizer.wrt), nnx_transformation(optimizer), key).replace(step=step)
 
@@ -288,7 +291,7 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
 def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
     def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         model = split.join(state.params, state.model_state, rng, train=True)
-        with _sowing_is_fine(), explaining_shapes(batch):
+        with _allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
         with noting_definition(train_step):
             swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
@@ -299,11 +302,13 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
                 )
             reported = _reported("train_step", returned[0], batch)
             if "loss" not in reported:
-                raise ValueError(f"`train_step` reports no loss, only {', '.join(sorted(reported)) or 'nothing'}.")
-            _, changed = split.arrays(model)
+                raise ValueError(
+                    f"`train_step` returned no metric `loss`, only {', '.join(sorted(reported)) or 'nothing'}."
+                )
+            _, new_state = split.arrays(model)
             metrics = as_metrics(reported, batch_weight(batch))
             grads = like_params(matching_grads(returned[1], state.params, split.trainable))
-        return Gradients(grads, kept_state(state.model_state, changed), metrics)
+        return Gradients(grads, kept_state(state.model_state, new_state), metrics)
 
     return grad_fn
 
@@ -311,10 +316,10 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
 def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         if val_step is None:
-            raise ValueError("This program cannot judge: it was made without a `val_step`.")
+            raise ValueError("This program cannot evaluate: it was created without a `val_step`.")
         rng = stream(state.key, "eval")
         model = split.join(state.params, state.model_state, rng, train=False)
-        with _sowing_is_fine():
+        with _allow_sow():
             returned = val_step(model, stream(rng, "user"), batch)
         with noting_definition(val_step):
             return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
@@ -323,7 +328,7 @@ def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
 
 
 def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
-    """What a user's step tells, with its loss among it."""
+    """The metrics of a user's step, including its loss."""
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, metrics = loss_and_metrics(returned, name)
@@ -332,10 +337,10 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
 
 
 def matching_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
-    """`grads` as a nested dict like `params`, which must be what they belong to."""
+    """`grads` as a nested dict like `params`; raises if paths or shapes differ."""
     if not isinstance(grads, nnx.State | nnx.Module):
         raise TypeError(
-            f"Gradients of a step must be those of `nnx.grad` or `nnx.value_and_grad`, got a {type(grads).__name__}."
+            f"The gradients of a step must come from `nnx.grad` or `nnx.value_and_grad`, got a {type(grads).__name__}."
         )
     found = nnx.to_pure_dict(nnx.state(grads, trainable))
     shapes = [
@@ -345,9 +350,8 @@ def matching_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:
         raise ValueError(
-            f"The gradients of a step do not belong to the parameters that the optimizer updates: "
-            f"{wrong[0]} has {shapes[0].get(wrong[0], 'no gradient')}, and the parameter is "
-            f"{shapes[1].get(wrong[0], 'not one of them')}. Take them with respect to the model that the step is "
-            "given, and to the variables that the optimizer's `wrt` names."
+            f"The gradients of a step do not match the parameters of the optimizer: the gradient of {wrong[0]} is "
+            f"{shapes[0].get(wrong[0], 'missing')}, the parameter is {shapes[1].get(wrong[0], 'not one of them')}. "
+            "Differentiate with respect to the `model` argument of the step and the variables of the optimizer's `wrt`."
         )
     return found

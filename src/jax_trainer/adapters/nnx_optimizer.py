@@ -1,4 +1,4 @@
-"""An `nnx.Optimizer` as the engine knows optimizers: plain nested dicts in, plain nested dicts out."""
+"""Converts an `nnx.Optimizer` to an optax transformation on nested dicts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,9 @@ from jax_trainer.core.extra_args import by_signature
 
 
 def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformationExtraArgs:
-    """The optax transformation of `optimizer` on plain nested dicts; it begins with the state that `optimizer` has.
+    """The optax transformation of `optimizer` on nested dicts; its initial state is that of `optimizer`.
 
-    Inside, its `tx` gets the `nnx.State`s that it gets from `optimizer.update`, so that masks and labels that were
-    written for these hold here, too.
+    Its `tx` receives `nnx.State`s, as from `optimizer.update`, so that masks and labels written for these apply.
     """
     tx = by_signature(optimizer.tx)
     structure = jax.tree.structure(nnx.as_pure(optimizer.opt_state))
@@ -28,16 +27,16 @@ def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformation
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, optax.OptState]:
         assert params is not None
-        # both kinds of tree sort their keys, so the leaves come in the same order
+        # both kinds of trees sort their keys, so their leaves have the same order
         states = structure.unflatten(jax.tree.leaves(state))
-        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **_of_states(extra))
+        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **_as_states(extra))
         return _plain(updates), _plain(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _of_states(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step offers of plain dicts, of states of nnx."""
+def _as_states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra arguments of an update with `nnx.State`s instead of nested dicts."""
     changed = dict(extra)
     if "grad" in extra:
         changed["grad"] = nnx.State(extra["grad"])
@@ -49,13 +48,13 @@ def _of_states(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_back_optimizer(optimizer: nnx.Optimizer, state: TrainState) -> None:
-    """Puts copies of the optimizer's part of `state`, and its step, into `optimizer`."""
+    """Copies the optimizer state and the step of `state` into `optimizer`."""
     arrays = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     variables = jax.tree_util.tree_leaves_with_path(
         optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
     for path, variable in variables:
-        if (name := leaf_path(path)) in arrays:  # a parameter that is left out by a mask has nothing
+        if (name := leaf_path(path)) in arrays:  # parameters excluded by a mask have no state
             variable.set_value(jnp.copy(arrays[name]))
     optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
 

@@ -1,4 +1,4 @@
-"""The observers we ship: they watch a run and write, show or stop; they never change it."""
+"""Built-in callbacks: they log, save, show or stop a run; they never change its state."""
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig

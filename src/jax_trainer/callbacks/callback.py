@@ -1,4 +1,4 @@
-"""`Callback`: an observer with a hook for everything that happens in a run, and what it may use."""
+"""`Callback`: the base class of callbacks, with a hook for every event of a run."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -34,11 +34,11 @@ __all__ = ["Callback", "CallbackConfig", "Checkpoints", "RunContext"]
 
 @dataclass
 class CallbackConfig(Settings):
-    """When a callback acts; the base of every callback's own configuration.
+    """When a callback acts; the base class of all callback configurations.
 
     Args:
-        every_n_epochs: epochs between two calls of the hooks called "filtered"; -1: every epoch, 0: never.
-        every_n_minutes: minutes between two actions of a callback that acts by time; -1 or 0: not by time.
+        every_n_epochs: call the "filtered" hooks every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: for callbacks that act by time, every n minutes; -1 or 0: not by time.
     """
 
     every_n_epochs: Annotated[int, AtLeast(-1)] = 1
@@ -50,27 +50,26 @@ class CallbackConfig(Settings):
 
 
 def state_in_use() -> RuntimeError:
-    """What is raised where somebody assigns the state of a run in the middle of it."""
+    """The error for assigning `state` during training."""
     return RuntimeError(
-        "`state` cannot be assigned while a run trains it: the next step begins with the run's own. Before training, "
-        "assign it, take other weights by `load_weights`, or override `init_model`; in a run `on_training_start` may "
-        "still assign it. What is to change with the step belongs into the optimizer (a schedule of the learning rate, "
-        "a transformation of updates) or into a step of your own (`create_training_function`)."
+        "`state` cannot be assigned during training: the next step uses the loop's own. Assign it before training, "
+        "load weights with `load_weights`, or override `init_model`; `on_training_start` may still assign it. For "
+        "changes during training use the optimizer (a learning rate schedule, a gradient transformation) or a custom "
+        "training step (`create_training_function`)."
     )
 
 
 @register_interface
 class Callback(RegistrableConfigInterface):
-    """Watches a run: override the hooks you need. Epochs count from 1; metrics have full names, as in "val/acc".
+    """Base class of callbacks: override the hooks you need. Epochs count from 1; metric names are full, as "val/acc".
 
-    A hook is called by the names of its parameters, which may stand in any order, and may leave some out; a method
-    called `on_…` that is no hook is refused. While a hook runs, `self.event` is what happened and `self.state` is the
-    state after it; both are gone afterwards. A hook may raise `StopTraining`; whatever else it raises ends the run with
-    that error.
+    Hooks are called with keyword arguments: they may have their parameters in any order, and omit some. A method
+    called `on_…` that is not a hook is an error. During a hook, `self.event` is the current event and `self.state` the
+    state after it; both are unavailable afterwards. A hook may raise `StopTraining`; any other error ends the run.
 
     Args:
-        config: when it acts, and its own keys; instead of it, they can be given by name, as in `every_n_epochs=2`.
-        run: what it may use; left out, it is attached later.
+        config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
+        run: the run to attach to; by default it is attached later.
 
     >>> from compoconf import register
     >>> @dataclass
@@ -90,23 +89,25 @@ class Callback(RegistrableConfigInterface):
     def __init__(self, config: Any = None, run: RunContext | None = None, **settings: Any) -> None:
         check_hooks(self, Callback)
         if config is not None and settings:
-            raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
+            raise TypeError(
+                f"`{type(self).__name__}` takes either `config` or keywords: move {', '.join(settings)} into it."
+            )
         self.config = _config(type(self), settings) if config is None else config
         self._run: RunContext | None = None
         self._event: Event | None = None
-        self._is_running = False  # between the first event and the last
-        self._is_training = False  # the same without the test at the end
-        self._is_evaluating = False  # between the start of the first evaluation set and the end of the last
+        self._is_running = False  # between the first and the last event
+        self._is_training = False  # the same, without the final test
+        self._is_evaluating = False  # between the start of the first and the end of the last evaluation set
         self.reset()
         if run is not None:
             self.attach(run)
 
     def attach(self, run: RunContext) -> None:
-        """Watches `run` from now on. One that has watched another run, which is over, begins anew."""
+        """Attaches the callback to `run`. If it was attached to an earlier run, it is reset."""
         if self._is_running:
             raise RuntimeError(
-                f"{type(self).__name__} watches the run in {self.run.folder}, which has not ended. "
-                "Make another one for a run at the same time."
+                f"{type(self).__name__} is attached to the run in {self.run.folder}, which has not ended. "
+                "Create another one for a concurrent run."
             )
         if self._run is not None:
             self.reset()
@@ -116,50 +117,50 @@ class Callback(RegistrableConfigInterface):
 
     @property
     def run(self) -> RunContext:
-        """What it may use besides events."""
+        """The context of the run: folder, logger, checkpoints, dataset."""
         if self._run is None:
-            text = "A trainer attaches it when training begins; otherwise call `attach(run)`."
-            raise RuntimeError(f"{type(self).__name__} belongs to no run yet. {text}")
+            text = "A trainer attaches it when training starts; otherwise call `attach(run)`."
+            raise RuntimeError(f"{type(self).__name__} is not attached to a run. {text}")
         return self._run
 
     @property
     def trainer(self) -> Any:
-        """Whose run it is; None where no trainer made it."""
+        """The trainer of the run; None if it has none."""
         return self.run.trainer
 
     @property
     def data_module(self) -> DatasetModule | None:
-        """The dataset of the run, where it is a module."""
+        """The dataset module of the run, if it has one."""
         return self.run.dataset
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process is the one that writes, of several that train together."""
+        """Whether this process is the primary one, which writes files."""
         return process_group().is_primary
 
     def reset(self) -> None:
-        """Forgets all that an earlier run has taught; a callback that remembers sets its attributes here."""
+        """Resets the state of the callback; a stateful callback sets its attributes here."""
 
     def set_dataset(self, dataset: DatasetModule) -> None:
-        """The run has this dataset; comes when the callback is attached."""
+        """Called with the dataset of the run when the callback is attached."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on after an interruption, as plain JSON data; saved with every checkpoint."""
+        """The state to resume from, as plain JSON data; saved with every checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` gave; comes before training does."""
+        """Restores the result of `state_dict`; called before training."""
 
     @property
     def event(self) -> Event:
-        """What has just happened."""
+        """The current event."""
         if self._event is None:
-            raise RuntimeError(f"{type(self).__name__} has an event, and a state, only while one of its hooks runs.")
+            raise RuntimeError(f"{type(self).__name__} has an event and a state only during a hook.")
         return self._event
 
     @property
     def state(self) -> TrainState:
-        """The state after it; the next step reuses its memory, so copy what is to stay."""
+        """The state after the event; the next step donates its buffers, so copy what you keep."""
         return self.event.state
 
     @state.setter
@@ -172,13 +173,13 @@ class Callback(RegistrableConfigInterface):
             return
         self._event = event
         try:
-            self._tell(event)
+            self._call_hooks(event)
         finally:
             self._event = None
 
     @cached_property
     def _wants_steps(self) -> bool:
-        return self._overrides("on_step_end")  # it comes at every step, and most callbacks do not want it
+        return self._overrides("on_step_end")  # called at every step, and most callbacks do not use it
 
     @cached_property
     def _call_step_end(self) -> Callable[[Mapping[str, Any]], Any]:
@@ -191,7 +192,7 @@ class Callback(RegistrableConfigInterface):
     def _overrides(self, hook: str) -> bool:
         return hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook)
 
-    def _tell(self, event: Event) -> None:
+    def _call_hooks(self, event: Event) -> None:
         due = self.config.due_at(event.epoch)
         match event:
             case StepEnd():
@@ -199,7 +200,7 @@ class Callback(RegistrableConfigInterface):
             case StepMetrics():
                 call_hook(self.on_steps_reported, event=event)
                 if self._wants_step_metrics:
-                    self._tell_steps(event.rows, event.epoch)
+                    self._call_step_hooks(event.rows, event.epoch)
             case SavePoint():
                 call_hook(self.on_save_point, event=event)
             case FitStart():
@@ -216,14 +217,14 @@ class Callback(RegistrableConfigInterface):
                     call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
             case EvalStart() if not self._is_evaluating:
                 self._is_evaluating = True
-                self._tell_eval_start(event, due)
+                self._call_eval_start(event, due)
             case EvalRoundEnd():
                 self._is_evaluating = False
-                self._tell_eval_end(event, due)
+                self._call_eval_end(event, due)
             case FitEnd():
-                self._tell_end(event)
+                self._call_end(event)
 
-    def _tell_eval_start(self, event: EvalStart, due: bool) -> None:
+    def _call_eval_start(self, event: EvalStart, due: bool) -> None:
         if event.name.startswith("test"):
             self._end_training()
             call_hook(self.on_test_epoch_start, epoch=event.epoch)
@@ -232,7 +233,7 @@ class Callback(RegistrableConfigInterface):
         if due:
             call_hook(self.on_filtered_validation_epoch_start, epoch=event.epoch)
 
-    def _tell_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
+    def _call_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
         metrics = merged_names(event.metrics)
         if all(name.startswith("test") for name in event.metrics):
             call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
@@ -241,18 +242,18 @@ class Callback(RegistrableConfigInterface):
         if due:
             call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
 
-    def _tell_steps(self, rows: MetricWindow, epoch: int) -> None:
+    def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> None:
         call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
         for index, step in enumerate(range(rows.first, rows.last + 1)):
             values = {name: column.values[index] for name, column in rows.columns.items()}
             call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
-    def _tell_end(self, event: FitEnd) -> None:
+    def _call_end(self, event: FitEnd) -> None:
         self._is_running = False
         try:
             if event.status != "failed":
                 self._end_training()
-            elif (error := sys.exception()) is not None:  # `drive` tells of the end while the error is on its way
+            elif (error := sys.exception()) is not None:  # `drive` sends the end while the error propagates
                 call_hook(self.on_exception, exception=error)
         finally:
             call_hook(self.finalize, status=event.status)
@@ -263,58 +264,58 @@ class Callback(RegistrableConfigInterface):
             self.on_training_end()
 
     def on_training_start(self) -> None:
-        """Training is about to begin."""
+        """Called before training starts."""
 
     def on_training_end(self) -> None:
-        """Training is over: done, stopped or interrupted. A test may follow."""
+        """Called after training has completed, stopped or been interrupted. A test may follow."""
 
     def on_training_epoch_start(self, epoch: int) -> None:
-        """An epoch begins."""
+        """Called at the start of an epoch."""
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """An epoch is over; an evaluation may follow."""
+        """Called at the end of an epoch; an evaluation may follow."""
 
     def on_filtered_training_epoch_start(self, epoch: int) -> None:
-        """An epoch begins; every `every_n_epochs`-th only."""
+        """Called at the start of every `every_n_epochs`-th epoch."""
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """An epoch is over; every `every_n_epochs`-th only."""
+        """Called at the end of every `every_n_epochs`-th epoch."""
 
     def on_validation_epoch_start(self, epoch: int) -> None:
-        """An evaluation of all validation sets begins."""
+        """Called before the evaluation of all validation sets."""
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """All validation sets are done, and `self.state` is what was judged on them."""
+        """Called after the evaluation of all validation sets; `self.state` is the evaluated state."""
 
     def on_filtered_validation_epoch_start(self, epoch: int) -> None:
-        """An evaluation of all validation sets begins; in every `every_n_epochs`-th epoch only."""
+        """Called before validations in every `every_n_epochs`-th epoch."""
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """All validation sets are done; in every `every_n_epochs`-th epoch only."""
+        """Called after validations in every `every_n_epochs`-th epoch."""
 
     def on_test_epoch_start(self, epoch: int) -> None:
-        """An evaluation of all test sets begins."""
+        """Called before the evaluation of all test sets."""
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
-        """All test sets are done."""
+        """Called after the evaluation of all test sets."""
 
     def on_step_end(self, event: StepEnd) -> None:
-        """One or more steps were dispatched, as `event` says. Their numbers are not known yet."""
+        """Called after one or more steps were dispatched. Their metrics are not available yet."""
 
     def on_steps_reported(self, event: StepMetrics) -> None:
-        """The numbers of some steps have arrived, some steps later: `event.rows` has those of each."""
+        """Called when metrics of some steps arrive, several steps later: `event.rows` has those of each."""
 
     def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """The numbers of one step have arrived, some steps later: `self.state` is not that step's."""
+        """Called with the metrics of one step, several steps later: `self.state` is that of a later step."""
 
     def on_save_point(self, event: SavePoint) -> None:
-        """From the state as it is now a run can go on exactly: everybody was told everything about the steps so far."""
+        """Called where a run can be resumed exactly: all callbacks have all events of the steps so far."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Training failed with `exception`, which goes on afterwards."""
+        """Called when training fails with `exception`, which is raised afterwards."""
 
     def finalize(self, status: str) -> None:
-        """The last hook of a training, however it ended; `status` says how."""
+        """The last hook of a run; `status` is how it ended."""
 
 
 def _config(cls: type[Callback], settings: Mapping[str, Any]) -> Any:
@@ -324,4 +325,4 @@ def _config(cls: type[Callback], settings: Mapping[str, Any]) -> Any:
     try:
         return kind(**settings)
     except TypeError as missing:
-        raise TypeError(f"{cls.__name__} cannot do without a configuration: {missing}.") from None
+        raise TypeError(f"{cls.__name__} needs a configuration: {missing}.") from None

@@ -1,4 +1,4 @@
-"""Saves the state: after validations, every so many steps or minutes, and however a run ends."""
+"""`ModelCheckpoint`: saves after validations, every n steps or minutes, and at the end of a run."""
 
 import logging
 import math
@@ -23,23 +23,23 @@ LOG = logging.getLogger("jax_trainer")
 
 @dataclass
 class ModelCheckpointConfig(MonitoringConfig):
-    """What is saved, when, and which states are kept.
+    """When checkpoints are saved, and which are kept.
 
     Args:
-        every_n_epochs: epochs between two saved states; -1: every epoch, 0: not by epochs.
-        every_n_minutes: save every so many minutes as well; -1 or 0: not by time.
-        every_n_steps: save every so many steps as well; 0: not by steps.
-        monitor: the metric by which states are compared, by its full name.
-        mode: min: a small value is good; max: a large one; auto: as the metric's name says (loss, error, …: small;
-            accuracy, f1, …: large). A name that does not say needs one of the others.
-        save_top_k: how many of the best states are kept, besides the latest.
-        save_optimizer_state: keep the optimizer's state in the best checkpoints as well; otherwise they drop it once
-            they are no longer the latest. The latest always have it: training cannot go on without.
-        keep_latest: how many of the newest states are kept, to go on from; with 2, damage to one costs no run.
-        keep_every_n_steps: keep the states of these steps for good; 0: none.
-        save_on_exception: save when training fails, too, if there is a state to go on from.
-        on_save_failure: what happens when a state cannot be saved: stop with an error, or continue and try again the
-            next time. If the last one of a run cannot be saved, that is an error in any case.
+        every_n_epochs: save every n epochs; -1: every epoch, 0: not by epochs.
+        every_n_minutes: also save every n minutes; -1 or 0: not by time.
+        every_n_steps: also save every n steps; 0: not by steps.
+        monitor: the metric that ranks checkpoints, by its full name.
+        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
+            accuracy, f1, …: max); other names need min or max.
+        save_top_k: number of best checkpoints to keep, in addition to the latest.
+        save_optimizer_state: keep the optimizer state in the best checkpoints; otherwise they become weights-only once
+            they are no longer among the latest. The latest always have it, to resume from.
+        keep_latest: number of newest checkpoints to keep, to resume from; with 2, one may be damaged.
+        keep_every_n_steps: also keep checkpoints whose step is a multiple of this; 0: none.
+        save_on_exception: also save when training fails, if there is a state to resume from.
+        on_save_failure: if a checkpoint cannot be saved, stop with an error, or continue and retry at the next save.
+            A failure of the last save of a run is always an error.
     """
 
     every_n_steps: Annotated[int, AtLeast(0)] = 0
@@ -52,15 +52,15 @@ class ModelCheckpointConfig(MonitoringConfig):
 
     @property
     def saves_at_all(self) -> bool:
-        """Whether anything is ever to be saved."""
+        """Whether any checkpoint is ever saved."""
         return bool(self.every_n_epochs or self.every_n_steps or self.every_n_minutes > 0)
 
     def store_options(self, *, validates: bool = True, monitors: bool = True) -> dict[str, Any]:
-        """The options of the `CheckpointStore` that this configuration asks for.
+        """The options of the `CheckpointStore` for this configuration.
 
         Args:
-            validates: whether there will be anything to compare states by.
-            monitors: whether `monitor` compares them; otherwise the store is told how by somebody else.
+            validates: whether the run has metrics to rank checkpoints by.
+            monitors: whether `monitor` ranks them; otherwise the store has another comparison.
         """
         always = {"keep_latest": self.keep_latest, "keep_every": self.keep_every_n_steps}
         if not validates:
@@ -70,13 +70,13 @@ class ModelCheckpointConfig(MonitoringConfig):
 
 
 class _Mark(NamedTuple):
-    """What a run that goes on from a place must know besides the state."""
+    """The metadata to resume from a point, besides the state."""
 
     loop_state: LoopState
-    states: Mapping[str, Any]  # of callbacks and others that watch
-    record: Callable[[], RecordMark | None]  # of the run's rows, as soon as they are written
-    devices: int  # that share the state
-    transforms: str  # of batches on the device, in words; "" where a trainer has none
+    states: Mapping[str, Any]  # of callbacks and loggers, by name
+    record: Callable[[], RecordMark | None]  # position in metrics.jsonl, once the rows are written
+    devices: int  # number of devices of the state
+    transforms: str  # description of the transforms of batches on the device; "" without a trainer
 
     def data(self) -> dict[str, Any]:
         record = self.record()
@@ -89,38 +89,36 @@ class _Mark(NamedTuple):
 
 @register
 class ModelCheckpoint(Callback):
-    """Saves the state after validations (after epochs, if there are none), by steps or time, and however a run ends.
+    """Saves checkpoints after validations (or epochs, without validation), by steps or time, and at the end of a run.
 
-    Saving goes on in the background while training does.
+    Checkpoints are written in the background.
     """
 
     config: ModelCheckpointConfig
 
     def attach(self, run: RunContext) -> None:
-        """Watches `run`, which must have a place to save to."""
         if run.checkpoints is None:
-            raise ValueError("`ModelCheckpoint` needs a place to save to: give the run `checkpoints`.")
+            raise ValueError("`ModelCheckpoint` needs a checkpoint store: pass `checkpoints` to the `RunContext`.")
         self._checkpoints = run.checkpoints
         super().attach(run)
 
     def reset(self) -> None:
-        """Has saved nothing."""
-        self._first = 0  # step of this training
-        self._mark: _Mark | None = None  # the last place that a run can go on from
-        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # the step of the last evaluation, and what it found
+        self._first = 0  # the first step of this run
+        self._mark: _Mark | None = None  # the last point to resume from
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # the step and the metrics of the last evaluation
         self._saw_nan = False  # in the monitored metric
-        self._wants = False  # to save at the next point
-        self._saved: tuple[Any, ...] = ()  # what was saved last
+        self._wants = False  # save at the next save point
+        self._saved: tuple[Any, ...] = ()  # key of the last save
         self._last = -1  # its step
-        self._lost: SaveError | None = None  # the last save, if it failed
+        self._lost: SaveError | None = None  # the error of the last save
 
     @property
     def saves_every(self) -> Every:
-        """How often a save is due besides epochs and evaluations."""
+        """How often a save is due, in addition to epochs and evaluations."""
         return Every(steps=self.config.every_n_steps, minutes=max(0.0, self.config.every_n_minutes))
 
     def on_training_start(self) -> None:
-        """Sees to it that there is a place to save to; says so where there is nothing to monitor."""
+        """Checks that checkpoints can be saved; warns if there is nothing to monitor."""
         self._first = self.event.step
         if self.config.saves_at_all:
             self._checkpoints.prepare(self.state)
@@ -131,23 +129,22 @@ class ModelCheckpoint(Callback):
             )
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Saves soon, where no validation will come."""
         if not self.run.validates:
             self._evaluated, self._wants = (self.event.step, train_metrics), True
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Saves soon what was judged; not before the first step, when there is nothing to save."""
+        """Saves the evaluated state at the next save point; not before the first step."""
         if self.run.monitors:
             value = monitored(eval_metrics, self.config.monitor)  # a wrong name fails at the first validation
             self._saw_nan |= math.isnan(value)
         self._evaluated, self._wants = (self.event.step, eval_metrics), self.event.step > 0
 
     def on_steps_reported(self, event: StepMetrics) -> None:
-        """Learns in time that a state could not be saved."""
+        """Raises errors of background saves early."""
         self._tolerating(self._checkpoints.check)
 
     def on_save_point(self, event: SavePoint) -> None:
-        """Takes note of a place to go on from, and saves if that is due."""
+        """Stores the metadata to resume from, and saves if that is due."""
         loop_state = event.loop_state
         if not loop_state.is_at(None if self._mark is None else self._mark.loop_state):
             devices = len(event.state.step.sharding.device_set)
@@ -159,7 +156,7 @@ class ModelCheckpoint(Callback):
             self._tolerating(lambda: self._save(due=event.due))
 
     def on_training_end(self) -> None:
-        """Waits until everything is saved: a test may want the best state."""
+        """Waits for pending saves: a test may need the best checkpoint."""
         self._tolerating(self._checkpoints.wait)
         if self._saw_nan and self._checkpoints.best() is None:
             LOG.warning(
@@ -168,9 +165,9 @@ class ModelCheckpoint(Callback):
             )
 
     def finalize(self, status: str) -> None:
-        """Waits until everything is saved. Whatever the policy is, a run whose last state is lost has failed.
+        """Waits for pending saves. If the last one failed, the run fails regardless of `on_save_failure`.
 
-        Of several processes one that failed does not wait: the others may never come to finish a save.
+        In a multi-process job, a process that failed does not wait: the others may never finish the save.
         """
         if status == "failed" and process_group().is_multi_process:
             return
@@ -182,7 +179,7 @@ class ModelCheckpoint(Callback):
                 LOG.warning(str(error))
         if self._lost is None:
             return
-        if status == "failed":  # what it failed with is on its way
+        if status == "failed":  # its own error is propagating
             LOG.error(str(self._lost))
         else:
             raise self._lost
@@ -192,12 +189,12 @@ class ModelCheckpoint(Callback):
         return self.config.save_on_exception if failed else not isinstance(reason, SaveError)
 
     def _save(self, *, due: bool) -> None:
-        """Saves; what is due by steps or time, or because the run ends, is written before the next one is taken."""
+        """Saves; a save that is due by steps or time, or at the end of the run, is never skipped."""
         mark, (step, found) = self._mark, self._evaluated
         assert mark is not None
         metrics = {name: float(value) for name, value in found.items() if np.ndim(value) == 0}
         metrics = metrics if step == self.event.step else {}
-        what = (mark.loop_state.place, self.event.step, bool(metrics))
+        what = (mark.loop_state.key, self.event.step, bool(metrics))
         if what != self._saved:
             position = mark.loop_state.position
             more: dict[str, Any] = {"callbacks": mark.states, "run": mark.data, "wait": False, "coalesce": not due}
@@ -205,16 +202,16 @@ class ModelCheckpoint(Callback):
             self._saved, self._lost, self._last = what, None, self.event.step
 
     def _tolerating(self, act: Callable[[], object]) -> None:
-        """Does `act`; where the configuration says so, what could not be saved is no reason to stop."""
+        """Calls `act`; with `on_save_failure: continue` a `SaveError` is only logged."""
         try:
             act()
         except SaveError as error:
             if self.config.on_save_failure == "stop":
                 raise
             self._note(error)
-            LOG.warning(f"{error} Training goes on, and the next state is tried again.")
+            LOG.warning(f"{error} Training continues, and retries at the next save.")
 
     def _note(self, error: SaveError) -> None:
-        """Takes note of a state that could not be saved; one that waits to be written may be newer."""
+        """Stores the error of a failed save, unless a newer save is pending."""
         if self.config.on_save_failure == "stop" or error.step in (None, self._last):
             self._saved, self._lost = (), error

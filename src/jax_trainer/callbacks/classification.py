@@ -1,4 +1,4 @@
-"""What a classifier takes for what, as a figure."""
+"""Logs the confusion matrix of a classifier as a figure."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,23 +16,23 @@ from jax_trainer.settings import Above, AtLeast, Problem
 
 LOG = logging.getLogger("jax_trainer")
 METRIC, FIGURE = "conf_matrix", "confusion_matrix"
-MOST_WITH_TEXT = 30  # classes; the cells of more are too small to read, and thousands of texts take seconds to draw
+MOST_WITH_TEXT = 30  # classes; cells of more are too small to read and slow to draw
 
 Length = Annotated[float, Above(0)]
 
 
 @dataclass
 class ConfusionMatrixConfig(CallbackConfig):
-    """What the figure of a confusion matrix looks like.
+    """Appearance of the confusion matrix.
 
     Args:
-        every_n_epochs: epochs between two figures of validations; -1: every epoch, 0: only tests are drawn.
-        every_n_minutes: has no meaning here.
-        normalize: show shares of the examples of each true class instead of counts.
-        cmap: the colours, by the name that matplotlib has for them.
+        every_n_epochs: draw validations every n epochs; -1: every epoch, 0: only tests.
+        every_n_minutes: not used.
+        normalize: show fractions of the examples of each true class instead of counts.
+        cmap: the matplotlib colormap.
         figsize: width and height in inches.
         fig_size: another spelling of `figsize`.
-        format: how the number in a cell is written; left out, .2% for shares and d for counts.
+        format: the format of numbers in cells; by default .2% for fractions and d for counts.
         dpi: dots per inch.
     """
 
@@ -44,24 +44,24 @@ class ConfusionMatrixConfig(CallbackConfig):
     dpi: Annotated[int, AtLeast(1)] = 100
 
     def problems(self) -> Iterator[Problem]:
-        """A size that is given twice, and a format that numbers do not have."""
+        """Two different sizes, or an invalid number format."""
         if self.fig_size is not None and tuple(self.figsize) not in ((8.0, 8.0), tuple(self.fig_size)):
-            yield "fig_size", "`fig_size` and `figsize` are two spellings of one key, and they differ. Leave one out."
+            yield "fig_size", "`fig_size` and `figsize` are the same option with different values. Remove one."
         try:
             format(0.5 if self.normalize else 1, self.cell_format)
         except ValueError as problem:
-            kind = "share" if self.normalize else "count"
-            yield "format", f"A {kind} cannot be written with `format: {self.format}`: {problem}."
+            kind = "fractions" if self.normalize else "counts"
+            yield "format", f"`format: {self.format}` is invalid for {kind}: {problem}."
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches, whichever spelling was used."""
+        """Width and height in inches, from either spelling."""
         width, height = self.figsize if self.fig_size is None else self.fig_size
         return width, height
 
     @property
     def cell_format(self) -> str:
-        """How the number in a cell is written."""
+        """The format of numbers in cells."""
         return self.format if self.format is not None else ".2%" if self.normalize else "d"
 
 
@@ -69,42 +69,38 @@ class ConfusionMatrixConfig(CallbackConfig):
 class ConfusionMatrixCallback(Callback):
     """Draws the confusion matrix after validations and tests, and logs it as `val/confusion_matrix`.
 
-    The loss must report a metric `conf_matrix` of shape [classes, classes] with the mode "sum", a row per true class.
-    Needs the extra `plots`; without it there is a warning, and no figure.
+    The loss must return a metric `conf_matrix` of shape [classes, classes] with the mode "sum", a row per true class.
+    Needs the extra `plots`; without it there is a warning and no figure.
     """
 
     config: ConfusionMatrixConfig
 
     def reset(self) -> None:
-        """Knows no classes."""
         self._class_names: Sequence[str] = ()
 
     def attach(self, run: RunContext) -> None:
-        """Watches `run`, if there is something to draw with."""
         super().attach(run)
         self._class_names = _class_names(run.dataset)
         self._plots: ModuleType | None = None
         try:
             self._plots = lazy_import("matplotlib.figure", extra="plots")
         except ImportError as missing:
-            LOG.warning(f"ConfusionMatrixCallback draws nothing, and training goes on: {missing}")
+            LOG.warning(f"ConfusionMatrixCallback draws no figures: {missing}")
         else:
-            self._draw(np.eye(1))  # a mistake in the configuration shows now, not after the first epoch
+            self._draw(np.eye(1))  # configuration errors surface now, not after the first epoch
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Draws the matrix of every validation set."""
         self._log(eval_metrics)
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
-        """Draws the matrix of every test set."""
         self._log(test_metrics)
 
     def _log(self, metrics: dict[str, Any]) -> None:
         found = {name: value for name, value in metrics.items() if name.rpartition("/")[2] == METRIC}
         if not found:
             raise ValueError(
-                f"`ConfusionMatrixCallback` needs a metric {METRIC!r} of shape [classes, classes]. There are: "
-                f"{', '.join(sorted(metrics)) or 'none'}. Report it from the loss with the mode 'sum', a row per true "
+                f"`ConfusionMatrixCallback` needs a metric {METRIC!r} of shape [classes, classes]. Logged metrics: "
+                f"{', '.join(sorted(metrics)) or 'none'}. Return it from the loss with the mode 'sum', a row per true "
                 "class."
             )
         for name, value in found.items():
@@ -118,7 +114,7 @@ class ConfusionMatrixCallback(Callback):
     def _draw(self, matrix: np.ndarray) -> Any:
         assert self._plots is not None
         config, names = self.config, self._class_names
-        numbers = _shares(matrix) if config.normalize else np.rint(matrix).astype(np.int64)
+        numbers = _fractions(matrix) if config.normalize else np.rint(matrix).astype(np.int64)
         figure = self._plots.Figure(figsize=config.size, dpi=config.dpi, layout="tight")
         axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
         axes.imshow(numbers, cmap=config.cmap, vmin=0, vmax=1 if config.normalize else None)
@@ -130,8 +126,8 @@ class ConfusionMatrixCallback(Callback):
         return figure
 
 
-def _shares(matrix: np.ndarray) -> np.ndarray:
-    """Of each row, the shares; of a class without examples, nothing."""
+def _fractions(matrix: np.ndarray) -> np.ndarray:
+    """Fractions per row; zeros for a class without examples."""
     return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
 
 
@@ -143,7 +139,7 @@ def _write_cells(axes: Any, numbers: np.ndarray, form: str) -> None:
 
 
 def _class_names(dataset: Any) -> Sequence[str]:
-    """What the dataset calls its classes, where it says so."""
+    """The class names of the dataset, if it has them."""
     metadata = getattr(dataset, "metadata", None) or {}
     known = metadata.get("class_names") or getattr(dataset, "class_names", ()) or getattr(dataset, "classes", ())
     return [str(name) for name in known or ()]

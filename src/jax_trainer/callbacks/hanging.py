@@ -1,4 +1,4 @@
-"""Notices that a run hangs: says where every thread is, and ends the process where that is wanted."""
+"""Detects a hanging run: dumps the stack of every thread, and optionally exits."""
 
 import faulthandler
 import logging
@@ -19,18 +19,19 @@ from jax_trainer.processes import process_group
 from jax_trainer.settings import Above
 
 LOG = logging.getLogger("jax_trainer")
-HANGS = 75  # the exit code: a temporary failure, to be tried again
+HANGS = 75  # exit code: a temporary failure, to be retried
 
 
 @dataclass
 class HangMonitorConfig(CallbackConfig):
-    """How long a run may stand still.
+    """How long a run may make no progress.
 
     Args:
-        every_n_epochs: has no meaning here.
-        every_n_minutes: has no meaning here.
-        seconds: without any step, evaluation or save after which it counts as hanging; more than compiling takes.
-        exits: end the process with exit code 75, so that whoever started it can start it again.
+        every_n_epochs: not used.
+        every_n_minutes: not used.
+        seconds: seconds without any step, evaluation or save after which the run counts as hanging; must exceed the
+            compile time.
+        exits: end the process with exit code 75, so that a supervisor can restart it.
     """
 
     seconds: Annotated[float, Above(0)] = 600.0
@@ -39,17 +40,15 @@ class HangMonitorConfig(CallbackConfig):
 
 @register
 class HangMonitor(Callback):
-    """Says where every thread is when a run stands still: on standard error, and in the run's folder."""
+    """Dumps the stack of every thread when a run hangs: to standard error, and to a file in the run folder."""
 
     config: HangMonitorConfig
 
     def reset(self) -> None:
-        """Has seen nothing."""
-        self._seen: tuple[float, str] = (0.0, "")  # when something happened last, and what
+        self._seen: tuple[float, str] = (0.0, "")  # time and description of the last event
         self._is_over = threading.Event()
 
     def handle(self, event: Event) -> None:
-        """Takes note that something has happened."""
         self._seen = (time.monotonic(), f"step {event.step} of epoch {event.epoch}")
         match event:
             case FitStart():
@@ -61,19 +60,19 @@ class HangMonitor(Callback):
 
     def _watch(self) -> None:
         is_over, limit = self._is_over, self.config.seconds
-        told = 0.0  # what was seen last when it was told of
+        reported = 0.0  # time of the last event that was reported
         while not is_over.wait(min(1.0, limit / 10)):
             seen, what = self._seen
-            if time.monotonic() - seen > limit and seen != told:
-                told = seen
-                self._tell_where(what)
+            if time.monotonic() - seen > limit and seen != reported:
+                reported = seen
+                self._report(what)
 
-    def _tell_where(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         where = self._dump(self.run.folder / f"hang-{process_group().index}.txt")
         ends = f" The process ends with exit code {HANGS}." if self.config.exits else ""
         LOG.error(
-            f"Nothing has happened for {self.config.seconds:g} seconds, since {what}: the run hangs. Where every "
-            f"thread is stands above{where}.{ends}"
+            f"The run hangs: no progress for {self.config.seconds:g} seconds, since {what}. The stacks of all threads "
+            f"are above{where}.{ends}"
         )
         if self.config.exits:
             flush_output()
@@ -84,6 +83,6 @@ class HangMonitor(Callback):
         try:
             with file.open("w") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
-        except OSError as error:  # the disk may be what hangs; that must not keep the process from ending
+        except OSError as error:  # the disk may be the cause, and must not prevent the exit
             return f" ({file} cannot be written: {error.strerror})"
         return f" and in {file}"

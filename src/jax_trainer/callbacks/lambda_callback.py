@@ -1,4 +1,4 @@
-"""Hooks as plain functions."""
+"""A callback made of functions."""
 
 import difflib
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from jax_trainer.callbacks.hook_calls import FOREIGN, hooks_of
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions: each is given by the name of its hook, and called with the hook's arguments.
+    """A callback made of functions: pass each by the name of its hook.
 
     >>> printing = LambdaCallback(on_validation_epoch_end=lambda metrics, epoch: print(epoch, metrics["val/acc"]))
     """
@@ -20,8 +20,8 @@ class LambdaCallback(Callback):
         for name, function in hooks.items():
             if name not in names:
                 near = FOREIGN.get(name) or next(iter(difflib.get_close_matches(name, names, n=1)), "")
-                hint = f"Did you mean `{near}`?" if near else f"There are {', '.join(sorted(names))}."
-                raise TypeError(f"There is no hook {name!r}. {hint}")
+                hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(names))}."
+                raise TypeError(f"Unknown hook {name!r}. {hint}")
             if not callable(function):
                 raise TypeError(f"`{name}` must be a function, got {function!r}.")
             setattr(self, name, function)

@@ -1,4 +1,4 @@
-"""Writes what a run reports: windows of steps, epochs, evaluations."""
+"""Writes the metrics of a run: windows of steps, epochs, evaluations."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from jax_trainer.settings import checked
 
 
 class Windows:
-    """Folds step metrics into windows that end at multiples of `every` steps, however they arrive."""
+    """Aggregates step metrics over windows that end at multiples of `every` steps."""
 
     def __init__(self, every: int) -> None:
         self._every, self._meter = every, WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.STEP))
@@ -31,11 +31,11 @@ class Windows:
             rows = rest
 
     def state_dict(self) -> dict[str, Any]:
-        """What the window that is not complete has so far."""
+        """The aggregates of the incomplete window."""
         return {"every": self._every, "window": self._meter.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with that window; one of another length began elsewhere, and counts for nothing."""
+        """Restores the incomplete window; one of another length is dropped."""
         if state["every"] == self._every:
             self._meter.load(state["window"])
 
@@ -43,15 +43,15 @@ class Windows:
 class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
 
-    Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is how
-    many seconds an epoch's training or an evaluation took.
+    Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is the
+    seconds of an epoch's training or of an evaluation.
 
     Args:
-        writer: takes the numbers.
-        every_n_steps: steps between two rows of step metrics.
-        closes: the writer is closed when training ends; otherwise whoever made it goes on to use it and closes it.
-        save: also given all metrics of every evaluation, arrays among them, with a name such as "val_epoch_0007", which
-            is the epoch's last one. Those inside an epoch are saved as "val_step_000150", too.
+        writer: writes the rows.
+        every_n_steps: write step metrics every n steps.
+        closes: close the writer when training ends; otherwise its owner does.
+        save: also called with all metrics of every evaluation, also arrays, and a name such as "val_epoch_0007" for the
+            last one of the epoch. Evaluations inside an epoch are also saved as "val_step_000150".
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class LogMetrics:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
         self._writer, self._closes, self._save = writer, closes, save
         self._windows = Windows(every_n_steps) if every_n_steps else None
-        self._eval_began, self._in_epoch = 0.0, False
+        self._eval_started, self._in_epoch = 0.0, False
 
     def handle(self, event: Event) -> None:
-        """Writes what `event` reports."""
+        """Writes the metrics of `event`."""
         match event:
             case StepMetrics() if self._windows:
                 for step, metrics in self._windows.add(event.rows):
@@ -81,9 +81,9 @@ class LogMetrics:
                 timed = {**event.metrics, "time": event.seconds}
                 self._write(event.step, event.epoch, timed, "train", "_epoch")
             case EvalStart():
-                self._eval_began = time.perf_counter()
+                self._eval_started = time.perf_counter()
             case EvalEnd():
-                timed = {**event.metrics, "time": time.perf_counter() - self._eval_began}
+                timed = {**event.metrics, "time": time.perf_counter() - self._eval_started}
                 self._write(event.step, event.epoch, timed, event.name, "")
                 if self._save is not None:
                     for name in self._file_names(event):
@@ -92,12 +92,12 @@ class LogMetrics:
                 self._writer.close(event.status)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to resume: the steps that no row has yet, and whether an epoch is under way."""
+        """The state to resume from: the incomplete window, and whether an epoch is running."""
         windows = {} if self._windows is None else self._windows.state_dict()
         return {**windows, "in_epoch": self._in_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` gave; comes before training does."""
+        """Restores the result of `state_dict`; called before training."""
         windows = {"every": int, "window": dict[str, Any]} if "every" in state else {}
         self._in_epoch = checked(state, {**windows, "in_epoch": bool})["in_epoch"]
         if self._windows is not None and windows:
@@ -115,12 +115,12 @@ class LogMetrics:
 
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:
-    """The observers that tell `logger` of a run, as its configuration says. They leave closing it to its owner."""
+    """The observers that write a run to `logger`, by its configuration; its owner closes it."""
     return [LogMetrics(logger, logger.config.log_steps_every, closes=False, save=logger.save_metrics)]
 
 
 def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`metrics` by the names that people see: "acc" of "val" is "val/acc"; a name with a "/" keeps its own prefix.
+    """`metrics` by full name: "acc" of "val" is "val/acc"; a name with a "/" keeps its own prefix.
 
     >>> full_names({"acc": 0.5, "optimizer/lr": 0.1}, "train")
     {'train/acc': 0.5, 'optimizer/lr': 0.1}
@@ -129,5 +129,5 @@ def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def merged_names(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of several evaluation sets in one dict, by the names that people see."""
+    """The metrics of several evaluation sets in one dict, by full name."""
     return {full: value for name, metrics in by_set.items() for full, value in full_names(metrics, name).items()}

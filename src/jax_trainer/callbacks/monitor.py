@@ -1,4 +1,4 @@
-"""Callbacks that watch a quantity and log it."""
+"""Callbacks that monitor a quantity and log it."""
 
 import logging
 from collections.abc import Mapping
@@ -25,41 +25,38 @@ class LearningRateMonitorConfig(CallbackConfig):
     """When the learning rate is logged.
 
     Args:
-        every_n_epochs: epochs between two logged values; -1: every epoch, 0: never.
-        every_n_minutes: has no meaning here.
+        every_n_epochs: log every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: not used.
     """
 
 
 @register
 class LearningRateMonitor(Callback):
-    """Logs the learning rate as `optimizer/lr`, before the first epoch and at the beginning of each.
+    """Logs the learning rate as `optimizer/lr`, before training and at the start of each epoch.
 
-    A trainer that has one also logs it with the metrics of steps, as `optimizer/lr_step`. Groups of parameters with a
-    rate of their own are `optimizer/lr_<group>`. The rate can be seen in the state of the optimizers of this library
-    and of `optax.inject_hyperparams`; of others, one line says that it cannot.
+    A trainer with this callback also logs it with the step metrics, as `optimizer/lr_step`. Parameter groups with their
+    own rate are `optimizer/lr_<group>`. The rate is read from the state of this library's optimizers and of
+    `optax.inject_hyperparams`; for others there is one warning.
     """
 
     config: LearningRateMonitorConfig
 
     def reset(self) -> None:
-        """Has logged nothing."""
         self._logged_epoch = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch was logged last."""
+        """The last logged epoch."""
         return {"logged_epoch": self._logged_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """An epoch that goes on is not logged again."""
         self._logged_epoch = checked(state, {"logged_epoch": int})["logged_epoch"]
 
     def on_training_start(self) -> None:
-        """Logs where the schedule begins, unless training goes on from a checkpoint."""
+        """Logs the initial rate, unless the run is resumed."""
         if self.event.epoch == 0 and self.config.every_n_epochs:
             self._log()
 
     def on_filtered_training_epoch_start(self, epoch: int) -> None:
-        """Logs what the epoch begins with."""
         self._log()
 
     def _log(self) -> None:
@@ -72,8 +69,8 @@ class LearningRateMonitor(Callback):
             self.run.logger.write(self.event.step, {"epoch": epoch, **{name: float(rates[name]) for name in rates}})
         elif is_first:
             LOG.warning(
-                f"`LearningRateMonitor` logs no {METRIC!r}: the state of this optimizer does not have the rate. "
-                "Make it by `optax.inject_hyperparams(optax.adam)(learning_rate=…)`, or take an optimizer of "
+                f"`LearningRateMonitor` logs no {METRIC!r}: the state of this optimizer does not contain the rate. "
+                "Use `optax.inject_hyperparams(optax.adam)(learning_rate=…)`, or an optimizer of "
                 "`jax_trainer.optimizer`."
             )
 
@@ -83,12 +80,12 @@ class GradientSpikeMonitorConfig(CallbackConfig):
     """What counts as a spike of the gradients or the loss.
 
     Args:
-        every_n_epochs: epochs between two logged counts, which cover all of them; -1: every epoch, 0: never.
-        every_n_minutes: has no meaning here.
-        threshold: a spike is more than this many times the average of the steps before.
-        log_to_disk: also keep the spikes themselves, in `gradient_spikes.npz`.
-        ema_decay: the share of the average that stays per step.
-        warmup_steps: so many steps make the first average; before, only what is not finite is a spike.
+        every_n_epochs: log the counts of n epochs every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: not used.
+        threshold: a spike exceeds the running average by this factor.
+        log_to_disk: also save the spikes to `gradient_spikes.npz`.
+        ema_decay: decay rate of the exponential moving average.
+        warmup_steps: number of steps before spikes are detected; until then only non-finite values are spikes.
     """
 
     threshold: Annotated[float, Above(1)] = 2.0
@@ -99,31 +96,30 @@ class GradientSpikeMonitorConfig(CallbackConfig):
 
 @register
 class GradientSpikeMonitor(Callback):
-    """Counts steps whose gradient norm or loss is far above its running average, which spikes leave as it was.
+    """Counts steps whose gradient norm or loss is far above its running average; spikes do not enter the average.
 
     Logged per epoch, as `optimizer/spikes_…`: `grad_norms` and `losses` are the spikes of each, `synchronous` the steps
     that are both, `grad_before_loss` and `loss_before_grad` those where one is followed by the other within 5 steps.
-    Where 100 steps in a row are spikes, the quantity has moved to another level, and its average begins anew. Steps
-    that were skipped do not count.
+    After 100 spikes in a row the quantity has moved to another level, and its average restarts. Skipped steps do not
+    count.
     """
 
     config: GradientSpikeMonitorConfig
 
     def reset(self) -> None:
-        """Has seen nothing."""
         config = self.config
         self._spikes = Spikes.of(config.ema_decay, config.threshold, config.warmup_steps)
-        self._step = 0  # the last one it has looked at
+        self._step = 0  # the last one that was checked
         self._file: SpikeFile | None = None
-        self._unwritten: Mapping[str, Any] = {}  # what a run that goes on adds to its file
+        self._unwritten: Mapping[str, Any] = {}  # spikes that a resumed run adds to its file
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, the counts since they were logged, and the spikes that are not in the file yet."""
+        """The averages, the counts since the last log, and the spikes that are not in the file yet."""
         unwritten = self._unwritten if self._file is None else self._file.unwritten
         return {"step": self._step, "spikes": self._spikes.state_dict(), "unwritten": unwritten}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the averages and the counts; where training goes back, so does the file."""
+        """Restores averages and counts; after a rollback the file is truncated, too."""
         checked(state, {"step": int, "spikes": object, "unwritten": dict[str, list[tuple[int, Real, Real]]]})
         self._step, self._unwritten = state["step"], state["unwritten"]
         self._spikes = Spikes.from_state(state["spikes"])
@@ -131,44 +127,40 @@ class GradientSpikeMonitor(Callback):
             self._open_file()
 
     def on_training_start(self) -> None:
-        """Takes in the file of a run that goes on."""
+        """Opens the file, also that of a resumed run."""
         if self.config.log_to_disk and self.is_primary:
             self._step = self.event.step
             self._open_file()
 
     def on_steps_reported(self, event: StepMetrics) -> None:
-        """Looks at each of the steps."""
         columns = event.rows.columns
         if GRAD_NORM not in columns:
             raise ValueError(
-                f"`GradientSpikeMonitor` needs the metric {GRAD_NORM!r}, and steps report only "
+                f"`GradientSpikeMonitor` needs the step metric {GRAD_NORM!r}. Step metrics: "
                 f"{', '.join(sorted(columns))}. Set `log_grad_norm: true`."
             )
         norms, losses = (columns[name].values.tolist() for name in (GRAD_NORM, LOSS))
-        heard = (columns[GRAD_NORM].weights > 0).tolist()
+        is_counted = (columns[GRAD_NORM].weights > 0).tolist()
         for index, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
             self._step = event.rows.first + index
-            if heard[index]:
-                self._look(self._step, norm, loss)
+            if is_counted[index]:
+                self._check(self._step, norm, loss)
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Logs the counts."""
-        counts = {f"optimizer/spikes_{name}": count for name, count in self._spikes.taken_counts().items()}
+        counts = {f"optimizer/spikes_{name}": count for name, count in self._spikes.pop_counts().items()}
         self.run.logger.write(self.event.step, {"epoch": epoch, **counts})
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Writes the file."""
         self._write()
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Writes the file: a checkpoint may be saved now."""
+        """Writes the file, since a checkpoint may follow."""
         self._write()
 
     def finalize(self, status: str) -> None:
-        """Writes the file."""
         self._write()
 
-    def _look(self, step: int, norm: float, loss: float) -> None:
+    def _check(self, step: int, norm: float, loss: float) -> None:
         spikes = self._spikes
         averages = spikes.grad_norm.average, spikes.loss.average
         found = spikes.add(step, norm, loss)

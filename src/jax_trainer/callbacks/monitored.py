@@ -1,4 +1,4 @@
-"""The metric that a callback goes by: its value, and whether a small one is good or a large one."""
+"""The monitored metric of a callback: its value, and whether lower or higher is better."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,30 +7,30 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, direction_words
+from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, describe_mode
 from jax_trainer.settings import Problem, SettingsError
 from jax_trainer.suggestions import suggestion
 
-__all__ = ["Direction", "Mode", "MonitoringConfig", "best_mode", "direction_words", "may_add_metrics", "monitored"]
+__all__ = ["Direction", "Mode", "MonitoringConfig", "best_mode", "describe_mode", "may_add_metrics", "monitored"]
 
 
 @dataclass
 class MonitoringConfig(CallbackConfig):
-    """What callbacks that go by a metric are told.
+    """Options of callbacks that monitor a metric.
 
     Args:
-        every_n_epochs: look in every so many epochs only; -1: in every epoch, 0: never.
-        every_n_minutes: has no meaning here.
+        every_n_epochs: check every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: not used.
         monitor: the metric, by its full name.
-        mode: min: a small value is good; max: a large one; auto: as the metric's name says (loss, error, …: small;
-            accuracy, f1, …: large). A name that does not say needs one of the others.
+        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
+            accuracy, f1, …: max); other names need min or max.
     """
 
     monitor: str = "val/loss"
     mode: Mode = "auto"
 
     def problems(self) -> Iterator[Problem]:
-        """A metric whose name does not say which way it is good."""
+        """A metric for which `mode: auto` is ambiguous."""
         try:
             best_mode(self.mode, self.monitor)
         except SettingsError as error:
@@ -38,12 +38,12 @@ class MonitoringConfig(CallbackConfig):
 
     @property
     def best_mode(self) -> Direction:
-        """`mode`, with "auto" decided by the metric's name."""
+        """`mode`, with "auto" inferred from the metric's name."""
         return best_mode(self.mode, self.monitor)
 
 
 def may_add_metrics(one: Any) -> bool:
-    """Whether a callback's own hook may add to what validations report; ours add nothing.
+    """Whether a callback may add metrics to validations; built-in ones add none.
 
     >>> may_add_metrics(Callback())
     False
@@ -56,8 +56,8 @@ def may_add_metrics(one: Any) -> bool:
 def monitored(metrics: Mapping[str, Any], monitor: str) -> float:
     """The value of the metric called `monitor`, which must be one of `metrics` and a number."""
     if monitor not in metrics:
-        there = ", ".join(sorted(metrics)) or "none"
-        raise ValueError(f"No metric {monitor!r} to monitor. There are: {there}.{suggestion(monitor, metrics)}")
+        logged = ", ".join(sorted(metrics)) or "none"
+        raise ValueError(f"No metric {monitor!r} to monitor. Logged metrics: {logged}.{suggestion(monitor, metrics)}")
     if shape := np.shape(metrics[monitor]):
-        raise ValueError(f"`monitor: {monitor}` must name a number, and this is an array of shape {shape}.")
+        raise ValueError(f"`monitor: {monitor}` must name a scalar, got an array of shape {shape}.")
     return float(metrics[monitor])

@@ -1,4 +1,4 @@
-"""Traces a few steps now and then, to see where the time goes."""
+"""Traces some steps with JAX's profiler."""
 
 import logging
 import time
@@ -20,10 +20,10 @@ class JAXProfilerConfig(CallbackConfig):
     """When steps are traced, and how many.
 
     Args:
-        every_n_epochs: has no meaning here.
-        every_n_minutes: minutes between the beginnings of two traces; -1 or 0: there is only one.
-        first_step: the first trace begins after so many steps of the run, when everything is compiled.
-        profile_n_steps: how many steps a trace covers; whole chunks where a call takes several steps.
+        every_n_epochs: not used.
+        every_n_minutes: start a trace every n minutes; -1 or 0: only one trace.
+        first_step: start the first trace after this many steps of the run, when everything is compiled.
+        profile_n_steps: number of steps per trace, rounded up to full dispatches.
     """
 
     every_n_minutes: Annotated[float, AtLeast(-1)] = 60
@@ -33,53 +33,52 @@ class JAXProfilerConfig(CallbackConfig):
 
 @register
 class JAXProfiler(Callback):
-    """Traces some steps with JAX's profiler into the run's folder, where TensorBoard and XProf find them."""
+    """Traces some steps with JAX's profiler into the run folder, for TensorBoard and XProf."""
 
     config: JAXProfilerConfig
 
     def reset(self) -> None:
-        """Has traced nothing."""
-        self._steps = 0  # of this run, which may have begun at a later one
+        self._steps = 0  # of this run, which may have been resumed
         self._ends_at: int | None = None  # while a trace is running
-        self._began: float | None = None
+        self._started: float | None = None
         self._is_broken = False
 
     def on_step_end(self, event: StepEnd) -> None:
-        """Begins a trace when it is time, and ends it when it has seen enough."""
+        """Starts a trace when it is due, and stops it after enough steps."""
         self._steps += event.steps
         if not self.is_primary:
             return
         if self._ends_at is None and not self._is_broken and self._is_time():
-            self._begin()
+            self._start()
         elif self._ends_at is not None and self._steps >= self._ends_at:
             jax.block_until_ready(self.state)  # or the trace would miss what is still running
-            self._end()
+            self._stop()
 
     def finalize(self, status: str) -> None:
-        """Ends a trace that is still running."""
+        """Stops a running trace."""
         if self._ends_at is not None:
-            self._end()
+            self._stop()
 
     def _is_time(self) -> bool:
-        if self._began is None:
+        if self._started is None:
             return self._steps >= self.config.first_step
         pause = 60 * self.config.every_n_minutes
-        return pause > 0 and time.monotonic() - self._began >= pause
+        return pause > 0 and time.monotonic() - self._started >= pause
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         jax.block_until_ready(self.state)  # earlier steps do not belong to the trace
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         if self._try(jax.profiler.start_trace, str(self.run.folder)):
             self._ends_at = self._steps + self.config.profile_n_steps
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._ends_at = None
         self._try(jax.profiler.stop_trace)
 
     def _try(self, action: Any, *arguments: Any) -> bool:
         try:
             action(*arguments)
-        except Exception as failure:  # for instance: somebody else is tracing; that must not end the run
+        except Exception as failure:  # for instance, another trace is running; that must not end the run
             self._is_broken = True
-            LOG.warning(f"JAXProfiler stops, and training goes on. {type(failure).__name__}: {failure}")
+            LOG.warning(f"JAXProfiler is disabled, and training continues. {type(failure).__name__}: {failure}")
         return not self._is_broken

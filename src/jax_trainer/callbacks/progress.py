@@ -1,4 +1,4 @@
-"""A progress bar that never asks the device: it shows the numbers that have arrived."""
+"""A progress bar that never waits for the device: it shows the metrics that have arrived."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from compoconf import register
 from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.screen import Screen, people_console
+from jax_trainer.callbacks.screen import Screen, progress_console
 from jax_trainer.core import LogMetricMode, LogMode, WindowAccumulator
 from jax_trainer.engine import (
     EpochEnd,
@@ -30,24 +30,24 @@ from jax_trainer.engine import (
 from jax_trainer.settings import AtLeast
 
 SHOWN = 4  # metrics in a line; more do not fit
-RATE = "optimizer/lr"  # shown as well, where steps report it
+RATE = "optimizer/lr"  # shown if it is a step metric
 WIDTH = 24  # of the bar
-FIRST_LINE, NEXT_LINE = 2.0, 5.0  # seconds without a word after which a file gets a line
+FIRST_LINE, NEXT_LINE = 2.0, 5.0  # seconds without output after which a file gets a line
 _STATISTICS = tuple(f"_{mode.value}" for mode in LogMetricMode)
 
 
 @dataclass
 class _Stage:
-    """What is counted now: the steps of an epoch, or the batches of an evaluation."""
+    """What is counted: the steps of an epoch, or the batches of an evaluation."""
 
     name: str
     unit: str
     total: int | None
-    began: float
-    is_first: bool  # of its kind in this run, so that it has to be compiled
+    started: float
+    is_first: bool  # of its kind in this run, so that it is compiled
     done: int = 0
     latest: str = ""  # metrics that have arrived
-    rated_from: tuple[float, int] | None = None  # after the first dispatch, which may have compiled
+    rated_from: tuple[float, int] | None = None  # time and count after the first dispatch, which may compile
 
     def count(self, done: int, now: float) -> None:
         self.done = done
@@ -55,35 +55,34 @@ class _Stage:
             self.rated_from = (now, done)
 
     def postpone(self, seconds: float) -> None:
-        """Something else took this long."""
-        self.began += seconds
+        """Excludes `seconds` from the speed."""
+        self.started += seconds
         if self.rated_from is not None:
             self.rated_from = (self.rated_from[0] + seconds, self.rated_from[1])
 
     def speed(self, now: float) -> float:
-        since, before = self.rated_from or (self.began, 0)
-        if self.done == before:  # all in one dispatch
-            since, before = self.began, self.done if self.is_first else 0
+        since, before = self.rated_from or (self.started, 0)
+        if self.done == before:  # everything in one dispatch
+            since, before = self.started, self.done if self.is_first else 0
         return (self.done - before) / (now - since) if now > since else 0.0
 
 
 class ProgressBar:
     """Shows epoch, steps, speed, the time left and the latest metrics, and a line for every epoch and evaluation.
 
-    Without a terminal there are only lines: besides those of epochs and evaluations one every few seconds. In a
-    notebook there is one line, which is drawn over, and at the end those of the last epoch. Drawing is done here, not
-    in a thread that would compete with training, at most every `refresh_seconds`, lines included, and it is one write:
-    laying out a `rich` progress bar takes 3 ms, a hundred times as long.
+    Without a terminal there are only lines: for epochs, evaluations, and every few seconds. A notebook shows one line,
+    which is redrawn, and at the end those of the last epoch. It draws at most every `refresh_seconds`, in one write and
+    not in a thread, which would compete with training; a `rich` progress bar takes 3 ms, a hundred times as long.
 
     Args:
         title: the first line.
-        epochs: how many there will be, where that is known.
-        steps: the step with which training ends, where that is known.
-        in_steps: lines carry the step alone, without the epoch, for runs that nobody counts in epochs.
-        refresh_seconds: seconds between two drawings.
-        console: where to; left out, the standard error output, in a notebook the standard output.
-        is_notebook: whether that is in a notebook; None: as the console says.
-        is_primary: whether this process shows anything; None: the first of several that train together does.
+        epochs: total number of epochs, if known.
+        steps: the last step of training, if known.
+        in_steps: show the step without the epoch, for runs that are not counted in epochs.
+        refresh_seconds: minimum seconds between two redraws.
+        console: the output; by default standard error, in a notebook standard output.
+        is_notebook: whether the output is a notebook; None: detect it.
+        is_primary: whether this process shows anything; None: only the primary process does.
     """
 
     shows_notices = True
@@ -100,7 +99,7 @@ class ProgressBar:
         is_notebook: bool | None = None,
         is_primary: bool | None = None,
     ) -> None:
-        self._screen = Screen(console or people_console(), is_notebook)
+        self._screen = Screen(console or progress_console(), is_notebook)
         self._epochs, self._steps, self._in_steps = epochs, steps, in_steps
         self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
         self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
@@ -110,16 +109,16 @@ class ProgressBar:
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
         self._first_step = 0
         self._train_metrics = ""  # the latest, shown until an epoch has its own
-        self._spoken, self._patience = time.perf_counter(), FIRST_LINE
+        self._last_output, self._patience = time.perf_counter(), FIRST_LINE
         self._lines: list[str] = [title] if title else []
 
     def handle(self, event: Event) -> None:
-        """Follows the run."""
+        """Updates the bar."""
         if self._is_primary is None:
-            self._is_primary = jax.process_index() == 0  # not before: asking starts the devices
+            self._is_primary = jax.process_index() == 0  # not earlier: it initializes the devices
         if not self._is_primary:
             return
-        if isinstance(event, StepEnd):  # first: it comes most often by far
+        if isinstance(event, StepEnd):  # first: by far the most frequent
             self._step, now = event.step, time.perf_counter()
             self._stage.count(self._stage.done + event.steps, now)
             self._draw_if_time(now)
@@ -181,7 +180,7 @@ class ProgressBar:
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
     def _start(self, kind: str, name: str, unit: str, total: int | None, latest: str = "") -> _Stage:
-        """Shows what comes next, before it does: compiling may take a while."""
+        """Shows the next stage before it starts, since compiling may take a while."""
         now = time.perf_counter()
         self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen, latest=latest)
         if self._stage.is_first:
@@ -212,14 +211,14 @@ class ProgressBar:
 
     def _draw(self, now: float) -> None:
         self._drawn = now
-        is_due = not self._lines and self._stage.done and now - self._spoken >= self._patience
+        is_due = not self._lines and self._stage.done and now - self._last_output >= self._patience
         if is_due and not self._screen.is_live:
             self._lines.append(self._in_a_line(now))
             self._patience = NEXT_LINE
         self._write(self._bar(now))
 
     def _bar(self, now: float) -> str:
-        stage, seconds, speed = self._stage, now - self._stage.began, self._stage.speed(now)
+        stage, seconds, speed = self._stage, now - self._stage.started, self._stage.speed(now)
         waiting = "compiling" if stage.is_first and not stage.done else "starting"
         pieces = [stage.name, str(stage.done), _clock(seconds), f"{speed:.3g}/s" if speed else waiting]
         if stage.total:
@@ -231,7 +230,7 @@ class ProgressBar:
         return "  ".join([*pieces, stage.latest, *evaluated])
 
     def _in_a_line(self, now: float) -> str:
-        """Where the run stands, for those who see no bar; the time left is that of the training, where known."""
+        """The progress as a line, for output without a bar; the ETA is that of the training, if known."""
         stage, speed = self._stage, self._stage.speed(now)
         done = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
         is_training = stage is self._training
@@ -243,7 +242,7 @@ class ProgressBar:
     def _write(self, bar: str) -> None:
         lines, self._lines = self._lines, []
         if lines:
-            self._spoken = time.perf_counter()
+            self._last_output = time.perf_counter()
         self._screen.show(lines, bar)
 
 
@@ -262,18 +261,18 @@ def _line(metrics: dict[str, Any]) -> str:
 
 
 def _is_statistic_of(metrics: dict[str, Any], name: str) -> bool:
-    """Whether it is another statistic, such as "acc_std", of a metric that is there."""
+    """Whether it is another statistic, such as "acc_std", of one of `metrics`."""
     return any(name.endswith(end) and name.removesuffix(end) in metrics for end in _STATISTICS)
 
 
 @dataclass
 class ProgressConfig(CallbackConfig):
-    """How the progress bar is drawn.
+    """Options of the progress bar.
 
     Args:
-        every_n_epochs: has no meaning here.
-        every_n_minutes: has no meaning here.
-        refresh_seconds: seconds between two drawings.
+        every_n_epochs: not used.
+        every_n_minutes: not used.
+        refresh_seconds: minimum seconds between two redraws.
     """
 
     refresh_seconds: Annotated[float, AtLeast(0)] = 0.25
@@ -281,17 +280,15 @@ class ProgressConfig(CallbackConfig):
 
 @register
 class Progress(Callback):
-    """Shows a progress bar, instead of the one that a trainer shows by itself."""
+    """Shows a progress bar, in place of the trainer's default one."""
 
     config: ProgressConfig
     shows_notices = True
 
     def reset(self) -> None:
-        """Has shown nothing."""
         self._bar: ProgressBar | None = None
 
     def handle(self, event: Event) -> None:
-        """Passes everything on to the bar."""
         if self._bar is None:
             title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
             epochs, steps = self.run.epochs, self.run.steps

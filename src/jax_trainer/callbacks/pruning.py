@@ -1,4 +1,4 @@
-"""Ends trials of a search that promise little."""
+"""Prunes unpromising trials of a hyperparameter search."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -13,14 +13,14 @@ Axis = Literal["epoch", "step"]
 
 
 class OptunaPruning(Callback):
-    """Tells an Optuna trial the result of every validation, and ends training when the trial should be pruned.
+    """Reports every validation to an Optuna trial, and stops training when the trial should be pruned.
 
-    Then `optuna.TrialPruned` is raised, after everybody was told that training is over. Needs the extra `tune`.
+    `optuna.TrialPruned` is raised after all callbacks have been notified of the end. Needs the extra `tune`.
 
     Args:
         trial: the `optuna.Trial` of this run.
         monitor: the metric to report, by its full name.
-        report: on which axis; of several validations with the same number, the first is reported.
+        report: the step of reports, "epoch" or "step"; of several validations in an epoch, the first is reported.
     """
 
     config: CallbackConfig
@@ -33,25 +33,23 @@ class OptunaPruning(Callback):
         super().__init__()
 
     def reset(self) -> None:
-        """Has reported nothing."""
         self._reported = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where on the axis the last report was."""
+        """The epoch or step of the last report."""
         return {"reported": self._reported}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was reported is not reported again."""
         self._reported = checked(state, {"reported": int})["reported"]
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Reports, and asks whether to go on."""
+        """Reports the metric, and stops training if the trial should be pruned."""
         value = monitored(eval_metrics, self.monitor)
-        place = epoch if self.report == "epoch" else self.event.step
-        if place <= self._reported:
+        at = epoch if self.report == "epoch" else self.event.step
+        if at <= self._reported:
             return
-        self._reported = place
-        self.trial.report(value, step=place)
+        self._reported = at
+        self.trial.report(value, step=at)
         if self.trial.should_prune():
-            text = f"Pruned after {self.report} {place}: `{self.monitor}` is {value:.6g}."
+            text = f"Pruned after {self.report} {at}: `{self.monitor}` is {value:.6g}."
             raise StopTraining(text, then=self._pruned(text))

@@ -1,4 +1,4 @@
-"""What a callback may use besides events."""
+"""The context of a run for its callbacks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from jax_trainer.logger import Logger
 
 
 class Checkpoints(Protocol):
-    """What a callback needs of a `CheckpointStore`; so this room does not load the store's libraries."""
+    """The part of `CheckpointStore` that callbacks use; avoids importing its libraries here."""
 
     def prepare(self, state: TrainState) -> None:
-        """Sees to it that states like this one can be saved."""
+        """Checks that states like this one can be saved."""
         ...
 
     def save(
@@ -28,23 +28,23 @@ class Checkpoints(Protocol):
         wait: bool = True,
         coalesce: bool = False,
     ) -> Path:
-        """Saves `state`, which stands at `position` in the data and was judged by `metrics`, in the background."""
+        """Saves `state`, its `position` in the data and its evaluation `metrics`, in the background."""
         ...
 
     def check(self) -> None:
-        """Raises what went wrong with an earlier save."""
+        """Raises the error of an earlier save."""
         ...
 
     def wait(self) -> None:
-        """Waits until everything is saved, and raises what went wrong."""
+        """Waits for pending saves, and raises their error."""
         ...
 
     def best(self) -> Any | None:
-        """The best checkpoint; None where none can be compared."""
+        """The best checkpoint; None if none can be compared."""
         ...
 
     def completed(self) -> None:
-        """The run is over, and nothing will be gone on from."""
+        """Marks the run as completed: it will not be resumed."""
         ...
 
 
@@ -53,17 +53,17 @@ class RunContext:
     """What a callback may use besides events.
 
     Args:
-        folder: the run's own folder.
-        logger: takes numbers, figures and texts.
-        checkpoints: where states are saved, if they are.
-        dataset: the data, where it is a module.
+        folder: the run folder.
+        logger: logs metrics, figures and texts.
+        checkpoints: the checkpoint store, if the run saves.
+        dataset: the dataset module, if the run has one.
         validates: whether the plan has evaluations.
-        trainer: whose run it is, where a trainer made it.
-        callback_states: gives what every callback of the run would save of itself, by name; so do others that watch.
-        monitors: whether the best checkpoints are told by a metric; otherwise the store was told how else.
-        epochs: how many epochs are planned, where that is known.
-        steps: the step with which training ends, where that is known.
-        transforms: of batches on the device, in words; "" where a trainer has none.
+        trainer: the trainer of the run, if it has one.
+        callback_states: returns the states of all callbacks and loggers of the run, by name.
+        monitors: whether a metric ranks the checkpoints; otherwise the store has another comparison.
+        epochs: total number of epochs, if known.
+        steps: the last step of training, if known.
+        transforms: description of the transforms of batches on the device; "" without a trainer.
     """
 
     folder: Path

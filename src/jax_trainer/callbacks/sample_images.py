@@ -1,4 +1,4 @@
-"""Pictures of what a generative model makes, while it learns."""
+"""Logs samples of a generative model as images during training."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,17 +10,17 @@ from compoconf import register
 from jax_trainer.callbacks.sampling import Sampling, SamplingConfig
 from jax_trainer.settings import AtLeast
 
-SHOWN_SIDE, GAP = 32, 2  # pixels: small images are magnified to about this, and stand apart by so many
+SHOWN_SIDE, GAP = 32, 2  # pixels: small images are magnified to about this size; the gap between images
 
 
 @dataclass
 class SampleImagesConfig(SamplingConfig):
-    """Which samples are drawn, and when.
+    """Options of the sampled images.
 
     Args:
-        per_class: how many of each class; of a set without classes, how many rows of ten.
-        steps: of the sampler; null: as many as the objective has.
-        guidance: how much more than itself the label counts; null: the objective's own.
+        per_class: number of images per class; for a dataset without classes, number of rows of ten.
+        steps: number of sampler steps; null: the objective's default.
+        guidance: classifier-free guidance scale; null: the objective's default.
     """
 
     per_class: Annotated[int, AtLeast(1)] = 8
@@ -30,16 +30,15 @@ class SampleImagesConfig(SamplingConfig):
 
 @register
 class SampleImages(Sampling):
-    """Draws images of every class, and logs them as one picture, `samples/images`: a column per class.
+    """Samples images of every class, and logs them as one image, `samples/images`: a column per class.
 
-    It is in `media/` of the run's folder and in TensorBoard. `samples/per_second` says how fast they were drawn.
+    It is in `media/` of the run folder and in TensorBoard. `samples/per_second` is the sampling speed.
     """
 
     config: SampleImagesConfig
-    asks_for = "sample"
+    trainer_method = "sample"
 
     def draw(self, key: jax.Array, step: int) -> int:
-        """Draws and logs the grid."""
         config = self.config
         dataset: Any = self.run.dataset
         classes = getattr(getattr(dataset, "config", None), "num_classes", 0)
@@ -53,7 +52,7 @@ class SampleImages(Sampling):
 
 
 def stretched(images: np.ndarray) -> np.ndarray:
-    """Images with their darkest pixel at 0 and their brightest at 1, where nobody knows what they mean."""
+    """Images scaled to the range from 0 to 1, if the dataset has no scaling."""
     low, high = images.min(), images.max()
     return (images - low) / max(high - low, 1e-6)
 

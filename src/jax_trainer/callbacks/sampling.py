@@ -1,4 +1,4 @@
-"""What callbacks that draw samples from a model share: when they draw, and with which random numbers."""
+"""The base class of callbacks that sample from a model."""
 
 import time
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ class SamplingConfig(CallbackConfig):
     """When samples are drawn.
 
     Args:
-        every_n_epochs: epochs between two drawings; -1: every epoch, 0: not by epochs.
-        every_n_minutes: has no meaning here.
-        every_n_steps: draw every so many steps as well; 0: not by steps. Calls of several steps end there.
-        seed: decides, with the step, what is drawn: the same in a run that was interrupted and went on.
+        every_n_epochs: sample every n epochs; -1: every epoch, 0: not by epochs.
+        every_n_minutes: not used.
+        every_n_steps: also sample every n steps; 0: not by steps. Dispatches of several steps end there.
+        seed: the seed, combined with the step: a resumed run draws the same samples.
     """
 
     every_n_steps: Annotated[int, AtLeast(0)] = 0
@@ -31,57 +31,53 @@ class SamplingConfig(CallbackConfig):
 
 
 class Sampling(Callback):
-    """Draws samples every so many steps and epochs, and when training ends; a subclass says what, in `draw`.
+    """Samples every n steps or epochs, and at the end of training; subclasses implement `draw`.
 
-    The weights are those that are judged: averaged ones where the trainer has `ema`. Nothing that is trained changes.
+    Uses the weights of evaluations: averaged ones if the trainer has `ema`. Training is not affected.
     """
 
-    asks_for = ""  # the method of a trainer that draws
-    speed = "samples/per_second"  # what the log calls it
+    trainer_method = ""  # the method of the trainer that samples
+    speed = "samples/per_second"  # name of the speed metric
 
     def attach(self, run: RunContext) -> None:
-        """Watches `run`, whose trainer must be able to draw."""
-        if not hasattr(run.trainer, self.asks_for):
+        if not hasattr(run.trainer, self.trainer_method):
             kind = "no trainer" if run.trainer is None else f"a {type(run.trainer).__name__}"
             raise TypeError(
-                f"{type(self).__name__} asks the trainer to `{self.asks_for}`, and this run has {kind}, which cannot. "
-                "Leave the callback out, or give the trainer such a method."
+                f"{type(self).__name__} needs a trainer with a method `{self.trainer_method}`; this run has {kind}. "
+                "Remove the callback, or add such a method to the trainer."
             )
         super().attach(run)
 
     def reset(self) -> None:
-        """Has drawn nothing."""
         self._drawn_at, self._is_compiled = -1, False
 
     def state_dict(self) -> dict[str, Any]:
-        """When it drew last."""
+        """The step of the last samples."""
         return {"drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was drawn is not drawn again."""
         self._drawn_at = checked(state, {"drawn_at": int})["drawn_at"]
 
     @property
     def sees_state_every(self) -> Every:
-        """At which steps it must see the state."""
+        """The steps at which it needs the state."""
         return Every(steps=self.config.every_n_steps)
 
     def draw(self, key: jax.Array, step: int) -> int:
-        """Draws, logs, and returns how many samples there were; all of them are on the host by then."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it draws: `draw(key, step)`.")
+        """Draws and logs samples; returns their number, once all are on the host."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `draw(key, step)`.")
 
     def on_step_end(self, event: StepEnd) -> None:
-        """Draws when a multiple of `every_n_steps` was reached."""
+        """Samples at multiples of `every_n_steps`."""
         every = self.config.every_n_steps
         if every and event.step // every > (event.step - event.steps) // every:
             self._draw(event.step)
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Draws after the epoch."""
         self._draw(self.event.step)
 
     def on_training_end(self) -> None:
-        """Draws from what training has come to."""
+        """Samples from the final weights."""
         if self.config.every_n_steps or self.config.every_n_epochs:
             self._draw(self.event.step)
 
@@ -89,10 +85,10 @@ class Sampling(Callback):
         if step == self._drawn_at:
             return
         key = jax.random.fold_in(jax.random.key(self.config.seed), step)
-        jax.block_until_ready(self.state)  # what is still running is not the time that drawing takes
-        began = time.perf_counter()
+        jax.block_until_ready(self.state)  # so that pending steps do not count as sampling time
+        started = time.perf_counter()
         count = self.draw(key, step)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         if self._is_compiled:  # the first time is mostly compiling
             self.run.logger.write(step, {self.speed: count / seconds})
         self._drawn_at, self._is_compiled = step, True

@@ -1,4 +1,4 @@
-"""Lines and a bar below them, for terminals, notebooks and files."""
+"""Output of lines and a progress bar below them, for terminals, notebooks and files."""
 
 from collections.abc import Sequence
 
@@ -9,40 +9,40 @@ from jax_trainer.core.output import SafeStream, safe_console
 START_OF_LINE = "\r\x1b[2K"
 
 
-def people_console() -> Console:
-    """Where a person looks while a run lasts: the standard error output; in a notebook the standard output."""
+def progress_console() -> Console:
+    """The console for progress: standard error, or standard output in a notebook."""
     console = safe_console(stderr=False)
     return console if console.is_jupyter else safe_console()
 
 
 class Screen:
-    """Shows lines that stay, and a bar that is drawn over; each time by one write.
+    """Writes permanent lines, and a bar that is redrawn; each time by one write.
 
-    A terminal is told to clear the line of the bar. A notebook, which may not know how, gets it overwritten with
-    spaces. Anything else, such as a file, gets the lines only.
+    In a terminal the line of the bar is cleared by an escape sequence; in a notebook, which may not support that, it is
+    overwritten with spaces. Other outputs, such as files, get only the lines.
 
     Args:
-        console: where to.
-        is_notebook: whether that is a notebook; None: as the console says.
+        console: the output.
+        is_notebook: whether the output is a notebook; None: detect it.
     """
 
     def __init__(self, console: Console, is_notebook: bool | None = None) -> None:
         self._console = console
         self.is_notebook = console.is_jupyter if is_notebook is None else is_notebook
-        self._shown = 0  # characters of the bar that is there, in a notebook
+        self._shown = 0  # length of the current bar, in a notebook
 
     @property
     def is_live(self) -> bool:
-        """Whether a bar can be drawn over; otherwise there are only lines."""
+        """Whether a bar can be redrawn; otherwise there are only lines."""
         return self.is_notebook or self._console.is_terminal
 
     @property
     def ticks(self) -> tuple[str, str]:
-        """What a bar is made of: where it is full, and where it is empty."""
+        """The characters of the full and the empty part of a bar."""
         return ("━", "─") if self._console.encoding.startswith("utf") else ("#", "-")
 
     def show(self, lines: Sequence[str], bar: str) -> None:
-        """Adds `lines` where the bar is, and draws the bar anew below them."""
+        """Writes `lines` in place of the bar, and redraws the bar below them."""
         bar = bar[: self._console.width - 1]
         if self.is_notebook:
             text = self._overwritten(lines, bar)

@@ -1,4 +1,4 @@
-"""What a spike is: a value far above what was usual lately."""
+"""Spike detection: values far above their running average."""
 
 import math
 from collections.abc import Mapping
@@ -7,33 +7,33 @@ from typing import Any
 
 from jax_trainer.settings import checked, hints_of
 
-NEW_LEVEL = 100  # so many spikes in a row are none: the values have moved to another level, and stay there
-NEAR = 5  # steps within which one kind of spike is said to follow the other
+NEW_LEVEL = 100  # after so many spikes in a row, the average restarts: the values have moved to another level
+NEAR = 5  # steps within which a spike of one kind follows one of the other
 
 
 @dataclass
 class Level:
-    """What is usual for a quantity: an exponential moving average of its values, spikes left out.
+    """The exponential moving average of a quantity, without its spikes.
 
-    A value is a spike if it lies above `threshold` times the average of those before it, once there were `warmup` of
-    them. (Where the average is negative, the same distance above it counts.) One that is not finite always is.
+    A value is a spike if it exceeds `threshold` times the average of the values before, after `warmup` values. (If the
+    average is negative, the same distance above it counts.) A non-finite value is always a spike.
     """
 
     decay: float
     threshold: float
     warmup: int
-    total: float = 0.0  # of the values, each weighed by how long ago it was
-    weight: float = 0.0  # of all of them; 1 in the long run
+    total: float = 0.0  # weighted sum of the values
+    weight: float = 0.0  # sum of the weights; tends to 1
     seen: int = 0
     in_a_row: int = 0
 
     @property
     def average(self) -> float:
-        """What is usual now; 0 before there was anything."""
+        """The current average; 0 before the first value."""
         return self.total / self.weight if self.weight else 0.0
 
-    def takes(self, value: float) -> bool:
-        """Takes `value` in; whether it was a spike, which leaves the average as it was."""
+    def update(self, value: float) -> bool:
+        """Adds `value` to the average unless it is a spike; returns whether it is."""
         if not math.isfinite(value):
             return True
         is_spike = self._is_far(value)
@@ -54,10 +54,10 @@ class Level:
 
 @dataclass
 class SpikeCounts:
-    """How many spikes there were, by kind.
+    """Numbers of spikes, by kind.
 
-    A step is `synchronous` where both quantities spike. A spike of one that is alone, at most 5 steps after a lone one
-    of the other, has come after it.
+    A step is `synchronous` if both quantities spike. A spike of one quantity alone, at most 5 steps after one of the
+    other alone, counts as following it.
     """
 
     grad_norms: int = 0
@@ -69,22 +69,22 @@ class SpikeCounts:
 
 @dataclass
 class Spikes:
-    """Follows the gradients' norm and the loss, step by step, and counts their spikes."""
+    """Counts the spikes of the gradient norm and the loss."""
 
     grad_norm: Level
     loss: Level
     counts: SpikeCounts = field(default_factory=SpikeCounts)
-    last_grad_norm: int = -NEAR - 1  # the step of the last one that was alone
+    last_grad_norm: int = -NEAR - 1  # step of the last spike of the norm alone
     last_loss: int = -NEAR - 1
 
     @classmethod
     def of(cls, decay: float, threshold: float, warmup: int) -> "Spikes":
-        """Before the first step."""
+        """The state before the first step."""
         return cls(Level(decay, threshold, warmup), Level(decay, threshold, warmup))
 
     def add(self, step: int, grad_norm: float, loss: float) -> tuple[bool, bool]:
-        """Takes in the numbers of a step; whether the norm was a spike, and whether the loss was."""
-        found = self.grad_norm.takes(grad_norm), self.loss.takes(loss)
+        """Adds the values of a step; returns whether the norm and whether the loss was a spike."""
+        found = self.grad_norm.update(grad_norm), self.loss.update(loss)
         counts = self.counts
         counts.grad_norms += found[0]
         counts.losses += found[1]
@@ -99,19 +99,19 @@ class Spikes:
                 self.last_loss = step
         return found
 
-    def taken_counts(self) -> dict[str, int]:
-        """The counts since this was asked last."""
+    def pop_counts(self) -> dict[str, int]:
+        """Returns and resets the counts."""
         counts, self.counts = self.counts, SpikeCounts()
         return asdict(counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """The state as plain data."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Spikes":
-        """What `state_dict` gave; a `ValueError` for anything else."""
+        """Restores the result of `state_dict`; a `ValueError` for other data."""
         parts = {"grad_norm": Level, "loss": Level, "counts": SpikeCounts}
         checked(state, {**hints_of(cls), **dict.fromkeys(parts, dict[str, object])})
-        made = {name: part(**checked(state[name], hints_of(part))) for name, part in parts.items()}
-        return cls(**{**state, **made})
+        restored = {name: part(**checked(state[name], hints_of(part))) for name, part in parts.items()}
+        return cls(**{**state, **restored})

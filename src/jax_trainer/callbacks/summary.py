@@ -1,4 +1,4 @@
-"""What is trained, as text."""
+"""Writes a summary of the model."""
 
 import logging
 import math
@@ -18,12 +18,12 @@ MODEL_FILE, PARAMS_FILE = "model.txt", "params.txt"
 
 @dataclass
 class ModelSummaryConfig(CallbackConfig):
-    """Where the summary of the model goes.
+    """Options of the model summary.
 
     Args:
-        every_n_epochs: has no meaning here.
-        every_n_minutes: has no meaning here.
-        show: print it as well, when training begins.
+        every_n_epochs: not used.
+        every_n_minutes: not used.
+        show: also print it when training starts.
     """
 
     show: bool = False
@@ -33,16 +33,15 @@ class ModelSummaryConfig(CallbackConfig):
 class ModelSummary(Callback):
     """Writes the layers to `model.txt` and the parameters to `params.txt`.
 
-    Where no trainer does so, it also logs their number as `param/num_model_params`, at 0 on the x-axis.
+    Without a trainer, which logs it itself, it also logs their number as `param/num_model_params`, at step 0.
     """
 
     config: ModelSummaryConfig
 
     def on_training_start(self) -> None:
-        """Writes, logs and shows."""
         params = self.state.params
         table = parameter_table(params)
-        layers = self._layers() or table  # by all processes: the weights may be those of all
+        layers = self._layers() or table  # in all processes: the weights may be sharded over them
         if not self.is_primary:
             return
         write_atomically(self.run.folder / MODEL_FILE, f"{layers.rstrip()}\n")
@@ -53,12 +52,12 @@ class ModelSummary(Callback):
             safe_console().print(layers.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
     def _layers(self) -> str:
-        """The trainer's own table, where there is a trainer that can make one."""
+        """The trainer's table of layers; "" if it has none."""
         if self.trainer is None:
             return ""
         try:
             return self.trainer.tabulate()
-        except Exception as failure:  # a table is not worth a run
+        except Exception as failure:  # a summary must not end a run
             LOG.warning(f"ModelSummary lists parameters only. {type(failure).__name__}: {failure}")
             return ""
 

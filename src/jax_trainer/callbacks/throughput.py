@@ -1,4 +1,4 @@
-"""How fast training goes, and how much of the time it waits for data."""
+"""Logs the speed of training, and the fraction of time that it waits for data."""
 
 import time
 from collections.abc import Mapping
@@ -21,40 +21,39 @@ class ThroughputMonitorConfig(CallbackConfig):
     """When the speed is logged.
 
     Args:
-        every_n_epochs: epochs between two that are logged; -1: every epoch, 0: never.
-        every_n_minutes: has no meaning here.
+        every_n_epochs: log every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: not used.
     """
 
 
 @register
 class ThroughputMonitor(Callback):
-    """Logs per epoch how fast training went: examples and steps per second, time per step, share of waiting for data.
+    """Logs per epoch: examples and steps per second, time per step, and the fraction of time waiting for data.
 
-    `throughput/step_time_p50`, `_p90` and `_p99` are seconds per step. The numbers of steps arrive in windows (of 50,
-    if nobody says otherwise), and asking the device for more would slow it down: so they are percentiles of the means
-    of windows, each counted as often as it has steps, and the first window of a run has compiling in it. Windows that
-    arrive with no step in between are one. `throughput/data_wait_share` is the share of the time for which the device
-    had nothing to do because there was no batch. Evaluations do not count.
+    `throughput/step_time_p50`, `_p90` and `_p99` are seconds per step. Step metrics arrive in windows (of 50 steps by
+    default), since more frequent reads would slow the device down: so these are percentiles of window means, weighted
+    by steps, and the first window of a run includes compiling. Windows that arrive with no step in between are merged.
+    `throughput/data_wait_share` is the fraction of time that the device was idle because no batch was ready.
+    Evaluations do not count.
     """
 
     config: ThroughputMonitorConfig
 
     def reset(self) -> None:
-        """Has measured nothing."""
-        self._epoch = 0  # that is measured; 0: none
+        self._epoch = 0  # that is being measured; 0: none
         self._examples = 0.0
         self._steps = 0
         self._windows: list[tuple[float, int]] = []  # seconds per step, steps
-        self._mark: float | None = None  # when the window began; None: with the next step
-        self._arrived, self._arrived_at, self._pending = 0.0, -1, 0  # reports that may not be all of a window
+        self._mark: float | None = None  # start of the window; None: it starts with the next step
+        self._arrived, self._arrived_at, self._pending = 0.0, -1, 0  # the current window, which may be incomplete
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured of an epoch that is not over."""
-        steps_told = {"epoch": self._epoch, "examples": self._examples, "steps": self._steps}
-        return {**steps_told, "windows": [*self._windows, *self._open_window()]} if self._epoch else {}
+        """The measurements of an unfinished epoch."""
+        progress = {"epoch": self._epoch, "examples": self._examples, "steps": self._steps}
+        return {**progress, "windows": [*self._windows, *self._open_window()]} if self._epoch else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on measuring that epoch: the time between the two runs does not count."""
+        """Restores the measurements; the time between the two runs does not count."""
         self.reset()
         if state != {}:
             windows = list[tuple[Real, int]]
@@ -63,18 +62,17 @@ class ThroughputMonitor(Callback):
             self._windows = [(seconds, steps) for seconds, steps in state["windows"]]
 
     def on_training_epoch_start(self, epoch: int) -> None:
-        """Begins to measure."""
-        if epoch != self._epoch:  # otherwise a run goes on in the middle of it
+        if epoch != self._epoch:  # otherwise the run was resumed inside it
             self.reset()
         self._epoch, self._mark = epoch, time.perf_counter()
 
     def on_step_end(self, event: StepEnd) -> None:
-        """Begins a window, if an evaluation has ended the one before."""
+        """Starts a window after an evaluation."""
         if self._mark is None:
             self._mark = time.perf_counter()
 
     def on_steps_reported(self, event: StepMetrics) -> None:
-        """Takes in which steps are done by now."""
+        """Counts the steps that are done."""
         if event.step != self._arrived_at:
             self._close()
         rows = event.rows
@@ -84,17 +82,15 @@ class ThroughputMonitor(Callback):
         self._examples += float(rows.format.default_weight.read(rows.words).sum())
 
     def on_validation_epoch_start(self, epoch: int) -> None:
-        """Stops measuring; what is saved after an evaluation does not count either."""
+        """Stops measuring; saves after an evaluation do not count either."""
         self._close()
         self._mark = None
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Ends the last window."""
         self._close()
         self._epoch = 0
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Logs."""
         event = self.event
         if not isinstance(event, EpochEnd) or not self._steps or event.seconds <= 0:
             return

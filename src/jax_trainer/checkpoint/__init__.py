@@ -1,7 +1,7 @@
-"""The run folder and what is kept in it: the names that are allowed, and checkpoints that are whole or not there.
+"""Run folders and their checkpoints: valid names, locks, and checkpoints that are complete or absent.
 
-`jax_trainer.checkpoint.store` has the `CheckpointStore`. It is imported by itself, because orbax takes a second to
-load, and a folder should be there before anything slow begins.
+`jax_trainer.checkpoint.store` has the `CheckpointStore`. Import it directly: it loads orbax, which takes a second, and
+the run folder should exist before anything slow starts.
 """
 
 from jax_trainer.checkpoint.folder import RunFolder

@@ -1,6 +1,6 @@
-"""Arrays on the disk, by name. This file, and no other, knows that orbax writes them.
+"""Arrays on disk, by name. The only file that uses orbax.
 
-Arrays without content are not stored, because orbax refuses them: dtype and shape are all there is to them.
+Empty arrays are not stored, because orbax refuses them; their dtype and shape are in the record.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.core import failpoint, lazy_import
 
-_INDEX = "_METADATA"  # where orbax lists the names
-_OF_EACH = "array_metadatas"  # where every process says what it wrote; the others wait for the first to make it
+_INDEX = "_METADATA"  # file of orbax with the names
+_OF_EACH = "array_metadatas"  # folder of orbax for the metadata of every process; the primary process creates it
 _MAX_INDEX_BYTES = 1 << 26
-_IN_A_DICT = 2  # how the index says that a name is a key, not a position
+_IN_A_DICT = 2  # orbax's code for a dict key, as opposed to a list index
 _KINDS = ("jax.Array", "np.ndarray")
 
 
@@ -38,59 +38,59 @@ def _handler() -> Any:
     return _orbax().PyTreeCheckpointHandler(use_ocdbt=True)
 
 
-def get_ready() -> None:
-    """Loads what writes arrays, which takes a second, now and not when the first ones are written."""
+def load_orbax() -> None:
+    """Imports orbax, which takes a second, before the first write."""
     _handler()
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes arrays into the new folder `folder` (an absolute path), and waits until they are there."""
+    """Writes arrays into the new folder `folder` (an absolute path), and waits until they are written."""
     folder.mkdir(mode=0o700)
     write_parts(folder, arrays)
     merge_parts(folder)
 
 
-def make_place(folder: Path) -> None:
-    """Makes `folder` for arrays that several processes write: `write_parts` in each, then `merge_parts` in one."""
+def make_shared_folder(folder: Path) -> None:
+    """Creates `folder` for arrays of several processes: each calls `write_parts`, then one calls `merge_parts`."""
     folder.mkdir(mode=0o700)
     (folder / _OF_EACH).mkdir(mode=0o700)
 
 
 def write_parts(folder: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes those parts of arrays that this process has, and waits until they are there."""
+    """Writes this process's shards of arrays, and waits until they are written."""
     full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
     request = _orbax().args.PyTreeSave(full)
     writing = asyncio.run(_handler().async_save(_epath(folder), args=request)) or ()
     try:
         failpoint("mid_array")
     finally:
-        _wait_for_all(writing)  # also after a failure: what is still being written must not outlive its folder
+        _wait_for_all(writing)  # also after a failure: writes must end before the folder is deleted
 
 
 def sync_parts(folder: Path) -> None:
-    """Waits until what this process wrote into `folder` is on the disk."""
+    """Waits until the files that this process wrote into `folder` are on disk."""
     sync_tree(folder / f"ocdbt.process_{jax.process_index()}")
 
 
 def merge_parts(folder: Path) -> None:
-    """Makes one store of what was written into `folder`."""
+    """Merges the parts in `folder` into one store."""
     _handler().finalize(_epath(folder))
 
 
 def stored_specs(folder: Path) -> dict[str, Spec]:
-    """Which arrays `folder` says it holds. Reads none of them, and nothing outside of `folder`."""
+    """The specs of the arrays in `folder` by its metadata. Reads no array, and nothing outside `folder`."""
     try:
         _check_index(folder)
         listed: Mapping[str, Any] = _handler().metadata(folder).tree
         return {name: _spec_of(name, entry) for name, entry in listed.items()}
-    except Exception as error:  # orbax and tensorstore raise what they like
+    except Exception as error:  # orbax and tensorstore raise many types
         raise _unreadable(folder, error) from error
 
 
 def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in `folder`, each of the kind and in the place that `like` has, and on the host for a `Spec`.
+    """The arrays in `folder`, each with the type and sharding of its leaf in `like`; on the host for a `Spec`.
 
-    Their specs must agree already.
+    The specs must already agree.
     """
     arguments = {name: _arguments(leaf) for name, leaf in like.items() if math.prod(leaf.shape)}
     request = _orbax().args.PyTreeRestore(
@@ -104,7 +104,9 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epath(folder: Path) -> Any:
-    return lazy_import("etils.epath").Path(folder)  # orbax 0.12.4 makes folders with a word that pathlib does not know
+    return lazy_import("etils.epath").Path(
+        folder
+    )  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
 
 
 def _wait_for_all(writing: Iterable[Any]) -> None:
@@ -128,7 +130,7 @@ def _arguments(leaf: Any) -> Any:
 
 
 def _sharding(leaf: Any) -> Any:
-    # an array that nobody placed is free to move to where it is needed, and has to stay so
+    # an uncommitted array must stay uncommitted
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     return getattr(leaf, "sharding", None)
@@ -139,7 +141,7 @@ def _empty(leaf: Any) -> Any:
 
 
 def placed(value: Any, leaf: Any) -> Any:
-    """`value`, which may be on the host, of the kind and in the place that `leaf` has."""
+    """`value`, which may be on the host, with the type and sharding of `leaf`."""
     if isinstance(leaf, Spec):
         return np.asarray(value)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -147,19 +149,19 @@ def placed(value: Any, leaf: Any) -> Any:
     if isinstance(value, jax.Array):
         return value
     sharding = _sharding(leaf)
-    # a copy, so that its memory is jax's own and can be given away in a step
+    # a copy, so that jax owns the buffer and a step can donate it
     return jnp.array(value) if sharding is None else put(value, sharding)
 
 
 def put(value: Any, sharding: Any) -> jax.Array:
-    """`value`, which this process has whole, as `sharding` says; other processes that have a part must have it, too."""
+    """Shards `value`, of which every process must have the full copy."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # asks nobody
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # no communication
 
 
 def _check_index(folder: Path) -> None:
-    """Refuses an index by which orbax would look for arrays anywhere but in the one store of this folder."""
+    """Refuses metadata that would make orbax read arrays from outside this folder's store."""
     index = json.loads(read_bounded(folder / _INDEX, _MAX_INDEX_BYTES))
     if index["use_ocdbt"] is not True:
         raise ValueError("its arrays are not in one store")

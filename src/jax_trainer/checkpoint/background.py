@@ -1,6 +1,6 @@
-"""Work in a thread of its own: one piece at a time, with a failure that is told once, and never lost at the end."""
+"""A background thread for saves: one job at a time; failures are raised once and never lost at exit."""
 
-import concurrent.futures.thread  # noqa: F401 - for its order: what is registered last is called first
+import concurrent.futures.thread  # noqa: F401 - for the order of exit handlers: last registered, first called
 import ctypes
 import logging
 import os
@@ -10,162 +10,163 @@ from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakSet, WeakValueDictionary
 
-_SLICE = 0.05  # seconds: a signal gets through a wait this long at the latest
-_PATIENCE = 60.0  # seconds until one is told what is being waited for
-_REST, _LONGEST_REST = 9.0, 1.0  # times what the last one took, and seconds, between two that nobody waits for
+_SLICE = 0.05  # seconds after which a signal interrupts a wait at the latest
+_PATIENCE = 60.0  # seconds until a warning says what is being waited for
+# the pause between jobs that no caller waits for: a multiple of the last job's time, and at most so many seconds
+_PAUSE_RATIO, _LONGEST_PAUSE = 9.0, 1.0
 _log = logging.getLogger("jax_trainer")
 
-Work = Callable[[], object]
-Needed = Callable[[Work | None, list[Work]], list[Work]]
+Job = Callable[[], object]
+Needed = Callable[[Job | None, list[Job]], list[Job]]
 
 
 class SavingThread:
-    """Runs one function at a time in a thread; others wait for it in a list, from which they may be taken again.
+    """Runs one job at a time in a thread; queued jobs may be dropped again.
 
-    Between two of them it rests, so that a program which saves all the time computes most of it; not while somebody
-    waits. `wait` and `check` raise what the last one raised, once. After a failure nothing is begun until that is done.
+    It pauses between jobs unless a caller waits, so that frequent saves do not slow training down. `wait` and `check`
+    raise the error of the last job, once. After a failure no job starts until the error has been raised.
     """
 
     def __init__(self, name: str, what: str) -> None:
-        self._name, self._what = name, what  # for those who look at threads, and for those who wait
+        self._name, self._what = name, what  # of the thread, and for warnings
         self._thread: threading.Thread | None = None
         self._is_done = threading.Event()
         self._failure: BaseException | None = None
-        self._is_given_up = False
+        self._is_interrupted = False
         self._changed = threading.Condition()
-        self._waiting: list[Work] = []
-        self._current: Work | None = None
-        self._rests_until, self._hurried = 0.0, 0  # by the monotonic clock; how many wait for it now
+        self._waiting: list[Job] = []
+        self._current: Job | None = None
+        self._pauses_until, self._waiters = 0.0, 0  # by the monotonic clock; number of callers that wait
         _all.add(self)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being done now, or will be."""
-        # a thread that is not alive although nothing is done belongs to the process that this one was forked from
+        """Whether a job is running or queued."""
+        # a thread that is not alive before its jobs are done belongs to the parent process of a fork
         return self._thread is not None and not self._is_done.is_set() and self._thread.is_alive()
 
-    def start(self, work: Work) -> None:
-        """Begins with `work`, as soon as what was begun before is done; raises what that raised."""
+    def start(self, job: Job) -> None:
+        """Starts `job` once the previous ones are done; raises their error."""
         self.settle(insist=True)
         self.check()
-        self._rests_until = 0.0
-        self.submit(work)
+        self._pauses_until = 0.0
+        self.submit(job)
 
-    def submit(self, work: Work, needed: Needed = lambda current, waiting: waiting) -> None:
-        """Does `work` soon. `needed` gets what is being done and what waits, `work` last, and returns what stays."""
+    def submit(self, job: Job, needed: Needed = lambda current, waiting: waiting) -> None:
+        """Queues `job`. `needed` gets the running and the queued jobs, `job` last, and returns the queue to keep."""
         with self._changed:
-            self._waiting = needed(self._current, [*self._waiting, work])
-            self._begin()
+            self._waiting = needed(self._current, [*self._waiting, job])
+            self._start_thread()
 
-    def wait_for(self, holds: Callable[[list[Work]], bool]) -> float:
-        """Waits until `holds` is true of what waits, or there is a failure. Returns for how many seconds."""
-        self._is_given_up = False
-        return self._wait_while(lambda: not holds(self._waiting) and self._failure is None)
+    def wait_for(self, condition: Callable[[list[Job]], bool]) -> float:
+        """Waits until `condition` is true of the queue, or a job has failed. Returns the seconds waited."""
+        self._is_interrupted = False
+        return self._wait_while(lambda: not condition(self._waiting) and self._failure is None)
 
     def settle(self, *, insist: bool = False) -> float:
-        """Waits until there is nothing to do, or there is a failure, and raises nothing. Returns for how many seconds.
+        """Waits until no job is left or one has failed; raises nothing. Returns the seconds waited.
 
-        Somebody who was interrupted while waiting does not want to wait: from then on nobody does who does not insist.
+        After Ctrl-C during a wait, later calls do not wait either, unless they `insist`.
         """
-        self._is_given_up &= not insist
+        self._is_interrupted &= not insist
         with self._changed:
-            if self._is_done.is_set():  # otherwise it belongs to the process that this one was forked from
-                self._begin()
+            if self._is_done.is_set():  # otherwise the thread belongs to the parent process of a fork
+                self._start_thread()
         return self._wait_while(lambda: True)
 
     def wait(self) -> None:
-        """Waits until there is nothing to do, and raises what went wrong, the last of it."""
+        """Waits until no job is left, and raises the last error."""
         self.settle()
-        failure = self._heard()
-        while failure is not None and self._waiting and not self._is_given_up:
+        failure = self._pop_failure()
+        while failure is not None and self._waiting and not self._is_interrupted:
             self.settle()
-            failure = self._heard() or failure
+            failure = self._pop_failure() or failure
         if failure is not None:
             raise failure
 
     def check(self) -> None:
-        """Raises what went wrong in something that is done; does not wait."""
-        failure = self._heard()
+        """Raises the error of a finished job; does not wait."""
+        failure = self._pop_failure()
         if failure is not None:
             raise failure
 
     def finish(self) -> None:
-        """At the end of the process: waits, and tells of a failure that nobody asked for."""
+        """At process exit: waits, and logs an error that was never raised."""
         self.settle()
         if self._failure is not None:
             _log.error("%s", self._failure)
 
-    def _heard(self) -> BaseException | None:
+    def _pop_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None
-        _unheard.discard(self)
+        _unreported.discard(self)
         return failure
 
-    def _wait_while(self, holds: Callable[[], bool]) -> float:
+    def _wait_while(self, condition: Callable[[], bool]) -> float:
         def is_needed() -> bool:
             is_own = self._thread is threading.current_thread()
-            return self.is_busy and holds() and not self._is_given_up and not is_own
+            return self.is_busy and condition() and not self._is_interrupted and not is_own
 
-        began, patience = time.monotonic(), _PATIENCE
+        started, patience = time.monotonic(), _PATIENCE
         if not is_needed():
             return 0.0
-        self._hurry(1)
+        self._count_waiters(1)
         try:
             while is_needed():
                 with self._changed:
                     if is_needed():
-                        self._changed.wait(_SLICE)  # not `join`, which takes a thread for dead when it is interrupted
-                if time.monotonic() - began > patience:
-                    _log.warning("Still waiting for %s, since %.0f seconds.", self._what, time.monotonic() - began)
+                        self._changed.wait(_SLICE)  # not `join`, which marks a thread as dead when interrupted
+                if time.monotonic() - started > patience:
+                    _log.warning("Still waiting for %s after %.0f seconds.", self._what, time.monotonic() - started)
                     patience *= 2
         except KeyboardInterrupt:
-            self._is_given_up = True
+            self._is_interrupted = True
             raise
         finally:
-            self._hurry(-1)
-        return time.monotonic() - began
+            self._count_waiters(-1)
+        return time.monotonic() - started
 
-    def _hurry(self, by: int) -> None:
+    def _count_waiters(self, change: int) -> None:
         with self._changed:
-            self._hurried += by
+            self._waiters += change
             self._changed.notify_all()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         if self._waiting and self._failure is None and not self.is_busy:
             self._is_done.clear()
-            self._thread = threading.Thread(target=self._do_all, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run_jobs, name=self._name, daemon=True)
             self._thread.start()
 
     # in the thread
 
-    def _do_all(self) -> None:
-        while (work := self._next()) is not None:
-            began = time.monotonic()
+    def _run_jobs(self) -> None:
+        while (job := self._next()) is not None:
+            started = time.monotonic()
             try:
-                work()
-            except BaseException as error:  # it is raised in the thread that asks
+                job()
+            except BaseException as error:  # raised in the calling thread
                 self._failure = error
-                _unheard.add(self)
+                _unreported.add(self)
             finally:
-                _give_memory_back()
-                self._rests_until = time.monotonic() + min(_REST * (time.monotonic() - began), _LONGEST_REST)
+                _trim_memory()
+                self._pauses_until = time.monotonic() + min(_PAUSE_RATIO * (time.monotonic() - started), _LONGEST_PAUSE)
 
-    def _next(self) -> Work | None:
+    def _next(self) -> Job | None:
         with self._changed:
             self._current = None
             self._changed.notify_all()
             while self._waiting and self._failure is None:
-                if self._hurried or (rest := self._rests_until - time.monotonic()) <= 0:
+                if self._waiters or (pause := self._pauses_until - time.monotonic()) <= 0:
                     self._current = self._waiting.pop(0)
                     self._changed.notify_all()
                     return self._current
-                self._changed.wait(rest)
+                self._changed.wait(pause)
             self._is_done.set()
             self._changed.notify_all()
         return None
 
 
 def saving_thread(folder: Path) -> SavingThread:
-    """The thread that saves to `folder`, one in this process: whoever restores waits for it, whoever saves."""
+    """The thread that saves to `folder`, shared by all stores of this process."""
     key = os.path.realpath(folder)
     thread = _by_folder.get(key)
     if thread is None:
@@ -173,10 +174,10 @@ def saving_thread(folder: Path) -> SavingThread:
     return thread
 
 
-def _give_memory_back() -> None:
-    """Returns what was freed to the system, where the C library can.
+def _trim_memory() -> None:
+    """Returns freed memory to the system, if the C library supports it.
 
-    The threads that write arrays leave it scattered over the memory of each of them: 80 MB more, and growing.
+    The threads that write arrays fragment their heaps: 80 MB more, and growing.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -185,7 +186,7 @@ def _give_memory_back() -> None:
 
 _all: "WeakSet[SavingThread]" = WeakSet()
 _by_folder: "WeakValueDictionary[str, SavingThread]" = WeakValueDictionary()
-_unheard: set[SavingThread] = set()  # also when nobody else remembers them
+_unreported: set[SavingThread] = set()  # keeps them alive until their error is raised
 
 
 def _finish_all() -> None:
@@ -193,5 +194,5 @@ def _finish_all() -> None:
         thread.finish()
 
 
-# `atexit` comes too late: by then no executor takes work, and orbax needs some to write to the end
+# `atexit` is too late: by then executors refuse new tasks, which orbax needs to finish a write
 threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Which checkpoint is restored: the one that is asked for, or the newest or best that is whole."""
+"""Chooses the checkpoint to restore: the requested one, or the newest or best intact one."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,41 +16,40 @@ _log = logging.getLogger("jax_trainer")
 
 
 def no_check(saved: SavedCheckpoint) -> None:
-    """The record is used for nothing but its arrays."""
+    """Accepts every record: only the arrays are used."""
 
 
 def first_complete(
     candidates: Iterable[SavedCheckpoint], damaged: Damaged, nothing: str, check: Check = no_check
 ) -> SavedCheckpoint:
-    """The first of `candidates` whose files are all as they were written; the others before it are told of.
+    """The first intact checkpoint of `candidates`; skipped ones are logged.
 
     Args:
-        candidates: from the one that is wanted most on.
-        damaged: what is wrong with others that might have come before the one that is taken, or at all (None).
-        nothing: the message where there is none, not even a damaged one.
+        candidates: in order of preference.
+        damaged: problems of other checkpoints that would precede the chosen one; for None, of all.
+        nothing: the error message if there is no checkpoint at all, not even a damaged one.
         check: see `CheckpointStore.restore`.
     """
     problems: list[str] = []
     for saved in candidates:
         problem = problem_of(saved.path, check)
         if not problem:
-            passed = [*problems, *damaged(saved).values()]
-            if passed:
-                _log.warning("Damaged, and passed over for %s: %s", saved.path, " ".join(passed))
+            skipped = [*problems, *damaged(saved).values()]
+            if skipped:
+                _log.warning("Restoring %s. Skipped damaged checkpoints: %s", saved.path, " ".join(skipped))
             return saved
         problems.append(problem)
     problems += damaged(None).values()
     if problems:
         raise CheckpointError(
-            f"There are checkpoints, but all that could be restored are damaged: {' '.join(problems)} Nothing is "
-            "restored, and nothing begins anew in their place. Bring back a copy of one, or begin a new run in another "
-            "folder."
+            f"All checkpoints are damaged: {' '.join(problems)} Nothing is restored, and training does not restart "
+            "from step 0 in this folder. Bring back a copy of a checkpoint, or start a new run in another folder."
         )
     raise CheckpointError(nothing)
 
 
 def problem_of(path: Path, check: Check = no_check) -> str:
-    """What is wrong with the checkpoint in `path`, after reading all of it; "" if nothing is."""
+    """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
     try:
         read_verified(path, check)
     except CheckpointError as error:
@@ -59,18 +58,18 @@ def problem_of(path: Path, check: Check = no_check) -> str:
 
 
 def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
-    """The checkpoint in `path`; an error that says what is wrong where it is damaged."""
+    """The checkpoint in `path`; a `CheckpointError` if it is damaged."""
     saved, record = read_saved(path)
     verify_digests(path)
-    stored_in(path, record)  # digests fit whatever another program wrote: the indices of the arrays must agree, too
+    stored_in(path, record)  # matching digests do not make a valid index of arrays
     check(saved)
     return saved
 
 
 def newest_with(fields: Collection[str], listing: IndexEntries) -> list[SavedCheckpoint]:
-    """The checkpoints that have all of these fields of the state, from the newest on.
+    """The checkpoints that have all of these fields of the state, newest first.
 
-    An error where there are checkpoints, and all of them were stored without.
+    Raises an error if checkpoints exist but all lack one of the fields.
     """
     newest_first = list(reversed(listing.found.values()))
     having = [saved for saved in newest_first if not lacks(saved, fields)]
@@ -80,12 +79,12 @@ def newest_with(fields: Collection[str], listing: IndexEntries) -> list[SavedChe
 
 
 def lacks(saved: SavedCheckpoint, fields: Collection[str]) -> bool:
-    """Whether one of these fields of the state was left out of `saved`."""
+    """Whether `saved` omits one of these fields of the state."""
     return any(name in fields for name in saved.without)
 
 
 def of_step(step: int, listing: IndexEntries, folder: Path) -> Path | None:
-    """Where the checkpoint of `step` is, whole or not."""
+    """The folder of the checkpoint of `step`, damaged or not; None if there is none."""
     if step in listing.found:
         return listing.found[step].path
     path = folder / name_of(step)

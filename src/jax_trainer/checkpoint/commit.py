@@ -1,4 +1,4 @@
-"""Giving a complete checkpoint its name, without a moment at which the step has none."""
+"""Renames a complete checkpoint to its final name; the step has a checkpoint at all times."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from jax_trainer.core import failpoint
 
 
 def commit(complete: Path, path: Path) -> None:
-    """Renames the folder `complete` to `path`. A checkpoint of the same step stays there as `.old`, and counts."""
+    """Renames the folder `complete` to `path`. An earlier checkpoint of the same step stays valid as `.old`."""
     old = path.with_name(path.name + OLD)
-    for place in (old, path):
-        if os.path.lexists(place) and not _is_whole(place):
-            os.rename(place, _aside(place))  # not ours to delete
+    for target in (old, path):
+        if os.path.lexists(target) and not _is_complete(target):
+            os.rename(target, _aside(target))  # may be a user's: never deleted
     if os.path.lexists(path):
         if old.exists():
             discard(old)
@@ -25,16 +25,16 @@ def commit(complete: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def _is_whole(place: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
-        read_complete(place)
+        read_complete(path)
     except CheckpointError:
         return False
     return True
 
 
-def _aside(place: Path) -> Path:
+def _aside(path: Path) -> Path:
     number = 1
-    while os.path.lexists(aside := place.with_name(f"{place.name}.damaged-{number}")):
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
     return aside

@@ -1,4 +1,4 @@
-"""Whether a small value of a metric is good or a large one, by the words of its name."""
+"""Whether lower or higher values of a metric are better, inferred from its name."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from jax_trainer.settings import SettingsError
 Direction = Literal["min", "max"]
 Mode = Literal["min", "max", "auto"]
 
-_LARGE_IS_GOOD = """
+_HIGHER_IS_BETTER = """
     acc accuracy accuracies correct hit hits hitrate match matches success win wins top precision recall sensitivity
     specificity tpr tnr ppv npv f1 f2 fbeta auc auroc auprc aupr aucpr rocauc prauc roc ap map mar mrr ndcg dcg
     r2 rsquared correlation corr pearson spearman kendall concordance cindex kappa mcc matthews iou miou giou diou
@@ -17,7 +17,7 @@ _LARGE_IS_GOOD = """
     chrf cider bertscore elbo likelihood loglikelihood logprob logp ll reward rewards return returns silhouette
     throughput improvement reduction explained reciprocal inception purity nmi ari pck
 """
-_SMALL_IS_GOOD = """
+_LOWER_IS_BETTER = """
     loss losses error errors err cost costs penalty regret residual residuals mistakes misclassified mse rmse nmse nrmse
     mae mape smape msle rmsle l1 l2 huber hinge logloss nll ce bce xent crossentropy kl kld divergence deviance
     discrepancy distance dist wasserstein emd mmd chamfer hausdorff perplexity ppl bpc bpb bpd bits wer cer eer fid kid
@@ -25,57 +25,57 @@ _SMALL_IS_GOOD = """
     levenshtein ter distortion mcd rmsd
 """
 _DIRECTIONS: dict[str, Direction] = {
-    **dict.fromkeys(_LARGE_IS_GOOD.split(), "max"),
-    **dict.fromkeys(_SMALL_IS_GOOD.split(), "min"),
+    **dict.fromkeys(_HIGHER_IS_BETTER.split(), "max"),
+    **dict.fromkeys(_LOWER_IS_BETTER.split(), "min"),
 }
 _NEGATED = frozenset(("neg", "negative"))
 _UNCLEAR = frozenset(("minus", "inv", "inverse", "not", "non"))  # "minus_acc" and "acc_minus_chance" differ
-_QUALIFYING = frozenset(("at", "per"))  # what follows says where the metric is taken
+_QUALIFYING = frozenset(("at", "per"))  # the rest only qualifies the metric
 _CHUNK = re.compile(r"[A-Za-z0-9]+|@")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
 
 
 def best_mode(mode: Mode, monitor: str, *, key: str = "mode") -> Direction:
-    """`mode`, with "auto" decided by the words of the metric's name; a name that does not say is an error.
+    """`mode`, with "auto" inferred from the metric's name; an ambiguous name is an error.
 
-    `key` is what the user calls `mode`.
+    `key` is the user's name for `mode`.
 
     >>> best_mode("auto", "val/acc"), best_mode("auto", "val/top1_error"), best_mode("auto", "val/F1Score")
     ('max', 'min', 'max')
     >>> best_mode("auto", "val/score")
     Traceback (most recent call last):
-    jax_trainer.settings.SettingsError: `mode: auto` cannot tell whether a small or a large 'val/score' is good. \
+    jax_trainer.settings.SettingsError: `mode: auto` cannot infer whether a lower or a higher 'val/score' is better. \
 Check the name, or set `mode: min` or `mode: max`.
     """
     found = _direction(monitor.rpartition("/")[2]) if mode == "auto" else mode
     if found is None:
-        text = f"`{key}: auto` cannot tell whether a small or a large {monitor!r} is good."
+        text = f"`{key}: auto` cannot infer whether a lower or a higher {monitor!r} is better."
         raise SettingsError([(key, f"{text} Check the name, or set `{key}: min` or `{key}: max`.")])
     return found
 
 
-def direction_words(mode: Direction) -> str:
-    """Which way a metric is good, for people."""
+def describe_mode(mode: Direction) -> str:
+    """Readable text for a mode."""
     return "higher is better" if mode == "max" else "lower is better"
 
 
 def _direction(name: str) -> Direction | None:
-    """What the words of a name say. If they disagree, "min" where the last of them does: the loss of an accuracy."""
+    """The direction of a name's words. If they disagree, "min" if the last one does (the loss of an accuracy)."""
     if name == "val_metric":  # of `is_new_model_better`
         return "min"
-    whole = _DIRECTIONS.get("".join(_CHUNK.findall(name)).lower())
+    of_name = _DIRECTIONS.get("".join(_CHUNK.findall(name)).lower())
     words = list(_words(name))
-    said: list[Direction] = [whole] if whole else [one for one in map(_of_word, words) if one]
-    disagree = "max" in said and "min" in said and said[-1] == "max"
-    if not said or disagree or not _UNCLEAR.isdisjoint(words):
+    found: list[Direction] = [of_name] if of_name else [one for one in map(_of_word, words) if one]
+    disagree = "max" in found and "min" in found and found[-1] == "max"
+    if not found or disagree or not _UNCLEAR.isdisjoint(words):
         return None
     if name.startswith("1-") or ("false" not in words and not _NEGATED.isdisjoint(words)):
-        return "min" if said[-1] == "max" else "max"
-    return said[-1]
+        return "min" if found[-1] == "max" else "max"
+    return found[-1]
 
 
 def _words(name: str) -> Iterator[str]:
-    """The words of a name, up to "at" or "per"; one in camelCase is taken apart only if it is no word as a whole."""
+    """The words of a name, up to "at" or "per"; camelCase is split unless the word is known as it is."""
     for chunk in _CHUNK.findall(name):
         if chunk == "@" or chunk.lower() in _QUALIFYING:
             return
@@ -84,7 +84,7 @@ def _words(name: str) -> Iterator[str]:
 
 
 def _of_word(word: str) -> Direction | None:
-    """Which way a word says; digits at its end need not be known."""
+    """The direction of a word, if necessary without its trailing digits."""
     for known in (word, word.rstrip("0123456789")):
         if known in _DIRECTIONS:
             return _DIRECTIONS[known]

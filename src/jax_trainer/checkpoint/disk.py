@@ -1,4 +1,4 @@
-"""What the system refuses to write, in a sentence: why, and what helps. Needs no jax, as making a folder does not."""
+"""Errors of the file system as messages with cause and fix. Imports no jax: creating a run folder stays fast."""
 
 import errno
 import shutil
@@ -6,42 +6,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ROOM, _PLACE = "Make room, or keep fewer checkpoints", "Choose a place that can be written to"
-REASONS = {  # what an error of the system means here, and what helps
-    errno.ENOSPC: ("the disk is full", _ROOM),
-    errno.EDQUOT: ("the disk quota is used up", _ROOM),
+_FREE_SPACE, _OTHER_PATH = "Free some space, or keep fewer checkpoints", "Choose a writable path"
+REASONS = {  # errno: cause and fix
+    errno.ENOSPC: ("the disk is full", _FREE_SPACE),
+    errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
     errno.EFBIG: ("a file would be larger than this process may write", "Raise the limit (`ulimit -f`)"),
-    errno.EROFS: ("the file system is read-only", _PLACE),
-    errno.EACCES: ("writing there is not allowed", _PLACE),
-    errno.EPERM: ("writing there is not allowed", _PLACE),
+    errno.EROFS: ("the file system is read-only", _OTHER_PATH),
+    errno.EACCES: ("writing there is not allowed", _OTHER_PATH),
+    errno.EPERM: ("writing there is not allowed", _OTHER_PATH),
 }
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, or is not there."""
+    """A checkpoint is missing or cannot be used."""
 
 
 class SaveError(CheckpointError):
-    """What could not be saved: a checkpoint, or the run's folder. Nothing that was there before is lost."""
+    """A checkpoint or a file of the run could not be saved. Earlier checkpoints are intact."""
 
-    step: int | None = None  # of the checkpoint, where one step is concerned
+    step: int | None = None  # of the checkpoint, if it is about one
 
 
 def free_bytes(folder: Path) -> int:
-    """How much can be written to the file system that `folder` is on, or will be on once it is made."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(there).free
+    """Free bytes on the file system of `folder`, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """What the system refuses while the folder of a run is made or written to is a `SaveError`."""
+    """Turns errors of the file system while a run folder is created or written into a `SaveError`."""
     try:
         yield
     except OSError as error:
         if error.errno not in REASONS:
-            error.add_note(f"This happened while the run folder {folder} was made or written to. {_PLACE}.")
+            error.add_note(f"This happened while creating or writing the run folder {folder}. {_OTHER_PATH}.")
             raise
-        why, cure = REASONS[error.errno]
+        why, fix = REASONS[error.errno]
         free = f"{free_bytes(folder)} bytes are free"
-        raise SaveError(f"The run folder {folder} cannot be written to: {why}. {free}. {cure}. {error}") from error
+        raise SaveError(f"The run folder {folder} cannot be written to: {why}. {free}. {fix}. {error}") from error

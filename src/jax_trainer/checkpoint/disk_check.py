@@ -1,4 +1,4 @@
-"""Whether there will be a place to save to, found out before the first step."""
+"""Checks before the first step that checkpoints can be written: permissions and free space."""
 
 import logging
 import os
@@ -11,14 +11,14 @@ from jax_trainer.checkpoint.failures import readable
 from jax_trainer.checkpoint.partial import partial_folder, sweep
 from jax_trainer.checkpoint.record import CheckpointError
 
-_BESIDES = 1 << 16  # bytes that a checkpoint has besides its arrays
+_OVERHEAD = 1 << 16  # bytes of a checkpoint besides its arrays
 _log = logging.getLogger("jax_trainer")
 
 
-def make_ready(folder: Path, array_bytes: int) -> None:
-    """Makes `folder`, and fails unless a checkpoint with `array_bytes` of arrays can be written to it."""
+def check_writable(folder: Path, array_bytes: int) -> None:
+    """Creates `folder`, and fails unless a checkpoint with `array_bytes` of arrays can be written to it."""
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file, and no folder for checkpoints. Choose another place.")
+        raise CheckpointError(f"{folder} is a file, not a folder for checkpoints. Choose another path.")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep(folder)
@@ -26,17 +26,17 @@ def make_ready(folder: Path, array_bytes: int) -> None:
             write_atomically(partial / "probe", "x")
     except OSError as error:
         raise CheckpointError(
-            f"No checkpoint can be written to {folder}: {error.strerror}. Choose a place that can be written to."
+            f"Checkpoints cannot be written to {folder}: {error.strerror}. Choose a writable path."
         ) from error
-    _check_space(folder, array_bytes + _BESIDES)
+    _check_space(folder, array_bytes + _OVERHEAD)
     if os.stat(folder).st_mode & stat.S_IWOTH:
-        _log.warning("Everybody may write to %s: whoever changes a checkpoint there changes what is restored.", folder)
+        _log.warning("%s is world-writable: anyone can alter your checkpoints.", folder)
 
 
 def _check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise CheckpointError(
-            f"There is no room for a checkpoint in {folder}: one needs about {readable(needed)}, and {readable(free)} "
-            "are free. Make room, or choose another place."
+            f"Not enough space for a checkpoint in {folder}: it needs about {readable(needed)}, and {readable(free)} "
+            "are free. Free some space, or choose another path."
         )

@@ -1,4 +1,4 @@
-"""Files that outlive a crash: written whole or not at all, and on the disk when a call returns."""
+"""Crash-safe file writes: atomic, and on disk when the call returns."""
 
 import contextlib
 import errno
@@ -6,11 +6,11 @@ import os
 import tempfile
 from pathlib import Path
 
-_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}  # some network file systems say this of folders
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}  # raised for folders by some network file systems
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Puts `text` into `file`. Whoever reads it finds the old content or the new one, whenever this process ends."""
+    """Writes `text` to `file` atomically: after a crash it has either the old or the new content."""
     handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
@@ -26,15 +26,15 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until everything below `folder` is on the disk."""
-    for place, _, files in os.walk(folder, topdown=False):
+    """Calls fsync on every file and folder below `folder`."""
+    for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(place, name))
-        sync_folder(Path(place))
+            _sync(Path(parent, name))
+        sync_folder(Path(parent))
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
+    """Calls fsync on `folder`, so that its entries are on disk."""
     try:
         _sync(folder)
     except OSError as error:

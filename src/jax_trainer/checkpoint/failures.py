@@ -1,4 +1,4 @@
-"""What can go wrong while a checkpoint is written, and what is to be made of it: told, or tried again."""
+"""Failures of a checkpoint write: retried if transient, otherwise reported as a `SaveError`."""
 
 import errno
 import logging
@@ -14,20 +14,20 @@ from jax_trainer.core import readable_bytes
 
 Result = TypeVar("Result")
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
-_PAUSES = (0.2, 1.0)  # seconds before the second and the third try
-_IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how tensorstore says which error of the system it was
+_PAUSES = (0.2, 1.0)  # seconds before the second and the third attempt
+_IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # the errno in messages of tensorstore
 _log = logging.getLogger("jax_trainer")
 
 
 class MultiHostError(OSError):
-    """What went wrong in some of several processes, as it is told to all; its cause is what did in this one."""
+    """A failure in some processes, raised in all of them; its cause is the error of this process."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def with_retries(write: Callable[[], Result], what: str) -> Result:
-    """Calls `write`, and up to twice again where the storage failed in a way that may pass; this is told once."""
+    """Calls `write`, with up to two retries on transient storage errors; the first retry logs a warning."""
     for pause in _PAUSES:
         try:
             return write()
@@ -35,27 +35,27 @@ def with_retries(write: Callable[[], Result], what: str) -> Result:
             if not is_transient(errno_of(error)):
                 raise
             if pause == _PAUSES[0]:
-                _log.warning("%s failed, and is tried again: %s", what, in_one_line(error))
+                _log.warning("%s failed, retrying: %s", what, in_one_line(error))
             time.sleep(pause)
     return write()
 
 
 def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> SaveError:
-    """`error` in a sentence: the step, the path and, where the disk is the reason, why, what is needed, and what helps.
+    """`error` as a `SaveError` with the step, the path and, for disk errors, the cause, the space needed and the fix.
 
-    Its cause then is the error of the system alone, and not the many lines of another library about it.
+    For disk errors its cause is a plain `OSError` instead of the long message of another library.
     """
     code, cause = errno_of(error), error
     if code in REASONS and not isinstance(error, MultiHostError):
         cause = OSError(code, os.strerror(code))
     text = f"{_reason(code, path.parent, needed)}{in_one_line(cause)}".rstrip(".")
-    told = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}.")
-    told.__cause__, told.step = cause, step
-    return told
+    save_error = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}.")
+    save_error.__cause__, save_error.step = cause, step
+    return save_error
 
 
 def readable(size: int) -> str:
-    """A number of bytes, for people.
+    """A number of bytes in readable units.
 
     >>> readable(3_200_000), readable(12)
     ('3.2 MB (3200000 bytes)', '12 bytes')
@@ -64,24 +64,24 @@ def readable(size: int) -> str:
 
 
 def _reason(code: int | None, folder: Path, needed: int) -> str:
-    """Why a checkpoint cannot be written to `folder`, and what helps; "" where the system does not tell."""
+    """Why a checkpoint cannot be written to `folder`, and the fix; "" for other errors."""
     if code not in REASONS:
         return ""
-    why, cure = REASONS[code]
+    why, fix = REASONS[code]
     try:
         free = readable(free_bytes(folder))
     except OSError:
         free = "an unknown number of bytes"
-    return f"{why}. It needs about {readable(needed)}, and {free} are free. {cure}. "
+    return f"{why}. It needs about {readable(needed)}, and {free} are free. {fix}. "
 
 
 def is_transient(code: int | None) -> bool:
-    """Whether an error of the system is one that may pass."""
+    """Whether a retry may succeed after this errno."""
     return code in _TRANSIENT
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Which error of the system `error` is, if it is one; also where another library only says so in words."""
+    """The errno of `error`, also if it is only part of its message; None if it has none."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = _IN_TEXT.search(str(error))
@@ -93,6 +93,6 @@ def errno_of(error: BaseException) -> int | None:
 def in_one_line(error: BaseException) -> str:
     """The type and the text of `error`, for a message."""
     text = " ".join(str(error).split())[:600]
-    if isinstance(error, MultiHostError):  # it has the types of what went wrong in it
+    if isinstance(error, MultiHostError):  # its text names the error types
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Finding a run again by its configuration."""
+"""Finds a run by its configuration."""
 
 import os
 import re
@@ -13,30 +13,29 @@ _MAX_BYTES = 1 << 24  # of a configuration
 
 
 def newest_with_config(parent: Path, text: str) -> Path | None:
-    """The folder in `parent`, the last by name, whose configuration is exactly `text`."""
+    """The last folder by name in `parent` whose configuration is exactly `text`."""
     alike = [folder for folder in folders_in(parent) if config_in(folder) == text]
     return max(alike, key=lambda folder: _by_number(folder.name), default=None)
 
 
 def check_config(folder: Path, text: str) -> None:
-    """A `ValueError` that shows where they differ, unless the configuration in `folder` is `text`."""
-    held = config_in(folder)
-    if held == text:
+    """Raises a `ValueError` with the first difference unless the configuration in `folder` is `text`."""
+    found = config_in(folder)
+    if found == text:
         return
-    if held is None:
-        raise ValueError(f"{folder / CONFIG} cannot be read: it must be a plain file.")
-    pairs = zip_longest(held.splitlines(), text.splitlines(), fillvalue="(nothing)")
+    if found is None:
+        raise ValueError(f"{folder / CONFIG} cannot be read: it must be a regular file.")
+    pairs = zip_longest(found.splitlines(), text.splitlines(), fillvalue="(nothing)")
     lines = enumerate(pairs, start=1)
-    number, (there, here) = next(((number, pair) for number, pair in lines if pair[0] != pair[1]), (0, ("", "")))
+    number, (old, new) = next(((number, pair) for number, pair in lines if pair[0] != pair[1]), (0, ("", "")))
     raise ValueError(
-        f"The run in {folder} has another configuration. In line {number} of {CONFIG} it has {there.strip()!r}, and "
-        f"this one has {here.strip()!r}. Choose another version, or go on with that run by `jax-trainer resume "
-        f"{folder}`."
+        f"The run in {folder} has another configuration: line {number} of its {CONFIG} is {old.strip()!r}, and this "
+        f"run has {new.strip()!r}. Choose another version, or resume that run with `jax-trainer resume {folder}`."
     )
 
 
-def holds_nothing(folder: Path) -> bool:
-    """Whether nothing was begun in `folder`, though it may have been claimed for a run."""
+def is_unused(folder: Path) -> bool:
+    """Whether no run has started in `folder`; it may already be claimed for one."""
     entries = {entry.name: entry for entry in os.scandir(folder)}
     checkpoints = entries.pop(CHECKPOINTS, None)
     is_empty = checkpoints is None or (checkpoints.is_dir(follow_symlinks=False) and not os.listdir(checkpoints.path))
@@ -44,7 +43,7 @@ def holds_nothing(folder: Path) -> bool:
 
 
 def config_in(folder: Path) -> str | None:
-    """The configuration of the run in `folder`; None where there is none that can be read."""
+    """The configuration of the run in `folder`; None if it cannot be read."""
     try:
         return read_bounded(folder / CONFIG, _MAX_BYTES)
     except (ValueError, OSError):
@@ -52,7 +51,7 @@ def config_in(folder: Path) -> str | None:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in `folder` that are no links; none where they are not ours to see."""
+    """The folders in `folder`, without links; empty if it cannot be read."""
     try:
         return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -60,6 +59,6 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
-    """`20261115-142311-10` comes after `20261115-142311-2`."""
+    """Sort key with `20261115-142311-10` after `20261115-142311-2`."""
     parts = re.findall(r"\d+|\D+", name)
     return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]

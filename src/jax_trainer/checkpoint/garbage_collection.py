@@ -1,4 +1,4 @@
-"""Keeps the folder of a run's checkpoints in order: deletes, after a new one is there, what need not stay."""
+"""Deletes the checkpoints that the retention policy does not keep, after each save."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax_trainer.core import failpoint
 
 
 class GarbageCollector:
-    """What counts in `folder`, and what stays in it. Deletes checkpoints that it can read, and nothing else."""
+    """Applies the retention policy to the checkpoints in `folder`. Deletes only checkpoints that it can read."""
 
     def __init__(self, folder: Path, retention: Retention, *, weights_only_best: bool) -> None:
         self._folder, self._retention = folder, retention
@@ -23,54 +23,54 @@ class GarbageCollector:
             WeightsOnlyConverter(),
             weights_only_best,
         )
-        self._base: int | None = None  # the step that the run goes on from
-        self._overtaken: set[int] = set()  # later steps than that, of a run that is not continued
+        self._base: int | None = None  # the step that the run resumed from
+        self._superseded: set[int] = set()  # later steps than that, of the run before it resumed
         self._newest: int | None = None  # the last step that was saved here
         self._specs: Mapping[str, Spec] = {}
-        self._known: tuple[SavedCheckpoint, ...] = ()  # what counted at the last look
+        self._known: tuple[SavedCheckpoint, ...] = ()  # the valid checkpoints at the last scan
 
     def listing(self) -> IndexEntries:
-        """What counts."""
-        listing, overtaken = self._checkpoint_index.scan(), self._overtaken
-        found = {step: saved for step, saved in listing.found.items() if step not in overtaken}
+        """The valid checkpoints."""
+        listing, superseded = self._checkpoint_index.scan(), self._superseded
+        found = {step: saved for step, saved in listing.found.items() if step not in superseded}
         self._known = tuple(found.values())
         return IndexEntries(found, listing.replaced, listing.damaged)
 
     def kept_with(self, coming: Sequence[SavedCheckpoint]) -> set[int]:
-        """The steps that will stay once `coming`, the newest last, are saved as well; does not look at the disk."""
+        """The steps that are kept once `coming`, newest last, are saved as well; does not read the disk."""
         found = {saved.step: saved for saved in (*self._known, *coming)}
         return self._retention.kept(found.values(), coming[-1].step, self._base)
 
     def mark_resumed_from(self, saved: SavedCheckpoint) -> None:
-        """Keeps `saved`; what was saved later than it no longer counts, and goes once something new is there."""
+        """Keeps `saved`; later checkpoints are ignored, and deleted after the next save."""
         if saved.path.parent.resolve() == self._folder.resolve():
             self._base = saved.step
-            self._overtaken = {step for step in self._checkpoint_index.scan().found if step > saved.step}
+            self._superseded = {step for step in self._checkpoint_index.scan().found if step > saved.step}
 
     def committed(self, step: int, path: Path, specs: Mapping[str, Spec]) -> None:
-        """Cleans up after the checkpoint of `step` has its name; `specs` are those of its arrays."""
+        """Collects garbage after the checkpoint of `step` is committed; `specs` are those of its arrays."""
         self._newest, self._specs = step, specs
         self._converter.forget(path)
         failpoint("before_best_table")
         self._retain(step)
 
     def completed(self) -> None:
-        """Cleans up once more: nobody has to go on from where this run did."""
+        """Collects garbage once more: the checkpoint that the run resumed from need not stay."""
         self._base = None
         if self._newest is not None:
             self._retain(self._newest)
 
     def _retain(self, newest: int) -> None:
-        listing, overtaken = self._checkpoint_index.scan(), self._overtaken - {newest}
-        found = [saved for step, saved in listing.found.items() if step not in overtaken]
+        listing, superseded = self._checkpoint_index.scan(), self._superseded - {newest}
+        found = [saved for step, saved in listing.found.items() if step not in superseded]
         kept = self._retention.kept(found, newest, self._base)
         for path in (*listing.replaced, *(saved.path for saved in listing.found.values() if saved.step not in kept)):
             discard(path)
-        self._overtaken = set()
+        self._superseded = set()
         self._known = tuple(saved for saved in found if saved.step in kept)
         sync_folder(self._folder)
         if self._weights_only_best:
-            whole = self._retention.whole(found, newest, self._base)
+            full = self._retention.kept_in_full(found, newest, self._base)
             for saved in found:
-                if saved.step in kept - whole:
-                    self._converter.slim(saved, self._specs)
+                if saved.step in kept - full:
+                    self._converter.convert(saved, self._specs)

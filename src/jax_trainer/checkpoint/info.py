@@ -1,4 +1,4 @@
-"""A list of the checkpoints in a folder, for people: what they hold, and what is wrong with them."""
+"""Summaries of the checkpoints in a folder, for reports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from jax_trainer.checkpoint.record import CheckpointError
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as a list shows it. `problem` is what a quick look found: the record, and the sizes of files."""
+    """Summary of a checkpoint. `problem` comes from a quick check of the record and the file sizes."""
 
     step: int
     path: Path
@@ -23,10 +23,10 @@ class CheckpointInfo:
 
 
 def checkpoint_infos(folder: Path) -> list[CheckpointInfo]:
-    """What has the name of a checkpoint in `folder`, by ascending step."""
+    """Summaries of all folders named like a checkpoint in `folder`, by ascending step."""
     listed = [_listed(folder / name) for name in names_of_checkpoints(folder)]
-    whole = {one.path.name for one in listed if not one.problem}
-    replaced = {name + OLD for name in whole}
+    complete = {one.path.name for one in listed if not one.problem}
+    replaced = {name + OLD for name in complete}
     return sorted((one for one in listed if one.path.name not in replaced), key=lambda one: one.step)
 
 
@@ -40,4 +40,4 @@ def _listed(path: Path) -> CheckpointInfo:
 
 
 def _size(folder: Path) -> int:
-    return sum(os.lstat(os.path.join(place, name)).st_size for place, _, names in os.walk(folder) for name in names)
+    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)

@@ -1,6 +1,6 @@
 """Plain data as JSON and back, exactly: numbers, text, bytes, arrays of numbers, and lists, tuples and dicts of these.
 
-What JSON has no word for is an object with the key `$`, which names its kind. Reading imports and runs nothing.
+Types that JSON lacks are objects with the key `$`, which names the type. Decoding imports and runs nothing.
 """
 
 import base64
@@ -41,18 +41,18 @@ _Shape = list[Annotated[int, AtLeast(0)]]
 
 
 class Fixed(dict[str, Any]):
-    """A dict that nobody changes any more: it is checked and encoded once, however often it is saved."""
+    """A dict that does not change any more: it is checked and encoded only once."""
 
     _encoded: Any = None
 
 
 def not_plain(value: Any, where: str) -> str:
-    """What in `value` would not come back as it was; "" if all of it would."""
+    """Which part of `value` cannot be encoded exactly; "" if all of it can."""
     return "" if _is_plain(value, 0) else _problem(value, where, 0)
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """As a rule it is, and where everything in it is need not be put into words."""
+    """Fast check without the path to a problem, since most values have none."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return True
     if depth <= _DEEPEST and (isinstance(value, list) or type(value) is tuple):
@@ -73,17 +73,17 @@ def _problem(value: Any, where: str, depth: int) -> str:
         return f"{where} is {shown(value)}, of type {type(value).__name__}"
     if depth > _DEEPEST:
         return f"{where} is nested too deeply"
-    return next((problem for item, place in _within(value, where) if (problem := _problem(item, place, depth + 1))), "")
+    return next((problem for item, path in _within(value, where) if (problem := _problem(item, path, depth + 1))), "")
 
 
 def not_named(value: dict[Any, Any], where: str) -> str:
-    """Which key of `value` is no text; "" if all are."""
+    """Which key of `value` is not a string; "" if all are."""
     odd = [key for key in value if type(key) is not str]
     return f"{where} has the key {shown(odd[0])}, of type {type(odd[0]).__name__}" if odd else ""
 
 
 def encoded(value: Any) -> Any:
-    """`value`, which is plain, in JSON's own words. Shares nothing with it that could change."""
+    """Plain `value` as JSON data. Shares no mutable object with it."""
     if type(value) is float and not math.isfinite(value):
         return {_TAG: "float", "bits": struct.pack(">d", value).hex()}
     if value is None or type(value) in (bool, int, float, str):
@@ -108,18 +108,18 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(content: Any) -> Any:
-    """What was `encoded`; a `ValueError` for anything else."""
+    """The inverse of `encoded`; a `ValueError` for other data."""
     if isinstance(content, list):
         return [decoded(item) for item in content]
     if not isinstance(content, dict):
         return content
     if _TAG not in content:
         return {name: decoded(item) for name, item in content.items()}
-    kind, given = content[_TAG], {name: item for name, item in content.items() if name != _TAG}
+    kind, fields = content[_TAG], {name: item for name, item in content.items() if name != _TAG}
     keys, decode = _FORMS.get(kind, ((), None)) if isinstance(kind, str) else ((), None)
-    if decode is None or sorted(given) != sorted(keys):
-        raise ValueError(f"{shown(content)} is no form of data that is known")
-    return decode(**given)
+    if decode is None or sorted(fields) != sorted(keys):
+        raise ValueError(f"{shown(content)} is not a known encoding")
+    return decode(**fields)
 
 
 def _within(value: Any, where: str) -> Iterator[tuple[Any, str]]:
@@ -168,31 +168,31 @@ def _as_bytes(text: Any) -> bytes:
 
 def _float(*, bits: Any) -> float:
     if not isinstance(bits, str) or not _BITS.fullmatch(bits):
-        raise ValueError(f"{shown(bits)} are not the bits of a number")
+        raise ValueError(f"{shown(bits)} are not the bits of a float")
     return struct.unpack(">d", bytes.fromhex(bits))[0]
 
 
 def _array(*, dtype: Any, shape: Any, **raw: Any) -> np.ndarray:
     content = _as_bytes(raw["base64"])
     if not isinstance(dtype, str) or dtype not in DTYPES or not fits(_Shape, shape):
-        raise ValueError(f"there is no array of {shown(dtype)} and {shown(shape)}")
+        raise ValueError(f"no array has dtype {shown(dtype)} and shape {shown(shape)}")
     if math.prod(shape) * DTYPES[dtype].itemsize != len(content):
-        raise ValueError(f"{len(content)} bytes are no array of {dtype} and {shown(shape)}")
+        raise ValueError(f"{len(content)} bytes do not fit dtype {dtype} and shape {shown(shape)}")
     if not content:
         return np.zeros(shape, DTYPES[dtype])
-    return np.frombuffer(bytearray(content), DTYPES[dtype]).reshape(shape)  # of its own: it may be written to
+    return np.frombuffer(bytearray(content), DTYPES[dtype]).reshape(shape)  # a copy, so that it is writable
 
 
 def _scalar(*, dtype: Any, shape: Any, **raw: Any) -> Any:
     if shape != []:
-        raise ValueError(f"one number has no shape {shown(shape)}")
+        raise ValueError(f"a scalar has no shape {shown(shape)}")
     return _array(dtype=dtype, shape=shape, **raw)[()]
 
 
 def _tensor(*, dtype: Any, shape: Any, **raw: Any) -> Any:
-    """A tensor where torch is in use, and else an array: whoever only looks needs no torch."""
+    """A tensor if torch is imported, otherwise an array: listing checkpoints needs no torch."""
     if not isinstance(dtype, str) or dtype not in _TORCH_DTYPES:
-        raise ValueError(f"there is no tensor of {shown(dtype)}")
+        raise ValueError(f"no tensor has dtype {shown(dtype)}")
     array, torch = _array(dtype=dtype, shape=shape, **raw), sys.modules.get("torch")
     if torch is None:
         return array
@@ -203,14 +203,14 @@ def _tensor(*, dtype: Any, shape: Any, **raw: Any) -> Any:
 
 def _items(items: Any) -> Iterator[Any]:
     if not isinstance(items, list):
-        raise ValueError(f"{shown(items)} is no list")
+        raise ValueError(f"{shown(items)} is not a list")
     return (decoded(item) for item in items)
 
 
 def _dict(*, items: Any) -> dict[Any, Any]:
     pairs = list(_items(items))
     if not all(isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
-        raise ValueError(f"{shown(items)} are no keys and values")
+        raise ValueError(f"{shown(items)} are not keys and values")
     return dict(pairs)
 
 

@@ -1,4 +1,4 @@
-"""A state as a flat mapping from dotted names to arrays, and whether two of them agree."""
+"""A state as a flat mapping from dotted names to arrays, and the comparison of two of them."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.core import PyTree, leaf_path
 
 _MOST_LINES = 30
-_MOST_GUESSES = 20  # each compares one name with all that are left over
+_MOST_GUESSES = 20  # each compares one name with all unmatched ones
 
 
 class Spec(NamedTuple):
@@ -29,22 +29,22 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any) -> "Spec":
-        """Those of an array, or of what stands for one; a typed key has the name of its implementation."""
+        """The spec of an array or `ShapeDtypeStruct`; a typed key has its implementation as dtype."""
         return cls(f"key<{impl}>" if (impl := impl_of(leaf)) else str(leaf.dtype), tuple(leaf.shape))
 
     @property
     def nbytes(self) -> int:
-        """How much memory such an array of numbers takes."""
+        """The size of such an array in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 def named_leaves(state: PyTree) -> dict[str, Any]:
-    """The arrays of `state`, or what stands for them, by dotted name, in the order of the tree."""
+    """The leaves of `state` by dotted name, in the order of the tree."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = leaf_path(path)
         if name in named:
-            raise CheckpointError(f"Two arrays of the state are called {name!r}. Give one of them another name.")
+            raise CheckpointError(f"Two arrays of the state are called {name!r}. Rename one of them.")
         if problem := _problem(leaf):
             raise CheckpointError(f"{name} {problem}")
         named[name] = leaf
@@ -52,24 +52,24 @@ def named_leaves(state: PyTree) -> dict[str, Any]:
 
 
 def impl_of(leaf: Any) -> str:
-    """The name of the implementation of a typed key, or of what stands for one; "" for numbers."""
+    """The name of the implementation of a typed key or its `ShapeDtypeStruct`; "" for other arrays."""
     if isinstance(leaf.dtype, str) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return ""
-    return str(leaf.dtype._impl.name)  # `jax.random.key_impl` wants a key, not what stands for one
+    return str(leaf.dtype._impl.name)  # `jax.random.key_impl` takes no ShapeDtypeStruct
 
 
-def words_of(leaf: Any) -> Any:
-    """What is stored of `leaf`: the words of a typed key, which are numbers, and anything else as it is."""
+def as_stored(leaf: Any) -> Any:
+    """`leaf` as it is stored: the key data of a typed key, and other arrays unchanged."""
     if not impl_of(leaf):
         return leaf
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
-    words = jax.eval_shape(jax.random.key_data, leaf)
-    return Spec(str(words.dtype), words.shape)
+    key_data = jax.eval_shape(jax.random.key_data, leaf)
+    return Spec(str(key_data.dtype), key_data.shape)
 
 
 def field_of(name: str) -> str:
-    """The field of the state that the array with this dotted name is in.
+    """The field of the state that contains the array with this dotted name.
 
     >>> field_of("opt_state.0.mu.out.bias")
     'opt_state'
@@ -79,24 +79,26 @@ def field_of(name: str) -> str:
 
 def _problem(leaf: Any) -> str:
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
-        return f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays are saved: use `jnp.asarray` on it."
+        return (
+            f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays can be saved: convert it by `jnp.asarray`."
+        )
     if impl_of(leaf):
         return ""
     dtype = np.dtype(leaf.dtype)
     if not dtype.isnative or not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        return f"has the dtype {dtype}, and only numbers in the machine's own order can be saved."
+        return f"has the dtype {dtype}. Only numeric dtypes in native byte order can be saved."
     return ""
 
 
 def check_fits(found: Mapping[str, Spec], wanted: Mapping[str, Spec], checkpoint: Path) -> None:
-    """Fails unless a checkpoint holds exactly the arrays that are wanted; lists all that differs."""
+    """Fails unless a checkpoint has exactly the wanted arrays; lists all differences."""
     lines = list(_differences(found, wanted))
     if not lines:
         return
     listed = "\n".join(f"  {line}" for line in lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
     raise CheckpointError(
-        f"The checkpoint {checkpoint} does not fit the state that it is to be restored into:\n{listed}{more}\n"
+        f"The checkpoint {checkpoint} does not match the state to restore:\n{listed}{more}\n"
         "Use the model, the optimizer and the precision that it was saved with."
     )
 

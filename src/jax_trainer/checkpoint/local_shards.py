@@ -1,6 +1,7 @@
-"""What one of several processes has to write of a state, kept apart from it: its parts of what is split over them.
+"""Snapshots of the part of a state that one process of a multi-process job writes.
 
-What all have whole, and is small, the lead alone writes. What is whole and large, all write a part of.
+Every process writes its shards of distributed arrays. Small replicated arrays are written by the primary process alone,
+large replicated ones in parts by all.
 """
 
 import math
@@ -14,18 +15,18 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.packing import LARGEST
-from jax_trainer.checkpoint.snapshot import have_room, is_on_cpu
+from jax_trainer.checkpoint.snapshot import has_space_for_copy, is_on_cpu
 from jax_trainer.core import copied
 
 
 def local_shard(leaves: Mapping[str, Any], *, is_primary: bool) -> dict[str, Any]:
-    """The values of `leaves` as they are now, as far as this process is to write them."""
+    """Copies of the parts of `leaves` that this process writes."""
     full = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
     shared = {name: leaf for name, leaf in full.items() if is_shared(leaf)}
-    taken = _copies(shared)
+    copies = _copies(shared)
     if is_primary:
-        taken |= {name: _local_copy(leaf) for name, leaf in full.items() if name not in shared}
-    return taken
+        copies |= {name: _local_copy(leaf) for name, leaf in full.items() if name not in shared}
+    return copies
 
 
 def is_shared(leaf: Any) -> bool:
@@ -39,14 +40,14 @@ def _copies(shared: dict[str, Any]) -> dict[str, Any]:
     if not shared:
         return {}
     if is_on_cpu(shared):
-        return jax.block_until_ready(copied(shared))  # several of these in flight can stop the devices for ever
-    if have_room(shared):
+        return jax.block_until_ready(copied(shared))  # several in flight can deadlock CPU devices
+    if has_space_for_copy(shared):
         return copied(shared)
     return {name: _on_host(leaf) for name, leaf in shared.items()}
 
 
 def _on_host(leaf: jax.Array) -> jax.Array:
-    """The same array in the memory of the host, each part beside its device: orbax takes only arrays of JAX."""
+    """The array in pinned host memory with the same sharding: orbax takes only jax arrays."""
     parts = [
         jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind="pinned_host"))
         for shard in leaf.addressable_shards

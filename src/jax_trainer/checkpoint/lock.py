@@ -1,6 +1,6 @@
-"""Keeps two writers apart: the process that writes into the folder of a run holds a lock on a file in it.
+"""The lock of a run folder: the process that writes to it holds a lock on a file in it.
 
-The system releases the lock when the process ends, however it does. Processes that it forks do not have it.
+The operating system releases the lock when the process ends, even by a crash. Forked processes do not inherit it.
 """
 
 import errno
@@ -22,52 +22,52 @@ from jax_trainer.checkpoint.untrusted import read_bounded
 LOCK = "run.lock"
 _IN_USE = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-_ATTEMPTS, _PAUSE = 3, 0.05  # somebody may just be asking
+_ATTEMPTS, _PAUSE = 3, 0.05  # `check_free` of another process holds the lock for a moment
 _MAX_BYTES = 4096
 _log = logging.getLogger("jax_trainer")
 
-# A process is not kept out by its own lock, and loses it when it closes the file anywhere: it has to know what it has.
+# POSIX locks do not exclude their own process, and closing the file anywhere releases them: so we track what we hold.
 _guard = threading.Lock()
-_claimed: dict[Path, int] = {}  # taken for a run that has not begun yet; the opened file
+_claimed: dict[Path, int] = {}  # locked for a run that has not started; the open file
 _in_use: set[Path] = set()
 
 
 class RunInUseError(RuntimeError):
-    """Somebody else writes into the folder of a run."""
+    """Another run is writing to this run folder."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of `folder`; a `RunInUseError` at once where somebody else does."""
-    place = folder.resolve()
+    """Holds the lock of `folder`; raises a `RunInUseError` at once if it is locked."""
+    path = folder.resolve()
     with _guard:
-        if place in _in_use:
+        if path in _in_use:
             raise _in_use_here(folder)
-        handle = _claimed.pop(place) if place in _claimed else _take(folder)
-        _in_use.add(place)
+        handle = _claimed.pop(path) if path in _claimed else _take(folder)
+        _in_use.add(path)
     try:
         yield
     finally:
         with _guard:
-            _in_use.discard(place)
+            _in_use.discard(path)
             _release(handle)
 
 
 def claim(folder: Path) -> bool:
-    """Takes the lock of `folder` for a run that will begin in this process; whether nobody else had it."""
-    place = folder.resolve()
+    """Locks `folder` for a run that will start in this process; returns whether it was free."""
+    path = folder.resolve()
     with _guard:
-        if place in _in_use or place in _claimed:
+        if path in _in_use or path in _claimed:
             return False
         try:
-            _claimed[place] = _take(folder)
+            _claimed[path] = _take(folder)
         except RunInUseError:
             return False
     return True
 
 
 def unclaim(folder: Path) -> None:
-    """Gives back what `claim` took."""
+    """Releases a lock of `claim`."""
     with _guard:
         handle = _claimed.pop(folder.resolve(), None)
         if handle is not None:
@@ -75,16 +75,16 @@ def unclaim(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """A `RunInUseError` where somebody writes into `folder`; takes nothing."""
-    place = folder.resolve()
+    """Raises a `RunInUseError` if `folder` is locked; does not keep a lock."""
+    path = folder.resolve()
     with _guard:
-        if place in _in_use:
+        if path in _in_use:
             raise _in_use_here(folder)
-        if place in _claimed or not os.path.lexists(folder / LOCK):
+        if path in _claimed or not os.path.lexists(folder / LOCK):
             return
         try:
-            os.close(_locked_file(folder))  # as it was: nothing is written to a run that is only looked at
-        except OSError:  # nobody can write there, so nobody does
+            os.close(_locked_file(folder))  # unchanged: a check writes nothing
+        except OSError:  # not writable, so no run writes there
             return
 
 
@@ -101,7 +101,7 @@ def _locked_file(folder: Path) -> int:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{folder / LOCK} is not a plain file.")
+            raise ValueError(f"{folder / LOCK} is not a regular file.")
         _lock(handle, folder)
     except BaseException:
         os.close(handle)
@@ -116,7 +116,9 @@ def _lock(handle: int, folder: Path) -> None:
             return
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                _log.warning("%s is on a file system without locks: see to it that one run at a time uses it.", folder)
+                _log.warning(
+                    "%s is on a file system without locks: make sure that only one run at a time uses it.", folder
+                )
                 return
             if error.errno not in _IN_USE:
                 raise
@@ -127,24 +129,24 @@ def _lock(handle: int, folder: Path) -> None:
 
 def _release(handle: int) -> None:
     try:
-        os.ftruncate(handle, 0)  # the file stays: whoever deletes it may delete the lock of somebody else
+        os.ftruncate(handle, 0)  # the file stays: deleting it could delete another process's lock
     finally:
         os.close(handle)
 
 
 def _in_use_by(folder: Path) -> RunInUseError:
     try:
-        who = json.loads(read_bounded(folder / LOCK, _MAX_BYTES))
-        told = f"the process {int(who['pid'])} on {str(who['host'])[:100]!r}, since {str(who['since'])[:40]}"
+        owner = json.loads(read_bounded(folder / LOCK, _MAX_BYTES))
+        described = f"the process {int(owner['pid'])} on {str(owner['host'])[:100]!r}, since {str(owner['since'])[:40]}"
     except (ValueError, KeyError, TypeError):
-        told = "another process"
+        described = "another process"
     return RunInUseError(
-        f"The run in {folder} is in use by {told}. Wait until it ends, end it, or begin a run in another folder."
+        f"The run in {folder} is in use by {described}. Wait until it ends, stop it, or start a run in another folder."
     )
 
 
 def _in_use_here(folder: Path) -> RunInUseError:
     return RunInUseError(
-        f"The run in {folder} is in use by this process ({os.getpid()} on {platform.node()!r}) already. Wait until it "
-        "ends, or begin a run in another folder."
+        f"The run in {folder} is already in use by this process ({os.getpid()} on {platform.node()!r}). Wait until it "
+        "ends, or start a run in another folder."
     )

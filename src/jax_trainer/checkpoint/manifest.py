@@ -1,4 +1,4 @@
-"""`MANIFEST.json`: the size and the digest of every file of a checkpoint. What differs from it is damaged."""
+"""`MANIFEST.json`: the size and the digest of every file of a checkpoint, to detect damage."""
 
 import hashlib
 import json
@@ -21,18 +21,18 @@ _Entries = dict[str, tuple[Annotated[int, AtLeast(0)], str]]  # relative path: s
 
 
 def write_manifest(folder: Path) -> None:
-    """Says in `folder` what is in it now; the last of its files."""
+    """Writes the manifest of the files in `folder`; the last file of a checkpoint."""
     files = {name: (size, _digest(folder / name)) for name, size in _sizes(folder)}
     write_atomically(folder / MANIFEST, _text(files))
 
 
 def verify_sizes(folder: Path) -> None:
-    """Fails unless exactly the files of the manifest are there, in their sizes; what is in them is not read."""
+    """Fails unless `folder` has exactly the files of the manifest, with the right sizes; does not read them."""
     _compare_sizes(folder, _read(folder))
 
 
 def verify_digests(folder: Path) -> None:
-    """Fails unless exactly the files of the manifest are there, bit for bit."""
+    """Fails unless `folder` has exactly the files of the manifest, bit for bit."""
     files = _read(folder)
     _compare_sizes(folder, files)
     try:
@@ -44,11 +44,11 @@ def verify_digests(folder: Path) -> None:
 
 
 def is_of_another_version(folder: Path) -> bool:
-    """Whether a record in an unknown format may be what was written; if the manifest is ours, it is just damaged."""
+    """Whether a record in an unknown format was written like this; if the manifest disagrees, it is damaged."""
     try:
         files = _read(folder)
     except CheckpointError:
-        return True  # also where there is none: there are formats without
+        return True  # also without a manifest: other formats may have none
     return RECORD in files and _digest(folder / RECORD) == files[RECORD][1]
 
 
@@ -80,20 +80,22 @@ def _compare_sizes(folder: Path, files: _Entries) -> None:
         raise CheckpointError(f"{folder} is damaged: {error}.") from error
     problems = {
         "missing": [name for name in files if name not in found],
-        "not of it": [name for name in found if name not in files],
-        "not of the size that was written": [
+        "not in the manifest": [name for name in found if name not in files],
+        "of another size than when written": [
             name for name, (size, _) in files.items() if found.get(name, size) != size
         ],
     }
-    told = [f"{_named(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in problems.items() if names]
-    if told:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(told)}.")
+    described = [
+        f"{_named(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in problems.items() if names
+    ]
+    if described:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(described)}.")
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            file = Path(place, name)
+            file = Path(parent, name)
             if file != folder / MANIFEST:
                 yield file.relative_to(folder).as_posix(), file.lstat().st_size
 

@@ -1,4 +1,4 @@
-"""The best state of a run that writes no checkpoints, kept in memory."""
+"""The best weights of a run that writes no checkpoints, in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,16 +10,16 @@ from jax_trainer.core import PyTree, TrainState, step_of
 from jax_trainer.core.compile import copied
 from jax_trainer.datasets import Position
 
-WEIGHTS = ("params", "model_state", "extra")  # what of a state is needed to use it
+WEIGHTS = ("params", "model_state", "extra")  # the fields that inference needs
 
 
 class BestInMemory:
-    """Stands where a `CheckpointStore` does, and holds the weights of the best state, where the state is; no others.
+    """A stand-in for `CheckpointStore` that keeps the weights of the best state, on the state's devices.
 
     Args:
-        folder: of the run, for messages.
-        monitor: the metric that decides; None: nothing is kept.
-        mode: whether its smallest value is the best, or its largest ("max").
+        folder: the run folder, for messages.
+        monitor: the metric that ranks states; None: keep nothing.
+        mode: "min" if lower is better, "max" if higher is better.
     """
 
     def __init__(self, folder: Path, *, monitor: str | None, mode: Literal["min", "max"] = "min") -> None:
@@ -29,7 +29,7 @@ class BestInMemory:
         self._weights: dict[str, PyTree] = {}
 
     def prepare(self, state: TrainState) -> None:
-        """Does nothing: there is no folder to look at."""
+        """Does nothing: no folder is needed."""
 
     def save(
         self,
@@ -42,7 +42,7 @@ class BestInMemory:
         wait: bool = True,
         coalesce: bool = False,
     ) -> Path:
-        """Keeps the weights of `state` if it is better than all before."""
+        """Keeps the weights of `state` if it is the best so far."""
         new = SavedCheckpoint(step_of(state), position, dict(metrics), self.folder)
         found = [new] if self._best is None else [self._best, new]
         if next(iter(self._retention.best_first(found)), None) is new:
@@ -50,16 +50,16 @@ class BestInMemory:
         return self.folder
 
     def check(self) -> None:
-        """Nothing can have failed."""
+        """Does nothing: no save can fail."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing: saves are synchronous."""
 
     def completed(self) -> None:
-        """The best state stays."""
+        """Does nothing: the best weights stay in memory."""
 
     def best(self) -> SavedCheckpoint | None:
-        """The best state; None where none could be compared."""
+        """The best state; None if none could be compared."""
         return self._best
 
     def restore(
@@ -67,5 +67,7 @@ class BestInMemory:
     ) -> tuple[TrainState, SavedCheckpoint]:
         """`like` with the weights of the best state."""
         if which != "best" or self._best is None or not set(only) <= set(WEIGHTS):
-            raise CheckpointError(f"The run in {self.folder} saved nothing: there is no {which!r} state with {only}.")
+            raise CheckpointError(
+                f"The run in {self.folder} saved no checkpoints: it has no {which!r} state with {only}."
+            )
         return like.replace(**copied({name: self._weights[name] for name in only})), self._best

@@ -1,10 +1,10 @@
-"""Names that come from people or files, as paths that stay where they belong."""
+"""Names from users or files: validated paths inside a folder, and safe text for messages."""
 
 import reprlib
 import unicodedata
 from pathlib import Path, PureWindowsPath
 
-MAX_BYTES = 200  # file systems take 255, and what we make of a name (a suffix, a temporary name) needs room, too
+MAX_BYTES = 200  # file systems allow 255; suffixes and temporary names need some of them
 _DEVICES = {"CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$"} | {
     f"{port}{number}" for port in ("COM", "LPT") for number in "0123456789¹²³"
 }
@@ -15,7 +15,7 @@ _repr.maxstring = _repr.maxother = 60
 
 
 def safe_join(root: Path, name: str) -> Path:
-    """The path of the file or folder called `name` directly inside `root`; any other place is an error.
+    """The path of `name` directly inside `root`; a name that leads elsewhere is an error.
 
     >>> safe_join(Path("runs"), "first try").as_posix()
     'runs/first try'
@@ -29,12 +29,12 @@ def safe_join(root: Path, name: str) -> Path:
 
 
 def shown(value: object) -> str:
-    """A value as it may stand in a message: short, on one line, and without control characters."""
+    """A value for a message: short, on one line, without control characters."""
     return _repr.repr(value)
 
 
 def label(name: str) -> str:
-    """A name from a file as it may stand in a message: itself, unless it is long or odd."""
+    """A name from a file for a message: unchanged unless it is long or not printable."""
     return name if name.isprintable() and len(name) < MAX_BYTES else shown(name)
 
 
@@ -48,19 +48,19 @@ def _problem(name: str) -> str:
     reasons = {
         "is empty": not name,
         f"has {size} bytes, more than {MAX_BYTES}": size > MAX_BYTES,
-        "means another folder": name in (".", ".."),
-        "contains a separator of paths": "/" in name or "\\" in name,
+        "refers to another folder": name in (".", ".."),
+        "contains a path separator": "/" in name or "\\" in name,
         "names a drive": bool(PureWindowsPath(name).drive),
         "contains a control character": any(unicodedata.category(letter) in _CONTROL for letter in name),
         "ends in a dot or a space, which Windows drops": name.endswith((".", " ")),
         "is a device on Windows": name.split(".")[0].rstrip().upper() in _DEVICES,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _leaves(root: Path, name: str) -> str:
     try:
         inside = (root / name).resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError):  # how a loop of links is told depends on the version of Python
+    except (OSError, RuntimeError):  # a loop of links; the type depends on the version of Python
         return f"is a link in {root} that leads nowhere"
     return "" if inside else f"is a link that leads out of {root}"

@@ -1,6 +1,6 @@
-"""Small arrays kept together as one: a state has many of them, and writing each by itself takes as long as a large one.
+"""Packs small arrays (biases, scales, counters) into one: writing each alone takes as long as writing a large array.
 
-Most are biases, scales and counters. Written one by one they also leave the memory of the process in pieces.
+Writing them one by one also fragments the memory of the process.
 """
 
 import json
@@ -21,76 +21,76 @@ from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.untrusted import read_bounded
 from jax_trainer.settings import AtLeast, fits
 
-PACK = "(small)"  # no name of an array in a state
+PACK = "(small)"  # not a possible name of an array in a state
 INDEX = "small.json"
-LARGEST = 1 << 16  # bytes of an array that counts as small
+LARGEST = 1 << 16  # bytes up to which an array counts as small
 _MAX_INDEX_BYTES = 1 << 22  # some ten thousand names
 _Count = Annotated[int, AtLeast(0)]
-Places = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, and where in the pack it begins
+PackIndex = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, offset in the pack
 
 
-def packed(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Places]:
-    """`arrays` with the small ones among them as one, and where in it each of them is."""
+def packed(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], PackIndex]:
+    """`arrays` with the small ones packed into one, and the index of the pack."""
     small = {name: array for name, array in arrays.items() if _is_small(array)}
     if len(small) < 2:
         return dict(arrays), {}
-    pieces, places, end = [], Places(), 0
+    pieces, pack_index, end = [], PackIndex(), 0
     for name, array in jax.device_get(small).items():
-        places[name] = (str(array.dtype), list(array.shape), end)
+        pack_index[name] = (str(array.dtype), list(array.shape), end)
         pieces.append(np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8))
         end += len(pieces[-1])
-    return {**{name: a for name, a in arrays.items() if name not in small}, PACK: np.concatenate(pieces)}, places
+    return {**{name: a for name, a in arrays.items() if name not in small}, PACK: np.concatenate(pieces)}, pack_index
 
 
-def write_places(folder: Path, places: Places) -> None:
-    """Writes what `packed` gave besides the arrays."""
-    if places:
-        write_atomically(folder / INDEX, json.dumps(places))
+def write_pack_index(folder: Path, pack_index: PackIndex) -> None:
+    """Writes the index of `packed` into `folder`."""
+    if pack_index:
+        write_atomically(folder / INDEX, json.dumps(pack_index))
 
 
-def read_places(folder: Path, stored: Mapping[str, Spec]) -> Places:
-    """Where in the pack each small array is; `stored` is what the arrays' own index says of it."""
+def read_pack_index(folder: Path, stored: Mapping[str, Spec]) -> PackIndex:
+    """Reads and validates the index of the pack; `stored` are the specs of the stored arrays."""
     if PACK not in stored:
         return {}
     try:
         content = json.loads(read_bounded(folder / INDEX, _MAX_INDEX_BYTES))
-        places = {name: (dtype, shape, start) for name, (dtype, shape, start) in content.items()}
+        pack_index = {name: (dtype, shape, start) for name, (dtype, shape, start) in content.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {INDEX} cannot be read: {error}.") from error
     end = 0
-    for name, place in places.items():
-        is_sane = fits(Places, {name: place}) and place[0] in DTYPES and place[2] == end and _bytes(place) <= LARGEST
+    for name, entry in pack_index.items():
+        is_sane = fits(PackIndex, {name: entry}) and entry[0] in DTYPES and entry[2] == end and _bytes(entry) <= LARGEST
         if not is_sane:
-            raise CheckpointError(f"{folder}: {INDEX} says of {shown(name)}: {shown(place)}, which makes no sense.")
-        end += _bytes(place)
-    if stored[PACK] != Spec("uint8", (end,)):  # before it is read: it may say that it has any size
-        raise CheckpointError(f"{folder}: {INDEX} is of {end} bytes, and they are stored as {stored[PACK]}.")
-    return places
+            raise CheckpointError(f"{folder}: {INDEX} has an invalid entry for {shown(name)}: {shown(entry)}.")
+        end += _bytes(entry)
+    if stored[PACK] != Spec("uint8", (end,)):  # before reading: it may claim any size
+        raise CheckpointError(f"{folder}: {INDEX} describes {end} bytes, and they are stored as {stored[PACK]}.")
+    return pack_index
 
 
-def specs_of(places: Places) -> dict[str, Spec]:
-    """What the small arrays are."""
-    return {name: Spec(dtype, tuple(shape)) for name, (dtype, shape, _) in places.items()}
+def specs_of(pack_index: PackIndex) -> dict[str, Spec]:
+    """The specs of the packed arrays."""
+    return {name: Spec(dtype, tuple(shape)) for name, (dtype, shape, _) in pack_index.items()}
 
 
-def read_packed(folder: Path, places: Places, size: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The small arrays that `like` names, out of the pack of so many bytes among the arrays in `folder`."""
+def read_packed(folder: Path, pack_index: PackIndex, size: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The packed arrays named in `like`, from the pack of `size` bytes in `folder`."""
     if not like:
         return {}
     pack = read_arrays(folder, {PACK: Spec("uint8", (size,))})[PACK]
-    return {name: placed(_array(pack, places[name]), leaf) for name, leaf in like.items()}
+    return {name: placed(_array(pack, pack_index[name]), leaf) for name, leaf in like.items()}
 
 
-def _array(pack: np.ndarray, place: tuple[str, list[int], int]) -> np.ndarray:
-    dtype, shape, start = place
-    content = bytearray(pack[start : start + _bytes(place)])  # of its own: it may be written to
+def _array(pack: np.ndarray, entry: tuple[str, list[int], int]) -> np.ndarray:
+    dtype, shape, start = entry
+    content = bytearray(pack[start : start + _bytes(entry)])  # a copy, so that it is writable
     return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
 
 
-def _bytes(place: tuple[str, list[int], int]) -> int:
-    return math.prod(place[1]) * DTYPES[place[0]].itemsize
+def _bytes(entry: tuple[str, list[int], int]) -> int:
+    return math.prod(entry[1]) * DTYPES[entry[0]].itemsize
 
 
 def _is_small(array: Any) -> bool:
-    is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
-    return is_here and 0 < Spec.of(array).nbytes <= LARGEST and str(array.dtype) in DTYPES
+    is_local = not isinstance(array, jax.Array) or array.is_fully_addressable
+    return is_local and 0 < Spec.of(array).nbytes <= LARGEST and str(array.dtype) in DTYPES

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: all that a checkpoint says besides its arrays, in JSON that is checked when it is read."""
+"""`checkpoint.json`: the metadata of a checkpoint, as JSON that is validated when read."""
 
 import json
 import math
@@ -23,41 +23,41 @@ MAX_BYTES = 1 << 26
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 Count = Annotated[int, AtLeast(0)]
-_RUN = {  # what the styles have a run remember, where they do; the loop itself knows what its own state is
-    "loop": dict[str, object],  # anything in it: numbers of random generators have 128 bits
+_RUN = {  # types of the known keys in `run`; the loop validates its own state
+    "loop": dict[str, object],  # unchecked here: states of random generators have 128-bit integers
     "record": Annotated[int | None, AtLeast(0)],  # bytes of metrics.jsonl
-    "unwritten": list[str],  # rows behind that, for which there was no room
+    "unwritten": list[str],  # rows after that, which were not written because the disk was full
     "devices": Annotated[int, AtLeast(1)],
     "key": list[object],  # the words of the root key
-    "transforms": str,  # of batches on the device, in words
+    "transforms": str,  # description of the transforms of batches on the device
 }
 
 
 @contextmanager
 def damage(folder: Path, what: str) -> Iterator[None]:
-    """What goes wrong while `what` of the record in `folder` is put to use is damage to that checkpoint."""
+    """Turns any error while using `what` of the record in `folder` into a `CheckpointError`."""
     try:
         yield
-    except Exception as error:  # of whatever type: the data is not what whoever reads it has written
+    except Exception as error:  # any type: the data is not what the reader expects
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {what}: {text}.") from error
+        raise CheckpointError(f"{folder}: {RECORD} is invalid: {what}: {text}.") from error
 
 
 class UnknownFormatError(CheckpointError):
-    """A checkpoint that another version of this library wrote, in a way that this one does not know."""
+    """A checkpoint in a format of another version of this library."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is there: which step it holds, where in the data that was, and what was measured then."""
+    """A checkpoint on disk: its step, its position in the data and its metrics."""
 
     step: int
     position: Position
     metrics: Mapping[str, float]
     path: Path
-    callbacks: Mapping[str, Any] = field(default_factory=dict)  # what their `state_dict` gave, by their names
-    without: Sequence[str] = ()  # the fields of the state that were left out
-    run: Mapping[str, Any] = field(default_factory=dict)  # what else the run had to remember
+    callbacks: Mapping[str, Any] = field(default_factory=dict)  # the results of `state_dict`, by name
+    without: Sequence[str] = ()  # omitted fields of the state
+    run: Mapping[str, Any] = field(default_factory=dict)  # other state of the run
 
     @property
     def epoch(self) -> int:
@@ -67,10 +67,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The content of `checkpoint.json`. Other keys, and other types, are not accepted.
+    """The content of `checkpoint.json`. Unknown keys and other types are refused.
 
-    `data_state`, `callbacks` and `run` are held as they are written (see `plain.py`). A key with a default that is
-    empty is not written where there is nothing to say, and need not be there.
+    `data_state`, `callbacks` and `run` are stored encoded (see `json_codec.py`). Keys with an empty default are
+    optional, and omitted if empty.
     """
 
     format: int = FORMAT
@@ -79,9 +79,9 @@ class Record:
     epoch_step: Count
     data_state: object
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
-    empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of the arrays without content, which orbax refuses
+    empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of empty arrays, which orbax refuses
     versions: dict[str, str]
-    keys: dict[str, str] = field(default_factory=dict)  # the implementation of each typed key, stored as its words
+    keys: dict[str, str] = field(default_factory=dict)  # the implementation of each typed key; its key data is stored
     callbacks: dict[str, object] = field(default_factory=dict)
     run: dict[str, object] = field(default_factory=dict)
     without: list[Literal["opt_state"]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Record:
         callbacks: Mapping[str, Any] | None = None,
         keys: Mapping[str, str] | None = None,
     ) -> "Record":
-        """What is to be said about a state that is about to be saved. Nothing of it changes with what was given."""
+        """The record of a state that is about to be saved; a copy of its arguments."""
         return cls(
             step=step,
             epoch=int(position.epoch),
@@ -110,20 +110,20 @@ class Record:
         )
 
     def with_run(self, run: Mapping[str, Any] | None) -> "Record":
-        """The same, with what else the run has to remember."""
-        return replace(self, run=_named_states(run, "run", "What the run has to remember", "It"))
+        """A copy with other state of the run."""
+        return replace(self, run=_named_states(run, "run", "The state of the run", "It"))
 
     def text(self) -> str:
-        """As JSON."""
+        """The record as JSON."""
         content = {name: value for name, value in vars(self).items() if value or name in _required()}
         try:
             text = json.dumps(content, allow_nan=False, indent=1)
-        except RecursionError as error:  # not of what is saved, which was checked, but of what somebody else wrote
+        except RecursionError as error:  # only possible for a record that another program wrote
             raise CheckpointError(f"The record of step {self.step} is nested too deeply.") from error
         if len(text) > MAX_BYTES:
             raise CheckpointError(
-                f"What is to be saved besides the arrays has {len(text)} bytes, more than {MAX_BYTES}. "
-                f"{self._largest()}: keep less there."
+                f"The metadata of the checkpoint has {len(text)} bytes, more than the limit of {MAX_BYTES}. "
+                f"{self._largest()}: store less there."
             )
         return text
 
@@ -131,13 +131,13 @@ class Record:
         states = {f"The state of the callback {shown(name)}": state for name, state in self.callbacks.items()}
         sizes = {name: len(json.dumps(state)) for name, state in states.items()}
         sizes["The state of the data"] = len(json.dumps(self.data_state))
-        sizes["What the run has to remember"] = len(json.dumps(self.run))
+        sizes["The state of the run"] = len(json.dumps(self.run))
         largest = max(sizes, key=sizes.__getitem__)
         return f"{largest} alone has {sizes[largest]}"
 
     @classmethod
     def read(cls, folder: Path) -> "Record":
-        """What `folder` says; an error that begins with the path where that makes no sense."""
+        """Reads the record in `folder`; errors start with the path."""
         try:
             text = read_bounded(folder / RECORD, MAX_BYTES)
             content = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
@@ -145,25 +145,25 @@ class Record:
             raise CheckpointError(f"{folder}: {RECORD} cannot be read: {error}.") from error
         if isinstance(content, dict) and type(found := content.get("format")) is int and found != FORMAT:
             raise UnknownFormatError(
-                f"{folder} was written in format {found}, and this version of jax-trainer knows format {FORMAT}. "
+                f"{folder} was written in format {found}, and this version of jax-trainer reads format {FORMAT}. "
                 "Use the version that wrote it, or another folder."
             )
         if problem := _does_not_fit(content):
-            raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {problem}.")
+            raise CheckpointError(f"{folder}: {RECORD} is invalid: {problem}.")
         return cls(**content)
 
     def saved(self, folder: Path) -> SavedCheckpoint:
-        """The checkpoint in `folder`, which this was read from."""
+        """The checkpoint in `folder`, from which this record was read."""
         try:
             data_state = decoded(self.data_state)
             callbacks, run = (
-                {name: decoded(state) for name, state in held.items()} for held in (self.callbacks, self.run)
+                {name: decoded(state) for name, state in states.items()} for states in (self.callbacks, self.run)
             )
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: {error}.") from error
+            raise CheckpointError(f"{folder}: {RECORD} is invalid: {error}.") from error
         known = {name: value for name, value in run.items() if name in _RUN}
         if problem := "; ".join(_misfits(known, _RUN)):
-            raise CheckpointError(f"{folder}: {RECORD} is not that of a checkpoint: in run, {problem}.")
+            raise CheckpointError(f"{folder}: {RECORD} is invalid: in run, {problem}.")
         position = Position(self.epoch, self.epoch_step, data_state)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         return SavedCheckpoint(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
@@ -172,18 +172,18 @@ class Record:
 def _data_state(state: Any) -> Any:
     if problem := not_plain(state, "the state of the data"):
         raise CheckpointError(
-            f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must give "
+            f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must return "
             f"it as {PLAIN}."
         )
     return encoded(state)
 
 
 def _named_states(states: Mapping[str, Any] | None, where: str, what: str, which: str) -> dict[str, Any]:
-    held = dict(states or {})
-    problem = not_plain(held, where) or not_named(held, where)
+    named = dict(states or {})
+    problem = not_plain(named, where) or not_named(named, where)
     if problem:
-        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may hold {PLAIN}.")
-    return {name: encoded(state) for name, state in held.items()}
+        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may contain {PLAIN}.")
+    return {name: encoded(state) for name, state in named.items()}
 
 
 def _number(name: str, value: Any) -> Any:
@@ -191,13 +191,13 @@ def _number(name: str, value: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The metric {name!r} is {shown(value)}, which is not one number. Save only numbers with a checkpoint."
+            f"The metric {name!r} is {shown(value)}, not a scalar. Save only scalars with a checkpoint."
         ) from error
     return number if math.isfinite(number) else str(number)
 
 
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _finite(digits: str) -> float:
@@ -213,7 +213,7 @@ def _required() -> frozenset[str]:
 
 def _does_not_fit(content: Any) -> str:
     if not isinstance(content, dict):
-        return f"it holds a {type(content).__name__}, not an object"
+        return f"it has a {type(content).__name__}, not an object"
     names, hints = {item.name for item in fields(Record)}, hints_of(Record)
     if odd := sorted((_required() - content.keys()) | (content.keys() - names)):
         verb = "lacks" if odd[0] in names else "has an unknown"
@@ -228,11 +228,11 @@ def _misfits(content: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
 
 @cache
 def versions_in_use() -> dict[str, str]:
-    """The versions of what writes checkpoints; looked up once, because that takes a while."""
+    """The versions of the packages that write checkpoints; cached, because the lookup is slow."""
     found = {}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # ours, from a source tree
+        except PackageNotFoundError:  # jax-trainer itself, run from a source tree
             continue
     return found

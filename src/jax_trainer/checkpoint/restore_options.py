@@ -1,4 +1,4 @@
-"""Which array of a checkpoint goes where in a state: strictly by name, dtype and shape, unless more is asked for."""
+"""Matches arrays of a checkpoint to a state: strictly by name, dtype and shape, unless options relax it."""
 
 import logging
 import re
@@ -18,64 +18,70 @@ _log = logging.getLogger("jax_trainer")
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """How far a checkpoint may differ from the state that it is restored into.
+    """How much a checkpoint may differ from the state to restore.
 
     Args:
-        cast: floating-point numbers of another precision are converted.
-        partial: what the checkpoint lacks stays as the state has it, and what the state lacks is not restored.
+        cast: convert floating-point arrays of another precision.
+        partial: keep the state's arrays that the checkpoint lacks, and ignore arrays that the state lacks.
         rename: patterns of names in the checkpoint, with `*`, and what becomes of them.
     """
 
     cast: bool = False
     partial: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for old, new in self.rename.items():
-            if old.count("*") != new.count("*"):
+            if new is not None and old.count("*") != new.count("*"):
                 raise ValueError(f"`rename` must have as many `*` on both sides, got {old!r} and {new!r}.")
 
     def sources(
-        self, held: Mapping[str, Spec], wanted: Mapping[str, Spec], only: Collection[str], path: Path
+        self, stored: Mapping[str, Spec], wanted: Mapping[str, Spec], only: Collection[str], path: Path
     ) -> dict[str, str]:
-        """The name in the checkpoint for each name in the state that is restored; an error where they do not fit.
+        """The name in the checkpoint for each restored name in the state; an error if they do not match.
 
         Args:
-            held: what the checkpoint in `path` holds, by its names.
-            wanted: what the state holds, of which the fields in `only` are to be restored.
-            only: names of fields.
+            stored: the specs in the checkpoint.
+            wanted: the specs of the state.
+            only: the fields of the state to restore.
             path: the checkpoint.
         """
-        named = {new: old for new, old in self._renamed(held, path).items() if field_of(new) in only}
-        found = {new: held[old] for new, old in named.items()}
-        asked = {name: spec for name, spec in wanted.items() if field_of(name) in only}
+        named = {new: old for new, old in self._renamed(stored, path).items() if field_of(new) in only}
+        found = {new: stored[old] for new, old in named.items()}
+        restored = {name: spec for name, spec in wanted.items() if field_of(name) in only}
+        restored = {name: spec for name, spec in restored.items() if name in found or not self._leaves_out(name)}
         if self.partial:
-            found, asked = _in_common(found, asked, path)
-        check_fits({name: self._seen(spec, asked.get(name)) for name, spec in found.items()}, asked, path)
-        return {name: named[name] for name in asked}
+            found, restored = _in_common(found, restored, path)
+        check_fits({name: self._after_cast(spec, restored.get(name)) for name, spec in found.items()}, restored, path)
+        return {name: named[name] for name in restored}
 
-    def _seen(self, found: Spec, wanted: Spec | None) -> Spec:
-        """`found` as it is once it is restored."""
+    def _after_cast(self, found: Spec, wanted: Spec | None) -> Spec:
+        """The spec after restoring."""
         if not self.cast or wanted is None or not (_is_float(found) and _is_float(wanted)):
             return found
         return Spec(wanted.dtype, found.shape)
 
-    def _renamed(self, held: Mapping[str, Spec], path: Path) -> dict[str, str]:
+    def _leaves_out(self, name: str) -> bool:
+        return any(new is None and _pattern(old).fullmatch(name) for old, new in self.rename.items())
+
+    def _renamed(self, stored: Mapping[str, Spec], path: Path) -> dict[str, str]:
         unused, named = set(self.rename), dict[str, str]()
-        for name in held:
-            target = name
+        for name in stored:
+            target: str | None = name
             for old, new in self.rename.items():
                 if match := _pattern(old).fullmatch(name):
-                    target = _filled(new, match)
+                    target = None if new is None else _filled(new, match)
                     unused.discard(old)
                     break
+            if target is None:
+                continue
             if target in named:
-                raise CheckpointError(f"Of {path}, both {named[target]} and {name} would be restored as {target}.")
+                raise CheckpointError(f"`rename` maps both {named[target]} and {name} of {path} to {target}.")
             named[target] = name
         if unused:
             raise CheckpointError(
-                f"`rename`: nothing in {path} is called {sorted(unused)[0]!r}. There are, for example: "
-                f"{', '.join(map(label, sorted(held)[:_MOST_NAMED]))}."
+                f"`rename`: no array in {path} matches {sorted(unused)[0]!r}. It has, for example: "
+                f"{', '.join(map(label, sorted(stored)[:_MOST_NAMED]))}."
             )
         return named
 
@@ -98,10 +104,10 @@ def _in_common(
 ) -> tuple[dict[str, Spec], dict[str, Spec]]:
     missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
     if len(missing) == len(wanted):
-        check_fits(found, wanted, path)  # nothing at all is restored: that cannot be meant
+        check_fits(found, wanted, path)  # nothing would be restored: always an error
     if missing or extra:
         _log.warning(
-            "Of %s, %d arrays are restored. %d stay as they are%s; %d of the checkpoint are not used%s.",
+            "Partial restore of %s: %d arrays restored, %d keep their values%s, %d of the checkpoint are unused%s.",
             *(path, len(wanted) - len(missing), len(missing), _listed(missing), len(extra), _listed(extra)),
         )
     return {name: found[name] for name in found if name in wanted}, {n: wanted[n] for n in wanted if n in found}

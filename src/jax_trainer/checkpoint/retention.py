@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the newest, to go on from, the best, to use, and some to look back at.
+"""The retention policy: the newest checkpoints (to resume), the best (to use), and every n-th step (for analysis).
 
-These are sets that do not know of each other: what is in any of them stays.
+The sets are independent: a checkpoint in any of them is kept.
 """
 
 import math
@@ -15,33 +15,33 @@ Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many of the newest checkpoints stay, and how many of the best: by the metric `monitor`, or by `better`.
+    """Number of newest and of best checkpoints to keep; best by the metric `monitor`, or by `better`.
 
-    `keep_every`: those whose step is a multiple of it stay besides; 0: none.
+    `keep_every`: also keep checkpoints whose step is a multiple of it; 0: none.
     """
 
     keep_latest: int
     keep_best: int
     monitor: str | None
     mode: Literal["min", "max"]
-    better: Better | None = None  # of the metrics of two checkpoints, whether the first is the better one
+    better: Better | None = None  # given the metrics of two checkpoints, whether the first is better
     keep_every: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (("keep_latest", 1), ("keep_best", 0), ("keep_every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
-                why = " A run goes on from the newest one." if low else ""
-                raise ValueError(f"`{name}` must be a whole number of at least {low}, got {value!r}.{why}")
+                why = " A run resumes from the newest one." if low else ""
+                raise ValueError(f"`{name}` must be an integer of at least {low}, got {value!r}.{why}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"`mode` must be 'min' or 'max', got {self.mode!r}.")
         if not (self.better is None or callable(self.better)):
             raise ValueError(f"`better` must be a function of the metrics of two checkpoints, got {self.better!r}.")
 
     def best_first(self, found: Collection[SavedCheckpoint]) -> list[SavedCheckpoint]:
-        """Those that can be compared, from the best on; of equals, the earlier is better.
+        """The comparable checkpoints, best first; ties go to the earlier step.
 
-        By a metric these are all that have it, and NaN is never good; by a function, all that have any metrics.
+        By a metric: all that have it, except NaN; by a function: all with any metrics.
         """
         if self.better is not None:
             return _ranked(found, self.better)
@@ -49,14 +49,14 @@ class Retention:
         return sorted(comparable, key=lambda saved: (self._cost(saved), saved.step))
 
     def kept(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
-        """The steps that stay, after the step `newest` was saved by a run that went on from `base`."""
+        """The steps to keep after `newest` was saved by a run that resumed from `base`."""
         best = [saved.step for saved in self.best_first(found)[: self.keep_best]]
-        return {*self.whole(found, newest, base), *best}
+        return {*self.kept_in_full(found, newest, base), *best}
 
-    def whole(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
-        """The steps that stay whatever was measured, and with all that was saved.
+    def kept_in_full(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
+        """The steps to keep regardless of metrics, with optimizer state.
 
-        `newest` always does: a run may have gone back to an earlier step than others that are there.
+        `newest` is always kept: after a rollback it may be an earlier step than others.
         """
         steps = sorted(saved.step for saved in found)
         regular = [step for step in steps if self.keep_every and step and step % self.keep_every == 0]
@@ -70,7 +70,7 @@ class Retention:
 def _ranked(found: Collection[SavedCheckpoint], better: Better) -> list[SavedCheckpoint]:
     ranked: list[SavedCheckpoint] = []
     for new in sorted((saved for saved in found if saved.metrics), key=lambda saved: saved.step):
-        worse = (place for place, old in enumerate(ranked) if _is_better(new, old, better))
+        worse = (index for index, old in enumerate(ranked) if _is_better(new, old, better))
         ranked.insert(next(worse, len(ranked)), new)
     return ranked
 
@@ -78,9 +78,9 @@ def _ranked(found: Collection[SavedCheckpoint], better: Better) -> list[SavedChe
 def _is_better(new: SavedCheckpoint, old: SavedCheckpoint, better: Better) -> bool:
     try:
         return bool(better(new.metrics, old.metrics))
-    except Exception as error:  # it is the user's: it may raise anything
+    except Exception as error:  # user code: may raise anything
         raise ValueError(
-            f"`better` ({getattr(better, '__name__', type(better).__name__)}) failed when it compared the metrics of "
+            f"`better` ({getattr(better, '__name__', type(better).__name__)}) failed to compare the metrics of "
             f"step {new.step} with those of step {old.step}: {type(error).__name__}: {error}. "
-            f"There are: {', '.join(sorted(new.metrics.keys() & old.metrics.keys()))}."
+            f"Metrics of both: {', '.join(sorted(new.metrics.keys() & old.metrics.keys()))}."
         ) from error

@@ -1,4 +1,4 @@
-"""What a state holds at this moment, kept apart from it: the program may give the state's memory away at once."""
+"""Snapshots of a state: copies that stay valid when the next step donates the state's buffers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,51 +10,51 @@ import numpy as np
 
 from jax_trainer.core.compile import copied
 
-_SMALL = 1 << 20  # bytes of a state that is copied as a whole
-_ROOM = 2  # times the state must be free on a device that is to hold a copy: the next step needs some, too
+_SMALL = 1 << 20  # bytes of a state that is copied in one dispatch
+_SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too
 
 
 class Snapshots:
-    """Takes snapshots into memory that was given back, where there is some: that is several times faster."""
+    """Takes snapshots, reusing released host buffers: several times faster than new memory."""
 
     def __init__(self) -> None:
         self._free: list[dict[str, np.ndarray]] = []
-        self._is_reused = False  # the memory; not where the last one was fetched from a device
+        self._is_reused = False  # whether buffers are reused; not if the last snapshot was fetched from a device
 
     def allocate(self, leaves: Mapping[str, Any]) -> None:
-        """Gets memory for a snapshot of `leaves`, and touches it, so that the first one is as fast as the others."""
+        """Allocates buffers for a snapshot of `leaves`, so that the first one is as fast as the others."""
         if _is_on_host(leaves) and not _is_small(leaves):
             self._free = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}]
             for buffer in self._free[0].values():
-                buffer.fill(0)  # zeros are not there before somebody looks
+                buffer.fill(0)  # touches the pages: np.zeros maps them lazily
         else:
-            self.take(leaves)  # copies in one dispatch or on a device are compiled when they are first made
+            self.take(leaves)  # compiles the copies
 
     def take(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of `leaves` as they are now, on the host or, where there is room, on their devices."""
+        """Copies `leaves` to the host or, if there is enough memory, on their devices."""
         if _is_small(leaves):
             self._is_reused = False
             return copied(dict(leaves))
         self._is_reused = _is_on_host(leaves)
         if self._is_reused:
-            held = self._free.pop() if self._free else {}
-            taken = {name: _buffer(held.get(name), leaf) for name, leaf in leaves.items()}
+            reusable = self._free.pop() if self._free else {}
+            snapshot = {name: _buffer(reusable.get(name), leaf) for name, leaf in leaves.items()}
             for name, leaf in leaves.items():
-                _copy(leaf, taken[name])
-            return taken
-        if have_room(leaves):
+                _copy(leaf, snapshot[name])
+            return snapshot
+        if has_space_for_copy(leaves):
             return {name: _copied(leaf) for name, leaf in leaves.items()}
         return {name: np.array(leaf) for name, leaf in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
 
-    def give_back(self, taken: dict[str, Any]) -> None:
-        """Nobody needs `taken` any more."""
-        if self._is_reused and all(isinstance(array, np.ndarray) for array in taken.values()):
-            self._free = [taken]  # one is enough for who saves more slowly than it is written
+    def release(self, snapshot: dict[str, Any]) -> None:
+        """Returns the buffers of a snapshot that is no longer needed."""
+        if self._is_reused and all(isinstance(array, np.ndarray) for array in snapshot.values()):
+            self._free = [snapshot]  # one is enough unless saves come faster than they are written
 
 
-def _buffer(held: np.ndarray | None, leaf: Any) -> np.ndarray:
-    fits = held is not None and (held.shape, held.dtype) == (tuple(leaf.shape), np.dtype(leaf.dtype))
-    return held if fits and held is not None else np.empty(leaf.shape, leaf.dtype)
+def _buffer(reusable: np.ndarray | None, leaf: Any) -> np.ndarray:
+    fits = reusable is not None and (reusable.shape, reusable.dtype) == (tuple(leaf.shape), np.dtype(leaf.dtype))
+    return reusable if fits and reusable is not None else np.empty(leaf.shape, leaf.dtype)
 
 
 def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:
@@ -62,7 +62,7 @@ def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:
 
 
 def _is_small(leaves: Mapping[str, Any]) -> bool:
-    """Whether all arrays are on one device, and small: a copy of all in one dispatch, not waited for, is faster."""
+    """Whether all arrays are on one device, and small: one asynchronous dispatch that copies all is faster."""
     if not all(isinstance(leaf, jax.Array) for leaf in leaves.values()) or not leaves:
         return False
     [first, *others] = [leaf.devices() for leaf in leaves.values()]
@@ -74,7 +74,7 @@ def _is_on_host(leaves: Mapping[str, Any]) -> bool:
 
 
 def is_on_cpu(leaves: Mapping[str, Any]) -> bool:
-    """Whether the devices of all arrays are processors, whose memory is that of the host."""
+    """Whether all arrays are on CPU devices, whose memory is host memory."""
     return all({device.platform for device in leaf.devices()} == {"cpu"} for leaf in _arrays(leaves))
 
 
@@ -85,7 +85,7 @@ def _copy(leaf: Any, buffer: np.ndarray) -> None:
     if leaf.is_fully_replicated:
         np.copyto(buffer, np.asarray(leaf.addressable_data(0)))
         return
-    for shard in leaf.addressable_shards:  # one by one: put together they would need memory of their own
+    for shard in leaf.addressable_shards:  # one by one: assembling them would need another copy
         if shard.replica_id == 0:
             buffer[shard.index] = np.asarray(shard.data)
 
@@ -94,15 +94,15 @@ def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
-def have_room(leaves: Mapping[str, Any]) -> bool:
-    """Whether every device that holds a part of the state has room for a copy of it."""
-    held: Counter[Any] = Counter()
+def has_space_for_copy(leaves: Mapping[str, Any]) -> bool:
+    """Whether every device with a shard of the state has enough free memory for a copy of it."""
+    used: Counter[Any] = Counter()
     for leaf in _arrays(leaves):
         for shard in leaf.addressable_shards:
-            held[shard.device] += shard.data.nbytes
-    return all(_free(device) >= _ROOM * size for device, size in held.items())
+            used[shard.device] += shard.data.nbytes
+    return all(_free(device) >= _SPACE_RATIO * size for device, size in used.items())
 
 
 def _free(device: Any) -> int:
-    told = device.memory_stats() or {}
-    return told.get("bytes_limit", 0) - told.get("bytes_in_use", 0)
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)

@@ -1,6 +1,6 @@
-"""Slim checkpoints: those that stay only because they are among the best, without the optimizer's state.
+"""Weights-only checkpoints: best checkpoints that are not among the latest drop the optimizer state.
 
-They are there to be used. What a run goes on from is among the latest, and these are always whole.
+They can be loaded and tested. A run resumes from the latest ones, which always have the optimizer state.
 """
 
 import logging
@@ -21,41 +21,42 @@ _log = logging.getLogger("jax_trainer")
 
 
 class WeightsOnlyConverter:
-    """Makes whole checkpoints slim. One that cannot be is left alone, and told of once."""
+    """Rewrites full checkpoints as weights-only. One that cannot be converted is left as is, with one warning."""
 
     def __init__(self) -> None:
         self._left_alone: set[Path] = set()
 
-    def slim(self, saved: SavedCheckpoint, specs: Mapping[str, Spec]) -> None:
-        """Rewrites `saved` without the optimizer's state; `specs` are those of the arrays that the run has now."""
+    def convert(self, saved: SavedCheckpoint, specs: Mapping[str, Spec]) -> None:
+        """Rewrites `saved` without the optimizer state; `specs` are those of the run's current arrays."""
         if saved.without or saved.path in self._left_alone:
             return
         try:
             is_weights_only = _rewrite(saved.path, specs)
-        except CheckpointError as error:  # the newest one is safe: no reason to end the run
-            _log.warning("This checkpoint stays as it is, with the optimizer's state: %s", error)
+        except CheckpointError as error:  # the newest one is intact: no reason to end the run
+            _log.warning("A best checkpoint keeps its optimizer state, because it cannot be rewritten: %s", error)
             is_weights_only = False
         if not is_weights_only:
             self._left_alone.add(saved.path)
 
     def forget(self, path: Path) -> None:
-        """There is a new checkpoint in `path`."""
+        """Allows another attempt, since `path` has a new checkpoint."""
         self._left_alone.discard(path)
 
 
 def _rewrite(path: Path, specs: Mapping[str, Spec]) -> bool:
-    """Whether there was something to leave out. Whenever the process ends, the old or the new one is there, whole."""
+    """Whether there was optimizer state to drop. After a crash either the old or the new one is complete."""
     _, record = read_saved(path)
-    verify_digests(path)  # what is damaged must not become a checkpoint that looks whole
+    verify_digests(path)  # a damaged one must not become one with valid digests
     stored = stored_in(path, record)
     kept = _without_left_out(stored)
     if len(kept) == len(stored):
         return False
-    # before they are read: what somebody else made may say that it has arrays of any size, or lack some
+    # before reading: an untrusted checkpoint may claim arrays of any size, or lack some
     check_fits(with_keys(kept, record), _without_left_out(specs), path)
     empty, keys = _without_left_out(record.empty), _without_left_out(record.keys)
-    slim = replace(record, empty=empty, keys=keys, without=[_LEFT_OUT])
-    new = write_checkpoint(path.parent, read_named(path, kept), lambda: slim, record.step, last_point="mid_slim")
+    reduced = replace(record, empty=empty, keys=keys, without=[_LEFT_OUT])
+    arrays = read_named(path, kept)
+    new = write_checkpoint(path.parent, arrays, lambda: reduced, record.step, last_point="mid_convert")
     discard(new.with_name(new.name + OLD))
     return True
 
@@ -65,13 +66,13 @@ def _without_left_out(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def not_resumable(saved: SavedCheckpoint, found: Collection[SavedCheckpoint]) -> CheckpointError:
-    """Why `saved` cannot be restored with the optimizer's state, and which of those that were `found` can be."""
-    whole = ", ".join(str(other.step) for other in found if not other.without)
-    offered = f"These are whole: the steps {whole}." if whole else "There is no whole one."
+    """Why `saved` cannot be resumed, and which of `found` can be."""
+    steps = ", ".join(str(other.step) for other in found if not other.without)
+    available = f"Resumable steps: {steps}." if steps else "No other checkpoint can be resumed."
     is_last = saved.step >= max((other.step for other in found), default=0)
-    deleted = " A later one was whole, and has been deleted." if is_last else ""
+    deleted = " A later one with optimizer state was deleted." if is_last else ""
     return CheckpointError(
-        f"{saved.path} was stored without `{_LEFT_OUT}`: with `save_optimizer_state: false`, a checkpoint that stays "
-        "only as one of the best keeps what is needed to use it (`params`, `model_state`, `extra`), and training "
-        f"cannot go on from it. {offered}{deleted}"
+        f"{saved.path} was stored without `{_LEFT_OUT}`: with `save_optimizer_state: false`, checkpoints that are kept "
+        "only as best ones have just the weights (`params`, `model_state`, `extra`): they can be loaded and tested, "
+        f"but not resumed. {available}{deleted}"
     )

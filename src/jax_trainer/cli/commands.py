@@ -80,7 +80,7 @@ def describe(args: argparse.Namespace) -> Outcome:
     names = [word for word in args.names if not word.endswith(".py")]
     _import([*args.imports, *(word for word in args.names if word.endswith(".py"))])
     if len(names) > 1:
-        raise WrongInput(f"`describe` takes one NAME, got {len(names)}: {', '.join(map(shown, names))}.")
+        args.error(f"expected one NAME, got {len(names)}: {', '.join(map(shown, names))}.")
     wanted = names[0] if names else ""
     everything = [*_sections(), *registered_classes()]
     chosen = [one for one in everything if wanted in ("", one.name, one.interface)]

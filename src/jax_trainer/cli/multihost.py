@@ -51,12 +51,12 @@ def is_multi_process() -> bool:
 def _join(args: argparse.Namespace) -> bool:
     try:
         job = Job(coordinator=args.coordinator, processes=args.processes, process=args.process)
-        if args.distributed == "off" and job.is_described:
+        if args.distributed == "off" and job.is_explicit:
             raise WrongInput(
                 "`--distributed off` excludes `--coordinator`, `--processes` and `--process`. Leave them out."
             )
         is_wanted = args.distributed == "on" or (args.distributed == "auto" and bool(detect_launcher()))
-        if not (job.is_described or is_wanted):
+        if not (job.is_explicit or is_wanted):
             return False
         join(job, heartbeat=args.heartbeat)
         _keep_output_clean()

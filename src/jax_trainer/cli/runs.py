@@ -48,7 +48,7 @@ class RunSelector:
                 return self.folder.checkpoints / name_of(step)
 
     def _best(self, trainer: Any) -> Path:
-        saver, monitors = trainer.config.saver, not trainer.compares_itself
+        saver, monitors = trainer.config.saver, not trainer.has_custom_comparison
         options = {} if saver is None else saver.store_options(monitors=monitors)
         better = {} if monitors else {"better": trainer.is_new_model_better}
         best = CheckpointStore(self.folder.checkpoints, **{**options, **better}).best()

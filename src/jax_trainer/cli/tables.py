@@ -30,7 +30,7 @@ def trained(
     """The last validation, the test, the best checkpoint, the run folder, and the next command."""
     metrics(console, by_weights)
     if best is not None:
-        _line(console, f"Best weights: {best.words}.")
+        _line(console, f"Best weights: {best.description}.")
     _line(console, f"Run folder: {run}")
     if following:
         _line(console, f"Next: `{following}`, or read its metrics.jsonl and config.yaml.")

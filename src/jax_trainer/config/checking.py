@@ -9,7 +9,17 @@ from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.registration import full_name
-from jax_trainer.settings import Candidate, SettingsError, candidates, expected, fits, hints_of, listed, meant, options
+from jax_trainer.settings import (
+    Candidate,
+    SettingsError,
+    candidates,
+    expected,
+    fits,
+    hints_of,
+    listed,
+    options,
+    value_suggestion,
+)
 from jax_trainer.suggestions import elsewhere
 
 CLASS = "class_name"
@@ -47,7 +57,7 @@ class Checker:
         if _has_hidden(value):
             return self._complain(node, path, "this secret was redacted when the configuration was stored. Set it.")
         if not fits(hint, value):
-            near = "" if self._problems.is_full else meant(hint, value, path.rpartition(".")[2])
+            near = "" if self._problems.is_full else value_suggestion(hint, value, path.rpartition(".")[2])
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
         kinds = [_bare(option) for option in options(hint)]
         return float(value) if type(value) is int and float in kinds and int not in kinds else value

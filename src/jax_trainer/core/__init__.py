@@ -1,6 +1,6 @@
-"""What one step is: the state, the program, metrics, precision, accumulation, layout, compilation.
+"""State, program, metrics, precision, accumulation, sharding and compilation of training steps.
 
-Nothing here knows of epochs, files or which model library is used. Imports nothing else of ours.
+Independent of epochs, files and model libraries. Imports no other package of this library.
 """
 
 from jax_trainer.core.accumulate import accumulate

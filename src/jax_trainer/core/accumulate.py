@@ -1,4 +1,4 @@
-"""Gradients of a big batch, computed in micro-batches one after the other."""
+"""Gradient accumulation over micro-batches."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ from jax_trainer.core.tracing import like_params, split_rows
 
 
 def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
-    """`grad_fn` over parts of the batch: the same gradients in less memory.
+    """`grad_fn` evaluated on micro-batches: the same gradients with less memory.
 
-    Each part counts by its number of examples (or by the loss's own `count`), so a ragged last part is right too.
+    Each micro-batch is weighted by its number of examples (or by the loss's own `count`), so a smaller last one is
+    weighted correctly.
     """
     if micro_batches < 1:
         raise ValueError(f"`micro_batches` must be at least 1, got {micro_batches}.")
@@ -26,7 +27,7 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
     def accumulated(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         length = _length(batch)
         micro = -(-length // micro_batches)
-        whole = length // micro
+        full = length // micro  # micro-batches of full size
 
         def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
             total, weight, model_state = carry
@@ -42,13 +43,13 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
         carry = (like_params(zeros), jnp.zeros((), jnp.float32), state.model_state)
-        even = whole * micro
-        parts = jax.tree.map(lambda x: x[:even].reshape(whole, micro, *x.shape[1:]), batch)
-        parts = split_rows(parts, axis=1)  # cut from a batch that is shared by rows, each would be on a few devices
-        carry, stacked = lax.scan(add, carry, (jnp.arange(whole), parts))
+        even = full * micro
+        parts = jax.tree.map(lambda x: x[:even].reshape(full, micro, *x.shape[1:]), batch)
+        parts = split_rows(parts, axis=1)  # sliced from a batch sharded by rows, each would be on a few devices only
+        carry, stacked = lax.scan(add, carry, (jnp.arange(full), parts))
         rest = None
         if even < length:
-            carry, rest = add(carry, (jnp.asarray(whole), jax.tree.map(lambda x: x[even:], batch)))
+            carry, rest = add(carry, (jnp.asarray(full), jax.tree.map(lambda x: x[even:], batch)))
         total, weight, model_state = carry
         counted = jnp.where(weight > 0, weight, 1)
         grads = cast_like(jax.tree.map(lambda t: t / counted, total), state.params)
@@ -62,7 +63,7 @@ def _length(batch: Batch) -> int:
     lengths = {shape[0] if shape else -1 for shape in shapes}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
-            "Gradient accumulation cuts every array of the batch along its first axis, "
-            f"but their shapes are {shapes}. Give all of them the same first axis."
+            "Gradient accumulation splits every array of the batch along its first axis, "
+            f"but their shapes are {shapes}. Give all arrays the same first axis."
         )
     return lengths.pop()

@@ -1,4 +1,4 @@
-"""`compile_program` and `compiled_function`: the one place that calls `jax.jit`."""
+"""`compile_program` and `compiled_function`: the only module that calls `jax.jit`."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -24,25 +24,25 @@ from jax_trainer.core.steps import StepReport
 from jax_trainer.core.tracing import tracing_for
 from jax_trainer.core.user_frame import explaining
 
-Loose = dict[str, jax.Array]  # metrics that are too large for the tape
+Loose = dict[str, jax.Array]  # metrics too large for the metric buffer
 Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
 FlatStepped = tuple[FlatState, jax.Array, tuple[Loose, PyTree]]
 
 
 def compiled_function(function: Callable[..., Any], *, static: tuple[str, ...] = ()) -> Any:
-    """`function` compiled, once for every shape of its arrays and every value of the arguments called `static`.
+    """`function` compiled with `jax.jit`, once per shape of its arrays and value of the arguments named in `static`.
 
-    For what is computed beside training, such as drawing samples: a module is passed as an argument, so that new
-    weights do not compile again.
+    For computations outside training, such as sampling: pass the module as an argument, so that new weights do not
+    recompile.
     """
     return jax.jit(function, static_argnames=static)
 
 
 class CompiledProgram:
-    """A program ready to run. Steps take the tape and return it; everything else is as in `Program`.
+    """A compiled `Program`. Steps take the metric buffer and return it.
 
-    `train_step`, `train_chunk` and `eval_step` are for people; the loop passes held states to `advance`,
-    `advance_chunk` and `judge`, which do the same.
+    `train_step`, `train_chunk` and `eval_step` take a `TrainState`; the loop calls `flat_train_step`,
+    `flat_train_chunk` and `flat_eval_step`, which take a `FlatState`.
     """
 
     def __init__(
@@ -62,198 +62,202 @@ class CompiledProgram:
         self.debug, self.checks = debug, program.checks
         self.keeps_batches, self.transforms = program.keeps_batches, program.transforms
         self._options = {"donate": donate, "debug": debug, "keep_grads": keep_grads, "on_recompile": on_recompile}
-        self._given_layout, self._changed = layout, {}
+        self._requested_layout, self._derived = layout, {}
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
-        self._train_format: MetricBufferFormat | None = None  # as `train_buffer` and `eval_buffer` handed them out last
+        self._train_format: MetricBufferFormat | None = None  # as last returned by `train_buffer` and `eval_buffer`
         self._eval_format: MetricBufferFormat | None = None
-        self._indices: frozenset[Use] = frozenset()  # what of a batch training steps use as indices
-        self.index_ranges = ""  # the same, in words
-        self._eval_buffers: dict[
-            Any, tuple[MetricBufferFormat, jax.Array]
-        ] = {}  # by shapes and dtypes of what is evaluated
+        self._indices: frozenset[Use] = frozenset()  # entries of a batch that training steps use as indices
+        self.index_ranges = ""  # their valid ranges, as text
+        # by the shapes and dtypes of state and batch
+        self._eval_buffers: dict[Any, tuple[MetricBufferFormat, jax.Array]] = {}
         self._on_recompile: OnRecompile = on_recompile
-        # XLA on the CPU runs a convolution in a loop on one core, without its fast library: 20 times slower (jax 0.12)
+        # inside a loop, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
         self.steps_one_by_one = False
-        self.describe_batch: Callable[[], str] = lambda: ""  # tells which batch the loop is at, for warnings
-        # inner functions are traced once, for the tape's format and for the step; they vanish in the outer ones
+        self.describe_batch: Callable[[], str] = lambda: ""  # the current batch of the loop, for warnings
+        # inner functions are traced once, for the buffer format and for the step, and inlined into the outer ones
         self._train_inner: Any = program.train_step if debug else self._for_layout(program.train_step)
         self._eval_inner = program.eval_step if debug else self._for_layout(program.eval_step)
         donated = (0,) if donate else ()
         self.flat_train_step: Callable[..., FlatStepped] = self._compile("train_step", self._step, donated)
-        self._full_chunk = self._compile("train_chunk", self._whole_chunk, donated)
+        self._full_chunk = self._compile("train_chunk", self._complete_chunk, donated)
         self._part_chunk = self._compile("train_chunk", self._chunk, donated, "steps")
-        # the same on rows of stored data; apart, so that each kind of feeding counts its own compilations
+        # the same on rows of resident data; separate, so that each counts its own compilations
         self.flat_train_step_from: Callable[..., FlatStepped] = self._compile(
             "train_step", self._step, donated, "store"
         )
-        self._full_chunk_from = self._compile("train_chunk", self._whole_chunk, donated, "store")
+        self._full_chunk_from = self._compile("train_chunk", self._complete_chunk, donated, "store")
         self._part_chunk_from = self._compile("train_chunk", self._chunk, donated, "steps", "store")
         self.flat_eval_step: Callable[..., tuple[jax.Array, Loose]] = self._compile("eval_step", self._evaluate, ())
-        self._ask = self._compile("predict_step", self._predict, ())
+        self._compiled_predict = self._compile("predict_step", self._predict, ())
 
     def transformed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
-        """The program that `change` makes of this one, compiled in the same way; made once for every object `by`."""
-        if id(by) not in self._changed:
-            made = CompiledProgram(
-                change(self._program), layout=self._given_layout, eval_seed=self._eval_seed, **self._options
+        """`change(program)` compiled with the same options; cached by the identity of `by`."""
+        if id(by) not in self._derived:
+            derived = CompiledProgram(
+                change(self._program), layout=self._requested_layout, eval_seed=self._eval_seed, **self._options
             )
-            self._changed[id(by)] = by, made  # held, so that its id stays its own
-        return self._changed[id(by)][1]
+            self._derived[id(by)] = by, derived  # a reference to `by`, so that its id is not reused
+        return self._derived[id(by)][1]
 
     def init(self, key: jax.Array, example: Batch) -> TrainState:
-        """A fresh state, its shapes taken from an example batch; with a layout, made where it will live.
+        """A new state with shapes from an example batch; with a layout, created with its final sharding.
 
-        Where several processes share its devices, all must ask, and the example of the first one counts.
+        With several processes, all must call it; the example of process 0 is used.
         """
         if self._is_shared:
             example = primary_example(example)
-        init, given = self._program.init, self._program.initial_variables
-        if self.layout is not None and given is not None and not self.debug:
-            return self.init_from_params(
-                key, *given(key, example)
-            )  # what is made around these weights is made where it will live
+        init, variables = self._program.init, self._program.initial_variables
+        if self.layout is not None and variables is not None and not self.debug:
+            # the optimizer state of existing weights is created with its final sharding
+            return self.init_from_params(key, *variables(key, example))
         if self.debug or not self._program.init_is_traced:
             return self._placed(init(key, example))
         example = jax.tree.map(jnp.asarray, example)
-        return _made("init", init, self._shardings(init, key, example), key, example)
+        return _materialized("init", init, self._shardings(init, key, example), key, example)
 
     def init_from_params(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        """A fresh state around these weights, which stay the caller's; with a layout, placed as it says."""
-        begin = self._program.init_from_params
-        if begin is None:
+        """A new state with copies of these weights; with a layout, sharded by it."""
+        init = self._program.init_from_params
+        if init is None:
             raise ValueError(
-                "This program cannot begin from given weights: it has no `begin`, because it goes on from a state of "
-                "its own or was made without one. Make it with an adapter (`linen_program`, `nnx_program`, …), or add "
-                "one: `program._replace(init_from_params=…)`."
+                "This program cannot start from existing weights: its `init_from_params` is None, because it resumes "
+                "from its own state or was created without one. Use an adapter (`linen_program`, `nnx_program`, …), or "
+                "add it: `program._replace(init_from_params=…)`."
             )
         if self.debug:
-            return self._placed(begin(key, params, model_state))
-        shardings = self._shardings(begin, key, params, model_state)
-        if shardings is not None:  # they may come from other devices than those of the layout
-            there = (shardings.rng, shardings.params, shardings.model_state)
-            key, params, model_state = device_put((key, params, model_state), there)
-        return _made("begin", begin, shardings, key, params, model_state)  # which returns nothing it was given
+            return self._placed(init(key, params, model_state))
+        shardings = self._shardings(init, key, params, model_state)
+        if shardings is not None:  # the weights may be on devices outside the layout
+            targets = (shardings.rng, shardings.params, shardings.model_state)
+            key, params, model_state = device_put((key, params, model_state), targets)
+        # a compiled function returns new arrays, so the caller's are not donated later
+        return _materialized("init_from_params", init, shardings, key, params, model_state)
 
     def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
-        """The shapes of a fresh state, and of what training and evaluating it report; nothing is computed.
+        """The shapes of a new state, of its training metrics and of its evaluation metrics, without computing them.
 
-        Steps that are traced here are not traced again when they run on a batch of the same shapes.
+        Steps traced here are not traced again for a batch of the same shapes.
         """
         with explaining(example):
             state = jax.eval_shape(self._program.init, key, example)
             if self.layout is not None:
-                self.layout.state_shardings(state)  # what cannot be laid out shows here
+                self.layout.state_shardings(state)  # raises if the layout does not fit
             trained = _reported(jax.eval_shape(self._train_inner, state, example)[1])
             self._find_indices(state, example)
             return state, trained, self.eval_shapes(state, example)
 
     def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
-        """The shapes of what evaluating `state` on `batch` reports; both may be shapes themselves."""
+        """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes."""
         with explaining(batch):
             self.check_eval_indices(state, batch, batch)
             return _evaluated(jax.eval_shape(self._eval_inner, state, batch))
 
     def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
-        """What the model of `state` makes of a batch; what is random belongs to its `number`, as in an evaluation."""
+        """The model's outputs for a batch; random numbers depend on the batch's `number`, as in an evaluation."""
         return self.flat_predict_step(FlatState.of(state), batch, number)
 
-    def flat_predict_step(self, held: FlatState, batch: Batch, number: int) -> PyTree:
-        """As `predict`, on a held state."""
+    def flat_predict_step(self, flat: FlatState, batch: Batch, number: int) -> PyTree:
+        """`predict` on a `FlatState`."""
         if self._program.predict_step is None:
             raise ValueError(
-                "This program cannot predict: it knows a loss, not a model. Make it with `linen_program` or "
-                "`nnx_program`, or say how: `program._replace(predict_step=lambda state, batch: …)`."
+                "This program cannot predict: its `predict_step` is None. Use `linen_program` or `nnx_program`, or add "
+                "it: `program._replace(predict_step=lambda state, batch: …)`."
             )
         if not number:
-            _begin(self._ask)
-        return self._ask(held, np.uint32(number), batch)[1]
+            _start_data(self._compiled_predict)
+        return self._compiled_predict(flat, np.uint32(number), batch)[1]
 
     def report(self, state: TrainState, batch: Batch) -> StepReport:
-        """What a step on this batch, all of it, would tell, gradients and all; `state` stays as it is."""
+        """The metrics and gradients of a step on the complete batch; `state` is not changed."""
         if self.debug:
-            return _without_jit(self._told)(state, batch)
-        return jax.jit(self._told)(state, self.place(batch, stacked=False, whole=True))
+            return _without_jit(self._report)(state, batch)
+        return jax.jit(self._report)(state, self.place(batch, stacked=False, replicated=True))
 
-    def place(self, batch: Batch, *, stacked: bool, whole: bool = False, ahead: bool = False) -> Batch:
-        """`batch` where the step wants it: as it is, or spread over the layout's devices.
+    def place(self, batch: Batch, *, stacked: bool, replicated: bool = False, prefetch: bool = False) -> Batch:
+        """`batch` on the devices of the layout; without a layout, unchanged.
 
-        Where several processes share them, `batch` is this process's part, or, if `whole`, all of it. Without a layout
-        the step itself would fetch it; `ahead` of the step that is done here, except on the CPU, where a numpy array
-        can be used as it is.
+        Args:
+            batch: with several processes, this process's part of it.
+            stacked: the first axis is that of the steps of a chunk.
+            replicated: every process has the complete batch.
+            prefetch: without a layout, transfer now instead of in the step (not on the CPU, which uses numpy arrays).
         """
         if self.layout is not None:
-            return self.layout.place(batch, stacked=stacked, whole=whole)
-        return jax.device_put(batch) if ahead and jax.default_backend() != "cpu" else batch
+            return self.layout.place(batch, stacked=stacked, replicated=replicated)
+        return jax.device_put(batch) if prefetch and jax.default_backend() != "cpu" else batch
 
     def store(self, arrays: PyTree) -> PyTree:
-        """`arrays`, which every process has, on every device, for steps that pick their batches out of them."""
+        """`arrays`, which every process has, replicated on all devices: steps select their batches from them."""
         if self.layout is not None and self.layout.batch_placement is not None:
-            return self.layout.batch_placement.everywhere(arrays)
+            return self.layout.batch_placement.replicate(arrays)
         return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
     def train_buffer(self, state: TrainState, batch: Batch, length: int) -> tuple[MetricBufferFormat, jax.Array]:
-        """The format of what training steps report, and a blank tape for the last `length` of them."""
-        _begin(self.flat_train_step, self._full_chunk, self._part_chunk)
-        _begin(self.flat_train_step_from, self._full_chunk_from, self._part_chunk_from)
+        """The format of the training metrics, and an empty buffer for `length` steps."""
+        _start_data(self.flat_train_step, self._full_chunk, self._part_chunk)
+        _start_data(self.flat_train_step_from, self._full_chunk_from, self._part_chunk_from)
         if not self.debug:
             self._find_indices(state, batch)
             convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
             self.steps_one_by_one = convolves and jax.default_backend() == "cpu"
-        self._train_format = MetricBufferFormat.of(_reported(self._outline(self._train_inner, state, batch)[1]))
+        self._train_format = MetricBufferFormat.of(_reported(self._result_shapes(self._train_inner, state, batch)[1]))
         return self._train_format, self._blank(self._train_format, length)
 
     def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> tuple[MetricBufferFormat, jax.Array]:
-        """The same for evaluation."""
-        _begin(self.flat_eval_step)
+        """The format of the evaluation metrics, and an empty buffer for `length` batches."""
+        _start_data(self.flat_eval_step)
         leaves, structure = jax.tree.flatten((state, batch))
         shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
         kind = (length, structure, *shapes)
-        if kind not in self._eval_buffers:  # small sets are evaluated often, and tracing takes longer than they do
+        if kind not in self._eval_buffers:  # small sets are evaluated often; tracing takes longer
             self.check_eval_indices(state, batch, batch)
-            fmt = MetricBufferFormat.of(_evaluated(self._outline(self._eval_inner, state, batch)))
-            self._eval_buffers[kind] = fmt, self._blank(fmt, length)  # nobody writes to it: evaluations donate nothing
+            fmt = MetricBufferFormat.of(_evaluated(self._result_shapes(self._eval_inner, state, batch)))
+            self._eval_buffers[kind] = (
+                fmt,
+                self._blank(fmt, length),
+            )  # never overwritten: evaluation steps do not donate
         self._eval_format = self._eval_buffers[kind][0]
         return self._eval_buffers[kind]
 
     def train_step(self, state: TrainState, buffer: jax.Array, batch: Batch) -> Stepped:
-        """One step: the state and the tape after it, and (large metrics, gradients) if there are any."""
-        held, buffer, kept = self.flat_train_step(FlatState.of(state), buffer, batch)
-        return held.state, buffer, kept
+        """One step. Returns the new state, the new buffer, and (metrics that do not fit, gradients if kept)."""
+        flat, buffer, kept = self.flat_train_step(FlatState.of(state), buffer, batch)
+        return flat.state, buffer, kept
 
     def train_chunk(self, state: TrainState, buffer: jax.Array, batches: Batch, steps: int) -> Stepped:
-        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are not looked at."""
-        held, buffer, kept = self.flat_train_chunk(FlatState.of(state), buffer, batches, steps)
-        return held.state, buffer, kept
+        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are ignored."""
+        flat, buffer, kept = self.flat_train_chunk(FlatState.of(state), buffer, batches, steps)
+        return flat.state, buffer, kept
 
     def eval_step(self, state: TrainState, buffer: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
-        """Judges `state` on one batch: the tape after it, and large metrics if there are any."""
+        """Evaluates `state` on one batch. Returns the new buffer, and the metrics that do not fit into it."""
         return self.flat_eval_step(FlatState.of(state), buffer, batch)
 
     def flat_train_chunk(
-        self, held: FlatState, buffer: jax.Array, batches: Batch, steps: int, *store: PyTree
+        self, flat: FlatState, buffer: jax.Array, batches: Batch, steps: int, *store: PyTree
     ) -> FlatStepped:
-        """As `train_chunk`, on a held state; with a `store`, `batches` are the rows of it that make them."""
+        """`train_chunk` on a `FlatState`; with a `store`, `batches` are row indices into it."""
         if self.steps_one_by_one:
             return _one_by_one(
-                self.flat_train_step_from if store else self.flat_train_step, held, buffer, batches, steps, *store
+                self.flat_train_step_from if store else self.flat_train_step, flat, buffer, batches, steps, *store
             )
-        # an accelerator asks the host after every turn of a loop whose length it does not know, which costs as much
-        # as a small step; the CPU does not, and one loop for all lengths makes cut chunks equal bit for bit
+        # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much
+        # as a small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
         if steps == _length(batches) and jax.default_backend() != "cpu":
-            return (self._full_chunk_from if store else self._full_chunk)(held, buffer, batches, *store)
-        return (self._part_chunk_from if store else self._part_chunk)(held, buffer, batches, np.int32(steps), *store)
+            return (self._full_chunk_from if store else self._full_chunk)(flat, buffer, batches, *store)
+        return (self._part_chunk_from if store else self._part_chunk)(flat, buffer, batches, np.int32(steps), *store)
 
     def check_indices(self, batch: Batch) -> None:
-        """Refuses labels and token ids that are out of range in `batch`, or in all examples at once."""
+        """Raises if labels or token ids in `batch`, which may be the complete data set, are out of range."""
         check_range(self._indices, batch)
 
     def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
-        """Refuses labels and token ids in `examples` that an evaluation of batches like `batch` cannot use."""
+        """Raises if labels or token ids in `examples` are out of range for an evaluation of batches like `batch`."""
         if not self.debug:
             check_range(_uses(self._eval_inner, state, batch), examples)
 
     def out_of_range(self, batch: Batch) -> str:
-        """What is wrong with the integers of a batch that training steps use as indices; empty if nothing is."""
+        """The error message about indices in `batch` that are out of range; empty if none are."""
         return out_of_range(self._indices, batch)
 
     def _find_indices(self, state: TrainState, batch: Batch) -> None:
@@ -262,8 +266,8 @@ class CompiledProgram:
             self.index_ranges = ranges_of(self._indices, batch)
             self.check_indices(batch)
 
-    def _outline(self, function: Callable[..., Any], *args: Any) -> Any:
-        # in debug mode user code sees values, never tracers, so it is run instead of traced
+    def _result_shapes(self, function: Callable[..., Any], *args: Any) -> Any:
+        # in debug mode user code gets values, never tracers, so it runs instead of being traced
         return _without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
 
     def _blank(self, fmt: MetricBufferFormat, length: int) -> jax.Array:
@@ -272,13 +276,13 @@ class CompiledProgram:
         return fmt.blank(length, None if self.layout is None else self.layout.replicated)
 
     def _step(self, state: TrainState, buffer: jax.Array, batch: Batch, store: PyTree = None) -> Stepped:
-        batch = self._spread(batch) if store is None else _picked(batch, store)
+        batch = self._resharded(batch) if store is None else _select_rows(batch, store)
         state, report = self._train_inner(state, batch)
         metrics = _reported(report)
-        buffer, loose = self._everywhere((self._train_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
+        buffer, loose = self._replicated((self._train_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
         return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
 
-    def _whole_chunk(self, state: TrainState, buffer: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
+    def _complete_chunk(self, state: TrainState, buffer: jax.Array, batches: Batch, store: PyTree = None) -> Stepped:
         return self._chunk(state, buffer, batches, _length(batches), store)
 
     def _chunk(
@@ -298,20 +302,20 @@ class CompiledProgram:
         return lax.fori_loop(0, steps, body, (state, buffer, kept))
 
     def _evaluate(self, state: TrainState, buffer: jax.Array, batch: Batch) -> tuple[jax.Array, Loose]:
-        metrics = _evaluated(self._eval_inner(self._keyed(state, rows_written(buffer)), self._spread(batch)))
-        return self._everywhere((self._eval_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
+        metrics = _evaluated(self._eval_inner(self._keyed(state, rows_written(buffer)), self._resharded(batch)))
+        return self._replicated((self._eval_format or MetricBufferFormat.of(metrics)).append(buffer, metrics))
 
     def _predict(self, state: TrainState, number: jax.Array, batch: Batch) -> tuple[tuple[()], PyTree]:
         assert self._program.predict_step is not None
-        # the empty tuple stands where other compiled functions return a state: outputs may look like anything
-        return (), self._everywhere(self._program.predict_step(self._keyed(state, number), self._spread(batch)))
+        # other compiled functions return a state first; outputs may have any structure, so an empty tuple is returned
+        return (), self._replicated(self._program.predict_step(self._keyed(state, number), self._resharded(batch)))
 
-    def _told(self, state: TrainState, batch: Batch) -> StepReport:
+    def _report(self, state: TrainState, batch: Batch) -> StepReport:
         report = self._train_inner(state, batch)[1]
         return report._replace(metrics=_reported(report))
 
     def _keyed(self, state: TrainState, number: jax.Array) -> TrainState:
-        # each batch of an evaluation has a key of its own, the same in every evaluation
+        # each batch of an evaluation has its own key, the same in every evaluation
         root = state.key
         if self._eval_seed is not None:
             root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
@@ -321,10 +325,10 @@ class CompiledProgram:
         return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
 
     def _placed(self, state: TrainState) -> TrainState:
-        """The values of `state`, which stays as it is, where they will live."""
+        """A copy of `state` with its final sharding."""
         if self.layout is None:
             return copy_state(state)
-        # first to its place: a copy beforehand would be whole; afterwards, because some of it may have been there
+        # transfer before copying: a copy first would be unsharded; copy, because some leaves may already be in place
         return copied(device_put(state, self.layout.state_shardings(state)))
 
     def _for_layout(self, step: Callable[..., Any]) -> Any:
@@ -332,7 +336,7 @@ class CompiledProgram:
             return jax.jit(step, inline=True)
 
         def traced(state: TrainState, batch: Batch) -> Any:
-            # a function of its own: JAX traces a function once for all who compile it, whatever their layouts
+            # a new function: JAX caches traces by function, whatever the layout
             with tracing_for(self.layout):
                 return step(state, batch)
 
@@ -342,21 +346,21 @@ class CompiledProgram:
     def _is_shared(self) -> bool:
         return self.layout is not None and self.layout.batch_placement is not None
 
-    def _spread(self, batch: Batch) -> Batch:
-        # where several processes need the same rows, each fed some of them only, and they are brought together here
-        feeding = None if self.layout is None else self.layout.batch_placement
-        if self.layout is None or feeding is None or not feeding.reshards:
+    def _resharded(self, batch: Batch) -> Batch:
+        # processes that need the same rows each supplied some of them; they are gathered here
+        placement = None if self.layout is None else self.layout.batch_placement
+        if self.layout is None or placement is None or not placement.reshards:
             return batch
         return self.layout.constrain_rows(batch, 0)
 
-    def _everywhere(self, results: Any) -> Any:
-        # every process is to read all of it
+    def _replicated(self, results: Any) -> Any:
+        # every process reads all of it
         if self.layout is None or self.layout.batch_placement is None or self.debug:
             return results
         return lax.with_sharding_constraint(results, self.layout.replicated)
 
     def _pinned(self, state: TrainState) -> TrainState:
-        # left to itself the compiler may hand back a sharded parameter replicated
+        # without a constraint the compiler may return a sharded parameter replicated
         if self.layout is None or self.debug:
             return state
         return lax.with_sharding_constraint(state, self.layout.state_shardings(state))
@@ -365,10 +369,10 @@ class CompiledProgram:
         self, name: str, function: Callable[..., Any], donated: tuple[int, ...], *more: str
     ) -> Callable[..., Any]:
         if self.debug:
-            return _held(name, _without_jit(function))
+            return _flat_debug(name, _without_jit(function))
         return OomReporter(
             name,
-            ("state", "number" if name == "predict_step" else "tape", "batch", *more),
+            ("state", "number" if name == "predict_step" else "buffer", "batch", *more),
             function,
             compile=lambda traced: SharedExecutable(jax.jit(traced, donate_argnums=donated)),
             on_recompile=self._on_recompile,
@@ -387,16 +391,16 @@ def compile_program(
     on_recompile: OnRecompile = "warn",
     eval_seed: int | None = None,
 ) -> CompiledProgram:
-    """Makes `program` ready to run.
+    """Compiles `program`.
 
     Args:
-        layout: which devices hold what; None is one device.
-        donate: let a step reuse the memory of the state it is given, which is gone afterwards.
-        debug: run step by step in Python, without `jax.jit`, so that breakpoints and prints work.
-        keep_grads: hand out the gradients of every step.
-        on_recompile: "warn", "error" or "ignore" when a step has to be compiled again.
-        eval_seed: what is random in evaluations belongs to this seed and the number of the batch; None takes the
-            root key of the state, and so the seed of training.
+        layout: how arrays are sharded over devices; None: one device.
+        donate: let a step reuse the memory of its input state, which is deleted.
+        debug: run without `jax.jit`, so that breakpoints and prints work.
+        keep_grads: return the gradients of every step.
+        on_recompile: "warn", "error" or "ignore" when a step is recompiled.
+        eval_seed: seed of the random numbers of evaluations, with the number of the batch; None: the root key of the
+            state, and so the seed of training.
     """
     return CompiledProgram(
         program,
@@ -411,7 +415,7 @@ def compile_program(
 
 @jax.jit
 def copied(arrays: PyTree) -> PyTree:
-    """The same values in new arrays, all in one dispatch; `copy_state` takes one for each, and compiles nothing."""
+    """Copies of `arrays` in one dispatch; `copy_state` takes one per array, but compiles nothing."""
     return jax.tree.map(jnp.copy, arrays)
 
 
@@ -420,19 +424,24 @@ def _length(batches: Batch) -> int:
 
 
 def _one_by_one(
-    advance: Callable[..., FlatStepped], held: FlatState, buffer: jax.Array, batches: Batch, steps: int, *store: PyTree
+    train_step: Callable[..., FlatStepped],
+    flat: FlatState,
+    buffer: jax.Array,
+    batches: Batch,
+    steps: int,
+    *store: PyTree,
 ) -> FlatStepped:
-    """A chunk as so many dispatches."""
+    """A chunk with one dispatch per step."""
     kept = []
     for index in range(steps):
         batch = jax.tree.map(lambda x, index=index: x[index], batches)
-        held, buffer, each = advance(held, buffer, batch, *store)
+        flat, buffer, each = train_step(flat, buffer, batch, *store)
         kept.append(each)
-    return held, buffer, jax.tree.map(lambda *each: jnp.stack(each), *kept)
+    return flat, buffer, jax.tree.map(lambda *each: jnp.stack(each), *kept)
 
 
 def uses(jaxpr: Any, primitive: str) -> bool:
-    """Whether a traced function, or one inside it, does this.
+    """Whether a traced function contains `primitive`, also in nested functions.
 
     >>> uses(jax.make_jaxpr(jax.jit(jnp.sin))(1.0), "sin"), uses(jax.make_jaxpr(jnp.sin)(1.0), "cos")
     (True, False)
@@ -445,16 +454,16 @@ def uses(jaxpr: Any, primitive: str) -> bool:
     return any(uses(part, primitive) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns"))
 
 
-def _picked(rows: jax.Array, store: PyTree) -> Batch:
-    """The batch of these rows; the host made them, so none is out of bounds."""
+def _select_rows(rows: jax.Array, store: PyTree) -> Batch:
+    """The batch of these rows of `store`; the host computed the indices, so none is out of bounds."""
     batch = jax.tree.map(lambda leaf: leaf.at[rows].get(mode="promise_in_bounds"), store)
     return resized(batch, len(rows))
 
 
 def _uses(inner: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
-    """What of a batch a step uses as indices."""
+    """The entries of a batch that a step uses as indices."""
     jaxpr = inner.trace(state, batch).jaxpr
-    # from the end: constants that the step closes over come first
+    # counted from the end: constants that the step closes over come first
     return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
 
 
@@ -466,26 +475,26 @@ def _evaluated(metrics: Metrics) -> Metrics:
     return metrics.only(LogMode.VAL, LogMode.TEST)
 
 
-def _begin(*functions: Any) -> None:
+def _start_data(*functions: Any) -> None:
     for function in functions:
         if isinstance(function, RecompileGuard):  # not in debug mode
-            function.begin()
+            function.start_data()
 
 
-def _made(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:
-    """A fresh state, once it is there: whether it fits into the memory shows only then."""
+def _materialized(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:
+    """A new state, after waiting for it: running out of memory shows only then."""
     try:
         return jax.block_until_ready(SharedExecutable(jax.jit(make, out_shardings=shardings), shardings)(*args))
     except jax.errors.JaxRuntimeError as error:
         raise explain_oom(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
 
 
-def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(held: FlatState, *more: Any) -> Any:
+def _flat_debug(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(flat: FlatState, *more: Any) -> Any:
         try:
-            first, *rest = jax.block_until_ready(function(held.state, *more))
+            first, *rest = jax.block_until_ready(function(flat.state, *more))
         except jax.errors.JaxRuntimeError as error:
-            raise explain_oom(error, name, held.state, more[1])  # noqa: B904 - the same error, or one from it
+            raise explain_oom(error, name, flat.state, more[1])  # noqa: B904 - the same error, or one from it
         return (FlatState.of(first) if isinstance(first, TrainState) else first, *rest)
 
     return run

@@ -1,4 +1,4 @@
-"""Brings arrays that a process has to where a layout wants them."""
+"""Transfers arrays of a process to shardings that may span processes."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from jax_trainer.core.metrics import PyTree
 
 
 def device_put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """The arrays of `tree` placed as `shardings` say; some of them may be there already, and stay the same.
+    """`tree` with the given shardings; arrays that already have theirs are returned unchanged.
 
-    Where several processes share the devices, each must have all of an array, equal in all of them, or its part of one
-    that is on the devices; each sends what its own devices hold.
+    With several processes, each must pass the same complete host array, or its shards of a global array; each process
+    transfers the shards of its own devices.
     """
-    return jax.tree.map(_sent, tree, shardings)
+    return jax.tree.map(_put, tree, shardings)
 
 
-def _sent(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    if sharding.is_fully_addressable or is_spread:
+def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if sharding.is_fully_addressable or is_global:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_sent(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
-    whole = np.asarray(leaf)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    array = np.asarray(leaf)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

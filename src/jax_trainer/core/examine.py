@@ -1,4 +1,4 @@
-"""Looking back at a step that went wrong: what in it was not finite."""
+"""Replays a step and reports which of its values are not finite."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ from jax_trainer.core.wrappers import thawed
 
 @dataclass(frozen=True)
 class Examination:
-    """What was not finite in one step: names of metrics and paths of leaves, each in the order of its tree.
+    """The non-finite values of one step: names of metrics and paths of leaves, each in the order of its tree.
 
     Args:
-        metrics: what the step reported.
+        metrics: of the step.
         gradients: of the loss on the batch, before clipping.
         parameters: as they were before the step.
-        batch: what the step was taken on.
+        batch: of the step.
     """
 
     metrics: tuple[str, ...]
@@ -32,10 +32,10 @@ class Examination:
 
 
 def examine(program: CompiledProgram, state: TrainState, batch: Batch, step: int) -> Examination:
-    """Takes step number `step` on `batch` once more, and says what in it is not finite; `state` stays as it is.
+    """Replays step number `step` on `batch` and returns its non-finite values; `state` is not changed.
 
-    `state` is that before the step, or any later one while a guard skipped all steps in between: then only the step
-    count has gone on.
+    `state` is the one before the step, or a later one if `with_finite_guard` skipped all steps in between, which
+    changes the step count only.
     """
     before = thawed(state).replace(step=jnp.full_like(state.step, step - 1))
     report = program.report(before, batch)
@@ -53,7 +53,7 @@ def _not_finite(tree: PyTree) -> tuple[str, ...]:
 
 
 def _is_finite(leaf: Any) -> bool:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # other processes, which ask as well, have some
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # all processes call this: some shards are theirs
         return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
     array = np.asarray(jax.device_get(leaf))
     return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(array).all())

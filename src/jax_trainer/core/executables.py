@@ -1,7 +1,7 @@
-"""Compiled code that is used again: in one process, what lowers to the same text is compiled once.
+"""Shared executables: functions that lower to the same text are compiled once per process.
 
-A model, a loss and an optimizer that are made anew, for another seed, fold or trial, are other functions to JAX, which
-would compile them again. What XLA is given for them is the same, to the letter.
+A model, a loss and an optimizer created again for another seed, fold or trial are new functions to JAX, which would
+compile them again, although their lowered text is identical.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-MOST = 64  # executables that are kept for others to use
-MOST_CONSTANT_BYTES = 1 << 24  # of arrays that are part of the code: more are not worth comparing
-_OPTIONS = (  # of JAX that change what the compiler does, and do not show in the text
+MOST = 64  # executables in the cache
+MOST_CONSTANT_BYTES = 1 << 24  # of constants in the code: larger ones are not worth comparing
+_OPTIONS = (  # of JAX that change compilation without showing in the lowered text
     "jax_default_device",
     "jax_disable_most_optimizations",
     "jax_optimization_level",
@@ -23,41 +23,41 @@ _OPTIONS = (  # of JAX that change what the compiler does, and do not show in th
     "jax_exec_time_optimization_effort",
     "jax_memory_fitting_effort",
 )
-_kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # the one that was used last is the last
+_kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # least recently used first
 _lock = threading.Lock()
 
 
 class SharedExecutable:
-    """A function that `jax.jit` made, compiled for each kind of its arguments unless that was done before.
+    """A `jax.jit` function whose executables are shared with functions of the same lowered text.
 
-    A kind is shapes and places. Arguments that differ in anything else, and what cannot be shared, are left to
-    `jax.jit`: callbacks, debugging of NaNs, large constants, several processes.
+    An executable belongs to the shapes and shardings of its arguments. Arguments that differ otherwise, and what cannot
+    be shared (callbacks, NaN debugging, large constants, several processes), fall through to `jax.jit`.
 
     Args:
         jitted: the function, of positional arguments.
-        shardings: those of what it returns, where it was told.
+        shardings: its `out_shardings`, if any.
     """
 
     def __init__(self, jitted: Any, shardings: Any = None) -> None:
         self._jitted, self._shardings = jitted, tuple(jax.tree.leaves(shardings))
         self._by_kind: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._kind: list[Any] | None = None  # of the arguments that `_run` was compiled for
+        self._kind: list[Any] | None = None  # of the arguments of `_run`
         self._run: Callable[..., Any] = jitted
-        self.compilations = 0  # that it needed, its own and those of others
+        self.compilations = 0  # used, compiled here or elsewhere
 
     def __call__(self, first: Any, *more: Any) -> Any:
-        """Runs the function. All arrays of a list `first` must be in one place, as those of a state are."""
+        """Runs the function. All arrays of a list `first` must be on the same devices, as those of a state are."""
         head = first[0] if type(first) is list else first
-        # shapes, and where arrays were put; not more, because this is asked at every step
+        # shapes and shardings only, because this runs at every step
         kind: list[Any] = [getattr(head, "committed", False) and head.sharding]
         for leaf in jax.tree.leaves(more):
             kind.append(leaf.shape if type(leaf) is np.ndarray else _kind(leaf))
         if kind != self._kind:
-            self._turn_to(kind, first, *more)
+            self._select(kind, first, *more)
         if self._run is not self._jitted:
             try:
                 return self._run(first, *more)
-            except (TypeError, ValueError):  # compiled code runs no Python: these are not the arguments it was made for
+            except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
                 pass
         results = self._jitted(first, *more)
         self._count()
@@ -66,8 +66,7 @@ class SharedExecutable:
     def _count(self) -> None:
         self.compilations = len(self._by_kind) + self._jitted._cache_size()
 
-    def _turn_to(self, kind: list[Any], *args: Any) -> None:
-        """Takes the code for arguments of this kind."""
+    def _select(self, kind: list[Any], *args: Any) -> None:
         key = tuple(kind)
         if key not in self._by_kind:
             self._by_kind[key] = self._compiled(*args)
@@ -88,10 +87,10 @@ class SharedExecutable:
         # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
         if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
             return self._jitted
-        places = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
         options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
         digest = hashlib.sha256(text.encode()).digest()
-        return _shared((digest, lowered.in_tree, lowered.out_tree, *places, *self._shardings, *options), lowered)
+        return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *self._shardings, *options), lowered)
 
 
 def _kind(leaf: Any) -> Any:

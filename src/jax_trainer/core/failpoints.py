@@ -1,8 +1,8 @@
-"""Faults on purpose: `failpoint("name")` does nothing unless the environment or a test switches it on.
+"""Fault injection: `failpoint("name")` does nothing unless the environment or a test arms it.
 
-`JAXTRAINER_FAILPOINT=name:action:nth` lets the nth passage (from 1; default 1) of the point called `name` fail.
-Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SECONDS`), `enospc` (the disk is full) and
-`eio` (the storage failed).
+`JAXTRAINER_FAILPOINT=name:action:nth` makes the nth call (from 1; default 1) of the failpoint `name` fail.
+Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SECONDS`), `enospc` (disk full) and `eio`
+(storage failure).
 """
 
 import errno
@@ -15,7 +15,7 @@ _ACTIONS = ("kill", "raise", "sleep", "enospc", "eio")
 
 
 class FaultInjected(RuntimeError):
-    """The error that the action `raise` raises."""
+    """Raised by the action `raise`."""
 
 
 class _Armed:
@@ -27,7 +27,7 @@ class _Armed:
         seconds = self.argument.replace(".", "", 1)
         if not name or not known or (nth and not nth.isdigit()) or nth == "0" or (seconds and not seconds.isdigit()):
             raise ValueError(
-                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with an action out of {', '.join(_ACTIONS)}."
+                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with one of the actions {', '.join(_ACTIONS)}."
             )
         self.left = int(nth or 1)
 
@@ -36,13 +36,13 @@ _armed: _Armed | None = _Armed(os.environ[ENVIRONMENT]) if ENVIRONMENT in os.env
 
 
 def arm(spec: str | None) -> None:
-    """Switches one failpoint on, in this process; None switches it off."""
+    """Arms one failpoint in this process; None disarms it."""
     global _armed
     _armed = None if spec is None else _Armed(spec)
 
 
 def failpoint(name: str) -> None:
-    """A place where a fault can be injected."""
+    """Injects the armed fault, if it has this name."""
     if _armed is not None and _armed.name == name:
         _armed.left -= 1
         if _armed.left == 0:

@@ -1,8 +1,8 @@
-"""Which integers of a batch a step uses as indices, and whether they are in range.
+"""Finds the integers of a batch that a step uses as indices, and checks their range.
 
-A label of 10 for ten classes, or a token id past the vocabulary, is no error to JAX: it reads NaN, and a negative one
-counts from the end. The traced step knows which arrays of a batch pick entries out of which axis, so that their values
-can be checked on the host, before the first step.
+JAX raises no error for a label of 10 with ten classes or a token id beyond the vocabulary: it reads NaN, and a negative
+index counts from the end. The jaxpr of the step shows which arrays of a batch index which axis, so that their values
+can be checked on the host before the first step.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax_trainer.core.metrics import Batch
 from jax_trainer.core.user_frame import line_of
 
-# what hands on its first operand with the same values, in another form
+# primitives that keep the values of their first operand
 _SAME_VALUES = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape",
     "sharding_constraint", "slice", "squeeze", "stop_gradient", "transpose",
@@ -41,9 +41,9 @@ class Use:
 
 
 def index_uses(jaxpr: Any, first: int) -> frozenset[Use]:
-    """The uses as indices of the inputs from number `first` on; none of those that the step compares with constants.
+    """The inputs from number `first` on that are used as indices, except those compared with a constant.
 
-    Whoever compares labels with a constant (`labels != -1`) masks those that are out of range.
+    A comparison with a constant (`labels != -1`) masks the labels that are out of range.
     """
     found = _Uses()
     inputs = jaxpr.jaxpr.invars[first:]
@@ -52,9 +52,9 @@ def index_uses(jaxpr: Any, first: int) -> frozenset[Use]:
 
 
 class Known(NamedTuple):
-    """A variable of a traced function that is the `value` of a leaf, or says where it is `negative`, or is `shifted`.
+    """A variable of a jaxpr that is the `value` of a leaf, the mask of its `negative` entries, or the `shifted` value.
 
-    An `index` is a value of which negative ones count from the end, as where an array is indexed.
+    An `index` is a value whose negative entries were wrapped to count from the end, as array indexing does.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Known(NamedTuple):
 
 
 class _Uses:
-    """Follows values of the batch through a traced function."""
+    """Follows the values of a batch through a jaxpr."""
 
     def __init__(self) -> None:
         self.uses: set[Use] = set()
@@ -74,7 +74,7 @@ class _Uses:
         Args:
             line: of the user's code that calls this function, where JAX caches its trace and so the lines inside.
         """
-        columns: dict[Any, list[int | None]] = {}  # of indices that are put together, the leaf of each column
+        columns: dict[Any, list[int | None]] = {}  # of concatenated indices: the leaf of each column
         for equation in jaxpr.eqns:
             name, operands, out = equation.primitive.name, equation.invars, equation.outvars
             found = [None if hasattr(operand, "val") else known.get(operand) for operand in operands]
@@ -91,12 +91,12 @@ class _Uses:
                 known[out[0]] = Known("shifted", leaves[0])
             elif name in _COMPARISONS and any(hasattr(operand, "val") for operand in operands):
                 self.compared.update(leaf for leaf in leaves if leaf is not None)
-            elif name == "select_n" and _counts_from_the_end(found):
-                known[out[0]] = Known("index", found[1].leaf)  # type: ignore[union-attr] - all of them are known
+            elif name == "select_n" and _wraps_negative(found):
+                known[out[0]] = Known("index", found[1].leaf)  # type: ignore[union-attr] - all are known
             elif name == "concatenate" and equation.params["dimension"] == out[0].aval.ndim - 1:
                 widths = [operand.aval.shape[-1] for operand in operands]
                 columns[out[0]] = [leaf for leaf, width in zip(leaves, widths, strict=True) for _ in range(width)]
-            elif name == "gather" and not _clips_on_purpose(equation, found[1]):
+            elif name == "gather" and not _clips_explicitly(equation, found[1]):
                 self._note(equation, leaves[1], joined[1], line or _line_of(equation))
             else:
                 calls = line or (_line_of(equation) if name in _CACHED else "")
@@ -124,19 +124,19 @@ def _is_zero(variable: Any) -> bool:
     return hasattr(variable, "val") and np.ndim(variable.val) == 0 and variable.val == 0
 
 
-def _counts_from_the_end(found: list[Known | None]) -> bool:
-    """Whether these are what `select_n` makes of an index that may be negative, as JAX does it: index, index + size."""
+def _wraps_negative(found: list[Known | None]) -> bool:
+    """Whether these are the operands of JAX's `select_n` between index and index + size."""
     kinds = [one.kind for one in found if one is not None]
     return kinds == ["negative", "value", "shifted"] and len({one.leaf for one in found if one is not None}) == 1
 
 
-def _clips_on_purpose(equation: Any, index: Known | None) -> bool:
-    """Whether the user asked for the last entry where an index is too large; indexing under `vmap` clips as well."""
+def _clips_explicitly(equation: Any, index: Known | None) -> bool:
+    """Whether the user requested `mode="clip"`; indexing under `vmap` clips as well."""
     return equation.params.get("mode") is lax.GatherScatterMode.CLIP and index is not None and index.kind == "value"
 
 
 def _inner(equation: Any) -> Iterator[tuple[Any, range]]:
-    """The functions inside an operation, with the numbers of the operands that each is given."""
+    """The jaxprs nested in an equation, each with the numbers of its operands."""
     params, count = equation.params, len(equation.invars)
     if equation.primitive.name == "cond":
         for branch in params["branches"]:
@@ -149,7 +149,7 @@ def _inner(equation: Any) -> Iterator[tuple[Any, range]]:
 
 
 def ranges_of(uses: frozenset[Use], batch: Batch) -> str:
-    """Which entries of a batch are indices, and what they may be.
+    """The entries of a batch that are indices, with their valid ranges, as text.
 
     >>> ranges_of(frozenset({Use(1, 3)}), (np.zeros((8, 4)), np.zeros(8, np.int32)))
     'batch[1] must be 0 to 2'
@@ -160,9 +160,9 @@ def ranges_of(uses: frozenset[Use], batch: Batch) -> str:
 
 
 def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
-    """What is wrong with the indices in `batch`, which may be all examples at once; empty if nothing is.
+    """The error message about indices in `batch`, which may be the complete data set; empty if all are in range.
 
-    A batch with a mask or weights may have anything where these are 0.
+    Batches with a mask or weights are not checked.
     """
     return next((text for _, text in _wrong_uses(uses, batch)), "")
 
@@ -183,31 +183,31 @@ def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]
         return
     for use in sorted(uses, key=lambda use: (use.leaf, use.size)):
         values = leaves[use.leaf][1]
-        if not _can_be_read(values):
+        if not _is_readable(values):
             continue
         values = np.asarray(jax.device_get(values))
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= use.size:
-            yield use, _sentence(f"batch{names[use.leaf]}", low, high, use.size)
+            yield use, _message(f"batch{names[use.leaf]}", low, high, use.size)
 
 
-def _can_be_read(values: Any) -> bool:
+def _is_readable(values: Any) -> bool:
     if isinstance(values, Tracer) or not isinstance(values, np.ndarray | jax.Array):
         return False  # a shape
-    here = not isinstance(values, jax.Array) or values.is_fully_addressable
-    return here and np.issubdtype(values.dtype, np.integer) and values.size > 0
+    is_local = not isinstance(values, jax.Array) or values.is_fully_addressable
+    return is_local and np.issubdtype(values.dtype, np.integer) and values.size > 0
 
 
-def _sentence(name: str, low: int, high: int, size: int) -> str:
+def _message(name: str, low: int, high: int, size: int) -> str:
     wrong = high if high >= size else low
-    cure = (
+    fix = (
         f"Labels count from 0: subtract {low}."
         if low > 0 and high - low < size
         else f"Give the model {high + 1} outputs (or embeddings)."
         if low >= 0
-        else "Mask what is unknown: compare with it (`labels != -1`), or give the batch a `mask`."
+        else "Mask unknown labels with a comparison (`labels != -1`), or add a `mask` to the batch."
     )
     return (
-        f"{name} holds {wrong} (its values are {low} to {high}), and is used as an index, as labels and token ids are, "
-        f"into an axis of {size}, such as the outputs for {size} classes: it must be 0 to {size - 1}. {cure}"
+        f"{name} holds {wrong} (its values are {low} to {high}), but is used as an index, such as a label or token id, "
+        f"into an axis of size {size}: its values must be 0 to {size - 1}. {fix}"
     )

@@ -1,4 +1,4 @@
-"""Where arrays live: which mesh axes hold the batch, and how each parameter is split."""
+"""`Layout`: how batches and parameters are sharded over a mesh."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,32 +17,32 @@ from jax_trainer.core.placement import BatchPlacement, spans_processes
 from jax_trainer.core.state import TrainState
 
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
-Said = Callable[[], Mapping[str, PartitionSpec]]
+ModelSpecs = Callable[[], Mapping[str, PartitionSpec]]
 
 
 def replicate(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-    """Every device holds the whole parameter."""
+    """A `param_spec` that replicates every parameter."""
     return PartitionSpec()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which devices hold what: batches are split along `batch_axes` of `mesh`, parameters as `param_spec` says.
+    """How arrays are sharded: batches along `batch_axes` of `mesh`, parameters by `param_spec`.
 
-    Whatever mirrors a parameter (gradients, optimizer moments, averaged weights) is laid out like it; what has another
-    shape (the factors of Adafactor, counters, statistics of BatchNorm) is on every device.
+    Arrays that mirror a parameter (gradients, optimizer moments, averaged weights) are sharded like it; arrays of other
+    shapes (the factors of Adafactor, counters, BatchNorm statistics) are replicated.
 
     Args:
         mesh: the devices.
-        batch_axes: left out, those called "data" and "fsdp", or the only one.
-        param_spec: a `Partitioning`, or `(path, shape) -> PartitionSpec`, which is then all that counts.
-        said: how the model itself splits its parameters; a compiled program asks its own.
+        batch_axes: default: the axes named "data" and "fsdp", or the only axis.
+        param_spec: a `Partitioning`, or `(path, shape) -> PartitionSpec`, which overrides the model's specs.
+        partition_specs: the specs that the model declares; `compile_program` sets those of its program.
     """
 
     mesh: Mesh
-    batch_axes: tuple[str, ...] = None  # pyright: ignore[reportAssignmentType]  # found below
+    batch_axes: tuple[str, ...] = None  # pyright: ignore[reportAssignmentType]  # set below
     param_spec: ParamSpec | Partitioning = field(default_factory=Partitioning)
-    partition_specs: Said = dict
+    partition_specs: ModelSpecs = dict
 
     def __post_init__(self) -> None:
         checked_mesh(self.mesh)
@@ -52,19 +52,19 @@ class Layout:
         if missing:
             raise LayoutError(f"The mesh has the axes {list(self.mesh.shape)}, not {missing}. Fix `batch_axes`.")
 
-    def with_partition_specs(self, said: Said) -> "Layout":
-        """The same for a model that says such things about its parameters, once it is known."""
-        return replace(self, partition_specs=said)
+    def with_partition_specs(self, partition_specs: ModelSpecs) -> "Layout":
+        """A copy with the specs that a model declares, called when the model is built."""
+        return replace(self, partition_specs=partition_specs)
 
     def param_specs(self, params: PyTree) -> Specs:
-        """How every parameter (an array or a shape) is split, by its dotted name."""
+        """The spec of every parameter (array or shape), by its dotted path."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {leaf_path(path): tuple(leaf.shape) for path, leaf in leaves}
         spec = self.param_spec
         if isinstance(spec, Partitioning):
             return spec.specs(shapes, self.mesh, self.partition_specs())
-        asked = {path: spec(path, shape) for path, shape in shapes.items()}
-        return {path: checked_spec(asked[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
+        specs = {path: spec(path, shape) for path, shape in shapes.items()}
+        return {path: checked_spec(specs[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding of every leaf of `state` (arrays or shapes)."""
@@ -83,7 +83,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(sharding, state)
 
     def constrain_params(self, tree: PyTree) -> PyTree:
-        """`tree`, which looks like the parameters, laid out as they are; for traced steps."""
+        """`tree`, of the structure of the parameters, with their shardings; for traced steps."""
         specs = self.param_specs(tree)
 
         def constrained(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -92,23 +92,23 @@ class Layout:
         return jax.tree_util.tree_map_with_path(constrained, tree)
 
     def gather_params(self, tree: PyTree) -> PyTree:
-        """Parameters as a step computes with them: whole along `batch_axes`. Their gradients are split again.
+        """Parameters as a step computes with them: gathered along `batch_axes`; their gradients are scattered again.
 
-        Every example needs all of them. Left to itself, the compiler may split what is computed like the parameters
-        instead, which sends several times as much.
+        Every example needs all of them. Without a constraint, the compiler may shard the activations like the
+        parameters instead, which communicates several times as much.
         """
         specs = self.param_specs(tree)
 
-        def whole(path: tuple, leaf: jax.Array) -> jax.Array:
+        def gather(path: tuple, leaf: jax.Array) -> jax.Array:
             spec = specs[leaf_path(path)]
             kept = PartitionSpec(*(_without(entry, self.batch_axes) for entry in spec))
-            here, there = NamedSharding(self.mesh, spec), NamedSharding(self.mesh, kept)
-            return leaf if kept == spec else _gathered(leaf, there, here)
+            split, full = NamedSharding(self.mesh, spec), NamedSharding(self.mesh, kept)
+            return leaf if kept == spec else _gathered(leaf, full, split)
 
-        return jax.tree_util.tree_map_with_path(whole, tree)
+        return jax.tree_util.tree_map_with_path(gather, tree)
 
     def constrain_rows(self, batch: Batch, axis: int) -> Batch:
-        """`batch` split along `axis`, where that divides evenly; for traced steps."""
+        """`batch` sharded along `axis` where it divides evenly; for traced steps."""
         sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.batch_axes))
 
         def constrained(leaf: Any) -> Any:
@@ -120,16 +120,17 @@ class Layout:
 
     @cached_property
     def batch_placement(self) -> BatchPlacement | None:
-        """How several processes feed these devices together; None where one has them all."""
+        """How several processes place a batch on these devices; None if one process has all of them."""
         return BatchPlacement(self.mesh, self.batch_axes) if spans_processes(self.mesh) else None
 
-    def place(self, batch: Batch, *, stacked: bool = False, whole: bool = False) -> Batch:
-        """`batch` on the devices. What does not divide evenly is replicated: slower, but exact.
+    def place(self, batch: Batch, *, stacked: bool = False, replicated: bool = False) -> Batch:
+        """`batch` on the devices. Arrays that do not divide evenly are replicated: slower, but exact.
 
-        Where several processes share the devices, `batch` is this process's part, or, if `whole`, all of it.
+        With several processes, `batch` is this process's part of it, or, if `replicated`, the complete batch.
         """
         if self.batch_placement is not None:
-            return (self.batch_placement.whole if whole else self.batch_placement.part)(batch, stacked=stacked)
+            place = self.batch_placement.from_replicated if replicated else self.batch_placement.from_parts
+            return place(batch, stacked=stacked)
         axis, ways = 1 if stacked else 0, self.batch_ways
 
         def put(leaf: PyTree) -> jax.Array:
@@ -142,12 +143,12 @@ class Layout:
 
     @property
     def batch_ways(self) -> int:
-        """Into how many parts a batch is split."""
+        """The number of shards of a batch."""
         return math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds whole."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
@@ -158,17 +159,17 @@ def _without(entry: Any, axes: tuple[str, ...]) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(leaf: jax.Array, whole: NamedSharding, split: NamedSharding) -> jax.Array:
-    # first split: otherwise the compiler gathers what the leaf was cast from, which may have twice the bytes
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(leaf, split), whole)
+def _gathered(leaf: jax.Array, full: NamedSharding, split: NamedSharding) -> jax.Array:
+    # split first: otherwise the compiler gathers the leaf before its cast, which may have twice the bytes
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(leaf, split), full)
 
 
-def _gathered_forwards(leaf: jax.Array, whole: NamedSharding, split: NamedSharding) -> tuple[jax.Array, None]:
-    return _gathered(leaf, whole, split), None
+def _gathered_forwards(leaf: jax.Array, full: NamedSharding, split: NamedSharding) -> tuple[jax.Array, None]:
+    return _gathered(leaf, full, split), None
 
 
-def _split_backwards(whole: NamedSharding, split: NamedSharding, _: None, slope: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(slope, split),)
+def _split_backwards(full: NamedSharding, split: NamedSharding, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(grad, split),)
 
 
 _gathered.defvjp(_gathered_forwards, _split_backwards)

@@ -1,4 +1,4 @@
-"""Which device holds how much of a state, to look at before a run."""
+"""The sharding and the bytes per device of a state, as a table."""
 
 import math
 import re
@@ -16,24 +16,24 @@ from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.state import TrainState
 
 _PARTS = ("params", "opt_state", "model_state", "extra")
-_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")  # one that stands for itself, or ends a name: blocks.3, Dense_3
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")  # a path entry, or the end of one: blocks.3, Dense_3
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter, or several that differ by a number in their names only: how it is split."""
+    """The sharding of one parameter, or of several whose paths differ by a number only."""
 
     leaf: str
     shape: tuple[int, ...]
     dtype: str
     spec: str
-    bytes_per_device: int  # of each of them
+    bytes_per_device: int  # of each parameter
     count: int = 1
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """How much of a part of the state each device holds, and what that would be if all of it were split evenly."""
+    """The bytes of a part of the state: in total, per device, and per device if sharded evenly."""
 
     bytes: int
     per_device: int
@@ -42,7 +42,7 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """How the parameters are split, and how much of each part of the state every device holds."""
+    """The sharding of the parameters, and the bytes per device of each part of the state."""
 
     mesh: dict[str, int]
     batch_axes: tuple[str, ...]
@@ -51,15 +51,15 @@ class LayoutTable:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(self.mesh.values())
 
     def data(self) -> dict[str, Any]:
-        """The same for scripts."""
+        """The table as JSON-serialisable data."""
         return {**asdict(self), "devices": self.devices}
 
     def text(self) -> str:
-        """The same for people; repeated blocks have one line."""
+        """The table as text, with one line for repeated blocks."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [f"{self.devices} devices: {sizes}. Batches are split over {' and '.join(self.batch_axes) or 'none'}."]
         lines += ["", *aligned([_HEAD, *map(_row, collapsed(self.parameters))]), ""]
@@ -67,7 +67,7 @@ class LayoutTable:
 
 
 def layout_table(layout: Layout, state: TrainState) -> LayoutTable:
-    """How `layout` lays out a state (arrays or shapes)."""
+    """The table of a state (arrays or shapes) sharded by `layout`."""
     shardings = layout.state_shardings(state)
     parts = {name: _sizes(getattr(state, name), getattr(shardings, name), layout) for name in _PARTS}
     shares = {name: share for name, share in parts.items() if share.bytes}
@@ -77,16 +77,18 @@ def layout_table(layout: Layout, state: TrainState) -> LayoutTable:
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     pairs = zip(leaves, jax.tree.leaves(shardings.params), strict=True)
     rows = tuple(
-        ParameterLayout(leaf_path(path), tuple(leaf.shape), str(leaf.dtype), _spec(sharding), _held(leaf, sharding))
+        ParameterLayout(
+            leaf_path(path), tuple(leaf.shape), str(leaf.dtype), _spec(sharding), _device_bytes(leaf, sharding)
+        )
         for (path, leaf), sharding in pairs
     )
     return LayoutTable(dict(layout.mesh.shape), layout.batch_axes, rows, shares)
 
 
 def collapsed(rows: Iterable[ParameterLayout]) -> list[ParameterLayout]:
-    """`rows`, with one for all that are alike but for a number in their names.
+    """`rows`, merging those that differ by a number in their paths only.
 
-    >>> rows = [ParameterLayout(f"blocks.{n}.kernel", (2, 4), "float32", "whole", 32) for n in range(3)]
+    >>> rows = [ParameterLayout(f"blocks.{n}.kernel", (2, 4), "float32", "replicated", 32) for n in range(3)]
     >>> [(row.leaf, row.count) for row in collapsed(rows)]
     [('blocks.0…2.kernel', 3)]
     """
@@ -100,27 +102,27 @@ def collapsed(rows: Iterable[ParameterLayout]) -> list[ParameterLayout]:
 
 
 def _common(alike: list[ParameterLayout]) -> str:
-    """The names of all of them: `blocks.0…11.kernel`."""
+    """A path for all of them: `blocks.0…11.kernel`."""
     numbers = list(zip(*(map(int, _NUMBER.findall(row.leaf)) for row in alike), strict=True))
-    told = iter([_range(sorted(set(each))) for each in numbers])
-    return _NUMBER.sub(lambda match: next(told), alike[0].leaf)
+    ranges = iter([_range(sorted(set(each))) for each in numbers])
+    return _NUMBER.sub(lambda match: next(ranges), alike[0].leaf)
 
 
 def _range(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    is_whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}…{numbers[-1]}" if is_whole else "*"
+    is_contiguous = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}…{numbers[-1]}" if is_contiguous else "*"
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines whose columns stand below each other; those of bytes on the right."""
+    """`rows` as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 _HEAD = ("parameter", "shape", "type", "split over", "bytes per device")
-_SHARE_HEAD = ("part of the state", "bytes", "per device", "if all were split evenly")
+_SHARE_HEAD = ("part of the state", "bytes", "per device", "if sharded evenly")
 
 
 def _row(row: ParameterLayout) -> tuple[str, ...]:
@@ -135,11 +137,11 @@ def _share(name: str, share: DeviceShare) -> tuple[str, ...]:
 
 def _sizes(tree: PyTree, shardings: PyTree, layout: Layout) -> DeviceShare:
     pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True))
-    whole = sum(_bytes(leaf.shape, leaf) for leaf, _ in pairs)
-    return DeviceShare(whole, sum(_held(*pair) for pair in pairs), -(-whole // layout.mesh.size))
+    total = sum(_bytes(leaf.shape, leaf) for leaf, _ in pairs)
+    return DeviceShare(total, sum(_device_bytes(*pair) for pair in pairs), -(-total // layout.mesh.size))
 
 
-def _held(leaf: Any, sharding: NamedSharding) -> int:
+def _device_bytes(leaf: Any, sharding: NamedSharding) -> int:
     return _bytes(sharding.shard_shape(tuple(leaf.shape)), leaf)
 
 
@@ -148,6 +150,6 @@ def _bytes(shape: tuple[int, ...], leaf: Any) -> int:
 
 
 def _spec(sharding: NamedSharding) -> str:
-    """`–, tensor` for one whose second dimension is split over "tensor"."""
+    """A spec as text: `–, tensor` if the second dimension is sharded over "tensor"."""
     entries = ["–" if e is None else e if isinstance(e, str) else " & ".join(e) for e in sharding.spec]
-    return ", ".join(entries) or "whole"
+    return ", ".join(entries) or "replicated"

@@ -1,4 +1,4 @@
-"""The numbers of a tree of arrays, leaf by leaf: the smallest, the largest, the mean, the spread."""
+"""Statistics of every leaf of a tree of arrays: min, max, mean, std."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ _NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "max": jnp.max,
     "mean": jnp.mean,
     "std": jnp.std,
-    "val": jnp.sum,  # of one element: itself, whatever its shape
+    "val": jnp.sum,  # of a single element: its value, whatever its shape
 }
-_FOLDED = {"min": "min", "max": "max"}  # how the numbers of many steps become one; all others are averaged
+_FOLDED = {"min": "min", "max": "max"}  # how values of several steps are aggregated; the others are averaged
 STATISTICS = tuple(_NUMBERS)
 
 
 def check_modes(name: str, modes: Sequence[str]) -> None:
-    """Refuses what is not a sequence of known modes."""
+    """Raises unless `modes` is a sequence of known modes."""
     if isinstance(modes, str) or not isinstance(modes, Sequence):
         raise TypeError(f"`{name}` must be a sequence of modes, got {modes!r}. Write `{name}=('mean',)`.")
     unknown = [mode for mode in modes if mode not in STATISTICS]
@@ -30,13 +30,13 @@ def check_modes(name: str, modes: Sequence[str]) -> None:
 
 
 def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`prefix/path_mode` of every float leaf of `tree`, in float32, as a loss function reports metrics of training.
+    """Training metrics `prefix/path_mode` of every float leaf of `tree`, in float32.
 
-    Of a leaf with one element only `val` is told if that is asked for: the others would say the same. Larger leaves
-    have no `val`.
+    If `modes` includes `val`, a leaf with one element has `val` only, because the others equal it. Larger leaves have
+    no `val`.
 
-    >>> told = leaf_statistics("param", {"scale": jnp.ones(1), "w": jnp.arange(3) / 2}, ("max", "val"))
-    >>> {name: float(entry["value"]) for name, entry in told.items()}
+    >>> metrics = leaf_statistics("param", {"scale": jnp.ones(1), "w": jnp.arange(3) / 2}, ("max", "val"))
+    >>> {name: float(entry["value"]) for name, entry in metrics.items()}
     {'param/scale_val': 1.0, 'param/w_max': 1.0}
     """
     if not modes:
@@ -49,7 +49,7 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
             "log_mode": "train",
         }
         for path, leaf in named.items()
-        for mode in _told_of(leaf, modes)
+        for mode in _modes_of(leaf, modes)
     }
 
 
@@ -57,7 +57,7 @@ def _has_floats(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
 
 
-def _told_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:
+def _modes_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:
     if leaf.size == 1 and "val" in modes:
         return ("val",)
     return [mode for mode in modes if mode != "val"]

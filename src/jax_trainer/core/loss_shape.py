@@ -1,4 +1,4 @@
-"""The shape of a loss: one number. Anything else is refused while tracing, with the shapes that it was made from."""
+"""Checks that a loss is a scalar, while tracing; errors name the shapes it was computed from."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,16 +16,16 @@ _PRIMES = (1009, 1013)  # numbers of rows that no array of a model has by chance
 
 
 def check_loss(loss: Any, seen: Mapping[str, PyTree], examples: Collection[int] = ()) -> None:
-    """Raises unless `loss` is one number, or one for each of as many examples as one of `examples` says.
+    """Raises unless `loss` is a scalar, or a vector whose length is in `examples`.
 
     Args:
-        loss: what a loss function returned.
-        seen: what it was computed from, by name, for the message.
-        examples: no such numbers: only one number is right.
+        loss: the result of a loss function.
+        seen: its inputs by name, for the message.
+        examples: allowed lengths of a loss per example; empty: scalars only.
     """
     shape = jnp.shape(loss)
     if shape and not (len(shape) == 1 and shape[0] in examples):
-        raise _refused(shape, seen, "The loss", "one number" + ", or one per example" * bool(examples))
+        raise _shape_error(shape, seen, "The loss", "one number" + ", or one per example" * bool(examples))
 
 
 def check_pairing(
@@ -33,8 +33,8 @@ def check_pairing(
 ) -> None:
     """Raises if `function` compares predictions [n, 1] with targets [n] (or the reverse) by broadcasting to [n, n].
 
-    That is found out by tracing it with different numbers of predictions and targets: a loss that compares each
-    prediction with its own target cannot be computed of these.
+    It is traced with different numbers of predictions and targets, which fails for a loss that compares each
+    prediction with its own target.
     """
     arrays = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves((predictions, targets))]
     if len(arrays) != 2 or sorted(array.ndim for array in arrays) != [1, 2] or arrays[0].size != arrays[1].size:
@@ -45,11 +45,11 @@ def check_pairing(
     structure = jax.tree.structure((predictions, targets))
     try:
         traced = str(jax.make_jaxpr(lambda a, b: function(*structure.unflatten((a, b))))(*rows))
-    except Exception:  # whatever it raises: numbers that differ do not go together, as it should be
+    except Exception:  # any error: different lengths are incompatible, as they should be
         return
     if re.search(f"{_PRIMES[0]},{_PRIMES[1]}|{_PRIMES[1]},{_PRIMES[0]}", traced):
         size = arrays[0].size
-        raise _refused(
+        raise _shape_error(
             (size, size),
             {"predictions": predictions, "targets": targets},
             what,
@@ -59,7 +59,7 @@ def check_pairing(
 
 @contextmanager
 def explaining_shapes(batch: Batch) -> Iterator[None]:
-    """Meanwhile JAX's error about gradients of something else than one number names the shapes of `batch`, too."""
+    """Replaces JAX's error about the gradient of a non-scalar by one that names the shapes of `batch`."""
     try:
         yield
     except TypeError as error:
@@ -67,23 +67,23 @@ def explaining_shapes(batch: Batch) -> Iterator[None]:
         if found is None:
             raise
         shape = tuple(int(size) for size in found[1].split(",") if size.strip())
-        refused = _refused(shape, {"batch": batch}, "The loss", "one number")
-        raise refused.with_traceback(error.__traceback__) from None
+        error_with_shapes = _shape_error(shape, {"batch": batch}, "The loss", "one number")
+        raise error_with_shapes.with_traceback(error.__traceback__) from None
 
 
-def _refused(shape: tuple[int, ...], seen: Mapping[str, PyTree], what: str, allowed: str) -> ValueError:
-    return ValueError(f"{what} must be {allowed}, got shape {shape} from {_shapes(seen)}. {_cure(shape, seen)}")
+def _shape_error(shape: tuple[int, ...], seen: Mapping[str, PyTree], what: str, allowed: str) -> ValueError:
+    return ValueError(f"{what} must be {allowed}, got shape {shape} from {_shapes(seen)}. {_fix(shape, seen)}")
 
 
-def _cure(shape: tuple[int, ...], seen: Mapping[str, PyTree]) -> str:
+def _fix(shape: tuple[int, ...], seen: Mapping[str, PyTree]) -> str:
     if len(shape) == 2 and shape[0] == shape[1] > 1:
         n = shape[0]
         wide, flat = "predictions", "targets"
         if any(jnp.shape(leaf) == (n, 1) for leaf in jax.tree.leaves(seen.get(flat))):
             wide, flat = flat, wide
         return (
-            f"{wide.capitalize()} [{n}, 1] against {flat} [{n}] broadcast to [{n}, {n}], every prediction with the "
-            f"target of every example: squeeze the last axis of the {wide}, `{wide}.squeeze(-1)`."
+            f"{wide.capitalize()} [{n}, 1] and {flat} [{n}] broadcast to [{n}, {n}], every prediction with every "
+            f"target. Squeeze the last axis of the {wide}: `{wide}.squeeze(-1)`."
         )
     return "Take its mean."
 

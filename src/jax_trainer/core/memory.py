@@ -1,4 +1,4 @@
-"""Running out of memory: what took it, in numbers, and what helps."""
+"""Out-of-memory errors that name the known allocations and how to reduce them."""
 
 import math
 from typing import Any
@@ -9,59 +9,59 @@ from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.recompile import RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 
-SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
-KNOBS = {  # what helps, and where: when training, when asking a model, when a state is made
+OOM_MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+KNOBS = {  # ways to reduce memory, with the functions that they apply to
     "a smaller batch size": ("train", "eval", "predict"),
-    "the same batch in parts, one after the other (`accumulate: 4`)": ("train",),
-    "computing in half precision (`precision: bf16`)": ("train", "eval", "predict"),
+    "gradient accumulation (`accumulate: 4`)": ("train",),
+    "computation in half precision (`precision: bf16`)": ("train", "eval", "predict"),
     "rematerialisation in the model (`nn.remat`, `nnx.remat`, `jax.checkpoint`)": ("train",),
-    "a smaller model": ("init", "begin"),
-    "weights in half precision (`precision: bf16_full`)": ("init", "begin"),
-    "an optimizer that keeps less (SGD, Adafactor)": ("init", "begin"),
-    "more devices to share the work": ("train", "eval", "predict", "init", "begin"),
+    "a smaller model": ("init",),
+    "weights in half precision (`precision: bf16_full`)": ("init",),
+    "an optimizer with a smaller state (SGD, Adafactor)": ("init",),
+    "more devices": ("train", "eval", "predict", "init"),
 }
 
 
 class OutOfMemoryError(RuntimeError):
-    """The memory of a device does not suffice. The message says what takes it, and what helps."""
+    """A device ran out of memory. The message names the known allocations and how to reduce them."""
 
 
 class OomReporter(RecompileGuard):
-    """A guarded function that says what takes the memory when there is not enough of it."""
+    """A `RecompileGuard` that explains out-of-memory errors."""
 
-    _ran = 0  # how many of its compilations have run
+    _ran = 0  # number of compilations that have run
 
-    def __call__(self, held: FlatState, *more: Any) -> Any:
-        """Runs the function, and waits for it the first time after it was compiled."""
+    def __call__(self, flat: FlatState, *more: Any) -> Any:
+        """Runs the function; waits for its results after each compilation."""
         try:
-            results = super().__call__(held, *more)
+            results = super().__call__(flat, *more)
             if self.compilations != self._ran:
-                # the CPU allocates after the call has returned: who does not wait hears of it at some later batch
+                # the CPU allocates after the call has returned: without waiting, the error shows at a later batch
                 jax.block_until_ready(results)
                 self._ran = self.compilations
             return results
         except jax.errors.JaxRuntimeError as error:
-            raise explain_oom(error, self.name, held.state, more[1])  # noqa: B904 - the same error, or one from it
+            raise explain_oom(error, self.name, flat.state, more[1])  # noqa: B904 - the same error, or one from it
 
 
 def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) -> Exception:
-    """An `OutOfMemoryError` if `error` is one of memory, otherwise itself. `state` may be shapes only."""
-    if not any(sign in str(error) for sign in SIGNS):
+    """An `OutOfMemoryError` if `error` is about memory, otherwise `error`. `state` may be shapes."""
+    if not any(marker in str(error) for marker in OOM_MARKERS):
         return error
-    takes = {"parameters": state.params, "optimizer state": state.opt_state, _batch(name, batch): batch}
-    sizes = [f"{part} {readable_bytes(_bytes(tree))}" for part, tree in takes.items() if tree is not None]
+    known = {"parameters": state.params, "optimizer state": state.opt_state, _batch(name, batch): batch}
+    sizes = [f"{part} {readable_bytes(_bytes(tree))}" for part, tree in known.items() if tree is not None]
     knobs = [knob for knob, kinds in KNOBS.items() if name.partition("_")[0] in kinds]
-    told = OutOfMemoryError(
-        f"`{name}` needs more memory than {_device(state)} has. Known parts of it{_each(state)}: {', '.join(sizes)}; "
-        f"gradients and what the model computes in between come on top. What helps: {'; '.join(knobs)}. "
-        f"The device said: {str(error).splitlines()[0]}"
+    explained = OutOfMemoryError(
+        f"`{name}` needs more memory than {_device(state)} has. Known allocations{_each(state)}: {', '.join(sizes)}; "
+        f"gradients and activations are additional. What helps: {'; '.join(knobs)}. "
+        f"Device error: {str(error).splitlines()[0]}"
     )
-    told.__cause__ = error
-    return told
+    explained.__cause__ = error
+    return explained
 
 
 def readable_bytes(count: float) -> str:
-    """So many bytes, in words.
+    """`count` bytes with a unit.
 
     >>> readable_bytes(312), readable_bytes(24_120_000_000)
     ('312 B', '24.1 GB')
@@ -81,7 +81,7 @@ def _batch(name: str, batch: Batch) -> str:
 
 
 def _bytes(tree: PyTree) -> int:
-    """What a tree takes on each device."""
+    """The bytes of a tree per device."""
     return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 

@@ -1,10 +1,10 @@
-"""Folding the values of many steps into one, on the host, in float64.
+"""Aggregation of metrics over steps, on the host, in float64.
 
-`Columns` are the values of consecutive steps, one array per metric. A step whose weight is 0 has nothing
-to say (a skipped update, an empty mask) and is left out of every mode.
+`Columns` are the values of consecutive steps, one array per metric. A step of weight 0 (a skipped update, an empty
+mask) is excluded in every mode.
 
-Steps are taken in one after the other, so the result has the same bits whatever blocks they arrive in, and also where
-a run was interrupted between two of them and goes on from the meter's `state`.
+Steps are added one after the other, so the result is bit-identical whatever windows they arrive in, also if a run is
+interrupted and resumed from `MetricAccumulator.state`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ class Column(NamedTuple):
     weights: np.ndarray
 
     def rows(self, start: int, stop: int) -> "Column":
-        """The part from step `start` up to, not including, `stop`."""
+        """The steps `start` to `stop`, exclusive."""
         return self._replace(values=self.values[start:stop], weights=self.weights[start:stop])
 
 
@@ -34,17 +34,17 @@ Columns = dict[str, Column]
 
 
 class Fold(NamedTuple):
-    """How a mode folds: `add` more steps to what was folded so far (None: nothing), `finish` into the result.
+    """How a mode aggregates: `add` steps to the value so far (None: no steps), `finish` computes the result.
 
-    What was folded is never changed in place: it may be on its way into a checkpoint. `keep` makes of it what is kept
-    there, and `back` undoes that.
+    The value is never changed in place, because a checkpoint may be writing it. `keep` converts it to serialisable
+    data, `back` restores it.
     """
 
     add: Callable[[Any, Any, "_Weights"], Any]
     finish: Callable[[Any], Any] = lambda folded: folded
     keep: Callable[[Any], Any] = lambda folded: _each(_plain, folded)
     back: Callable[[Any], Any] = lambda kept: _each(_exact, kept)
-    parts: int | None = None  # how many numbers, or arrays, are kept; None: one by itself
+    parts: int | None = None  # length of the serialised tuple; None: not a tuple
 
 
 def _each(change: Callable[[Any], Any], folded: Any) -> Any:
@@ -58,33 +58,33 @@ def _plain(value: Any) -> Any:
 def _exact(value: Any) -> Any:
     if not isinstance(value, np.ndarray | Real) or isinstance(value, bool):
         raise ValueError(f"{value!r:.80} is not a number or an array")
-    return np.asarray(value, np.float64)[()]  # python's own floats raise where numpy's become infinite
+    return np.asarray(value, np.float64)[()]  # Python's floats raise where numpy's become infinite
 
 
 def _running(total: Any, terms: np.ndarray) -> Any:
-    """`total` and `terms` added up in order; `terms` is used up."""
+    """The sum of `total` and `terms`, in order; `terms` is overwritten."""
     if total is not None:
         terms[0] += total
-    # numpy's `sum` goes in pairs and blocks, whose rounding depends on how many there are; this cannot
+    # numpy's `sum` adds in pairs and blocks, whose rounding depends on the length; `accumulate` does not
     np.add.accumulate(terms, out=terms)
-    return terms[-1].copy()  # not a view, which would keep all terms
+    return terms[-1].copy()  # not a view, which would keep all terms alive
 
 
 class _Weights:
-    """The weights of consecutive steps, without those that are 0. Most metrics share them: they are added up once."""
+    """The positive weights of consecutive steps. Most metrics share them, so their sum is computed once."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self.kept = np.flatnonzero(weights > 0)
-        self.are_whole = len(self.kept) == len(weights)
-        self._values = weights if self.are_whole else weights[self.kept]
+        self.all_kept = len(self.kept) == len(weights)
+        self._values = weights if self.all_kept else weights[self.kept]
         self._totals: dict[Any, Any] = {}
 
-    def beside(self, values: np.ndarray) -> np.ndarray:
-        """The weights, one per row of `values`."""
+    def broadcast_to(self, values: np.ndarray) -> np.ndarray:
+        """The weights, broadcastable to `values`."""
         return self._values if values.ndim == 1 else self._values.reshape(-1, *(1,) * (values.ndim - 1))
 
     def added_to(self, total: Any) -> Any:
-        """`total`, which may be None, and all of them."""
+        """The sum of `total` (or None) and all weights."""
         if total not in self._totals:
             self._totals[total] = _running(total, self._values.copy())
         return self._totals[total]
@@ -92,14 +92,14 @@ class _Weights:
 
 def _sums(sums: Any, values: np.ndarray, weights: _Weights) -> tuple[Any, Any]:
     total, weight = sums or (None, None)
-    return _running(total, values * weights.beside(values)), weights.added_to(weight)
+    return _running(total, values * weights.broadcast_to(values)), weights.added_to(weight)
 
 
 def _moments(moments: Any, values: np.ndarray, weights: _Weights) -> tuple[Any, Any, Any, Any]:
-    # E[x^2] - E[x]^2 would cancel when the spread is small against the mean; seen from one of the values it does not
+    # E[x^2] - E[x]^2 cancels when the spread is small against the mean; relative to one of the values it does not
     center, weight, first, second = moments or (values[0].copy(), None, None, None)
     offsets = values - center
-    terms = offsets * weights.beside(values)
+    terms = offsets * weights.broadcast_to(values)
     second = _running(second, terms * offsets)
     return center, weights.added_to(weight), _running(first, terms), second
 
@@ -114,7 +114,7 @@ def _extreme(ufunc: np.ufunc) -> Fold:
         extreme = ufunc.reduce(values)
         return extreme if found is None else ufunc(found, extreme)
 
-    return Fold(add, lambda found: found + 0.0)  # of 0.0 and -0.0 either may have won
+    return Fold(add, lambda found: found + 0.0)  # normalises -0.0
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
@@ -131,43 +131,43 @@ FOLDS: dict[LogMetricMode, Fold] = {
 
 
 class MetricAccumulator:
-    """Folds blocks of steps as they arrive; `compute` returns one value per metric and starts over."""
+    """Aggregates windows of steps; `compute` returns one value per metric and resets."""
 
     def __init__(self) -> None:
         self._folded: dict[str, tuple[LogMetricMode, Any]] = {}
 
     def add(self, columns: Columns) -> None:
-        """Folds in the steps of `columns`."""
-        with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are results here, not accidents
+        """Adds the steps of `columns`."""
+        with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are valid results
             seen: dict[int, _Weights] = {}
             for name, column in columns.items():
                 weights = seen.get(id(column.weights))
                 if weights is None:
                     weights = seen[id(column.weights)] = _Weights(column.weights)
                 if len(weights.kept):
-                    self._fold(name, column.mode, _heard(column, weights), weights)
+                    self._fold(name, column.mode, _kept_values(column, weights), weights)
 
     def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: _Weights) -> None:
         before, folded = self._folded.get(name, (mode, None))
         if before is not mode:
             raise ValueError(
-                f"Metric {name!r} has the mode {mode.value!r}, and its earlier steps were folded as {before.value!r}. "
-                "Give it another name, or go on from the end of an epoch."
+                f"Metric {name!r} has the mode {mode.value!r}, but its earlier steps had {before.value!r}. Give it "
+                "another name, or resume from the end of an epoch."
             )
         self._folded[name] = (mode, FOLDS[mode].add(folded, values, weights))
 
     def compute(self) -> dict[str, Any]:
-        """One value per metric: a float, or an array where the metric is one."""
+        """One value per metric, a float or an array; resets."""
         folded, self._folded = self._folded, {}
         with np.errstate(invalid="ignore", over="ignore"):
             return {name: _plain(FOLDS[mode].finish(found)) for name, (mode, found) in folded.items()}
 
     def state(self) -> dict[str, Any]:
-        """What was folded since it last started over, as plain data and arrays, by metric: its mode and the rest."""
+        """The steps since the last reset as serialisable data: `{metric: (mode, value)}`."""
         return {name: (mode.value, FOLDS[mode].keep(folded)) for name, (mode, folded) in self._folded.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replaces what was folded by what `state` gave; a `ValueError` for anything else."""
+        """Restores the result of `state`; raises a `ValueError` for invalid data."""
         self._folded = {name: _loaded(name, kept) for name, kept in state.items()}
 
 
@@ -182,10 +182,10 @@ def _loaded(name: Any, kept: Any) -> tuple[LogMetricMode, Any]:
     return mode, FOLDS[mode].back(folded)
 
 
-def _heard(column: Column, weights: _Weights) -> Any:
+def _kept_values(column: Column, weights: _Weights) -> Any:
     if column.mode is LogMetricMode.CONCAT:
         return [np.atleast_1d(column.values[index]) for index in weights.kept]
-    return column.values if weights.are_whole else column.values[weights.kept]
+    return column.values if weights.all_kept else column.values[weights.kept]
 
 
 def reported_in(columns: Columns, phase: LogMode, *, freqs: Iterable[LogFreq] = LogFreq) -> Columns:

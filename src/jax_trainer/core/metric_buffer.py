@@ -1,10 +1,9 @@
-"""The tape: the metrics of the last steps, packed into one small device buffer.
+"""The metric buffer: the metrics of the last steps, packed into one small device array.
 
-Every scalar a step reports is a 32-bit word (or two) of one row; a step appends its row and drops the oldest.
-So a step hands one array to the next whatever it reports, nothing waits for the device, and the host reads many
-steps with one fetch. Bits travel, not rounded values: integers come back exactly. The last word of a row counts
-the rows, which numbers the batches of an evaluation for free. What is large, or has no fixed shape (CONCAT),
-stays off the tape and is handed out step by step.
+Every scalar metric is a 32-bit word (or two) of one row; a step appends its row and drops the oldest. So steps pass on
+one array whatever they report, nothing waits for the device, and the host reads many steps with one transfer. Values
+are bitcast, not rounded: integers are exact. The last word of a row counts the rows, which numbers the batches of an
+evaluation. Metrics that are large or have no fixed shape (CONCAT) are not in the buffer but returned step by step.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ LARGEST_IN_BUFFER = 64  # elements of one metric; a confusion matrix of 8 classe
 
 
 class Field(NamedTuple):
-    """Where one array lies in a row, and what it was."""
+    """The words of one array in a row, with its shape and dtype."""
 
     start: int
     stop: int
@@ -36,21 +35,21 @@ class Field(NamedTuple):
 
 
 class MetricBufferFormat(NamedTuple):
-    """Which metric lies where in a row."""
+    """The fields of all metrics in a row."""
 
-    metrics: dict[str, Metric]  # of Fields instead of arrays; the static options are kept
+    metrics: dict[str, Metric]  # with Fields instead of arrays; static options are kept
     default_weight: Field
     off_buffer: tuple[str, ...]
     width: int
 
     @classmethod
     def of(cls, metrics: Metrics) -> "MetricBufferFormat":
-        """The format that fits `metrics` (arrays, tracers or shapes)."""
+        """The format of `metrics` (arrays, tracers or shapes)."""
         position = 0
 
         def field(array: Any) -> Field:
             nonlocal position
-            dtype = np.dtype(_travel_dtype(array.dtype))
+            dtype = np.dtype(_buffer_dtype(array.dtype))
             start, position = position, position + int(np.prod(array.shape)) * max(dtype.itemsize // 4, 1)
             return Field(start, position, tuple(array.shape), dtype)
 
@@ -66,15 +65,15 @@ class MetricBufferFormat(NamedTuple):
         return cls(placed, default_weight, off_buffer, position + 1)
 
     def blank(self, length: int, sharding: Any = None) -> jax.Array:
-        """An empty tape that holds the last `length` steps."""
+        """An empty buffer for the last `length` steps."""
         return jax.device_put(np.zeros((length, self.width), np.uint32), sharding)
 
     def append(self, buffer: jax.Array, metrics: Metrics) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The tape after one more step, and what did not fit on it."""
+        """The buffer with one more step, and the metrics that do not fit into it."""
         if MetricBufferFormat.of(metrics) != self:
             raise ValueError(
-                f"The reported metrics changed while training, from {_describe(self)} "
-                f"to {_describe(MetricBufferFormat.of(metrics))}. Report the same names, shapes and options for "
+                f"The metrics changed between batches, from {_describe(self)} "
+                f"to {_describe(MetricBufferFormat.of(metrics))}. Return the same names, shapes and options for "
                 "every batch."
             )
         words = [_words(metrics.weight)]
@@ -83,12 +82,12 @@ class MetricBufferFormat(NamedTuple):
             words += [] if metric.weight is None else [_words(metric.weight)]
         row = jnp.concatenate([*words, buffer[-1, -1:] + 1])
         loose = {name: jnp.asarray(metrics.by_name[name].value) for name in self.off_buffer}
-        # a select, not a concatenation: into that the compiler would pull the reductions behind the row (5 % of a step)
+        # a select, not a concatenation, into which the compiler would fuse the reductions of the row (5 % of a step)
         is_last = jnp.arange(len(buffer))[:, None] == len(buffer) - 1
         return jnp.where(is_last, row, jnp.roll(buffer, -1, axis=0)), loose
 
     def read(self, rows: np.ndarray, loose: Sequence[dict[str, np.ndarray]]) -> Columns:
-        """The columns of consecutive steps out of their rows."""
+        """The columns of consecutive steps, from their rows."""
         default = self.default_weight.read(rows)
         return {
             name: Column(
@@ -108,7 +107,7 @@ class MetricBufferFormat(NamedTuple):
 
 
 def rows_written(buffer: jax.Array) -> jax.Array:
-    """How many rows this tape has taken so far: the number of the batch at hand."""
+    """The number of rows written so far, which is the number of the current batch."""
     return buffer[-1, -1]
 
 
@@ -120,7 +119,7 @@ def _array_like(weight: Any) -> Any:
     return weight if hasattr(weight, "dtype") else jnp.asarray(weight)
 
 
-def _travel_dtype(dtype: Any) -> Any:
+def _buffer_dtype(dtype: Any) -> Any:
     if dtype.itemsize == 8:
         return dtype
     if jnp.issubdtype(dtype, jnp.floating):
@@ -130,7 +129,7 @@ def _travel_dtype(dtype: Any) -> Any:
 
 def _words(value: Any) -> jax.Array:
     array = jnp.asarray(value)
-    array = array.astype(_travel_dtype(array.dtype))
+    array = array.astype(_buffer_dtype(array.dtype))
     return lax.bitcast_convert_type(array, jnp.uint32).ravel()
 
 

@@ -1,4 +1,4 @@
-"""The host's side of the tape: reading windows of it, late, and folding the rows of many steps."""
+"""Reads windows of the metric buffer on the host, with a lag, and aggregates them."""
 
 import time
 from collections import deque
@@ -15,55 +15,57 @@ from jax_trainer.core.metric_accumulator import Columns, MetricAccumulator, repo
 from jax_trainer.core.metric_buffer import MetricBufferFormat
 from jax_trainer.core.metrics import LogFreq, LogMode
 
-FOLD_AFTER = 4096  # steps whose rows are kept until they are folded
-WINDOW_SECONDS = 1.0  # how often numbers of slow steps arrive
-FOLD_BYTES = 64 * 2**20  # the same, of what is off the tape: large arrays do not pile up
+FOLD_AFTER = 4096  # steps after which rows are aggregated
+WINDOW_SECONDS = 1.0  # target interval between windows of slow steps
+FOLD_BYTES = (
+    64 * 2**20
+)  # bytes outside the buffer after which rows are aggregated, so that large arrays do not accumulate
 
 
 @dataclass(frozen=True)
 class MetricWindow:
-    """What the steps `first` … `last` reported: their rows, read when somebody asks."""
+    """The metrics of the steps `first` to `last`; rows are decoded on access."""
 
     first: int
     format: MetricBufferFormat
     words: np.ndarray  # a row per step
-    off_buffer: tuple[dict[str, np.ndarray], ...] = ()  # per step, where the format has something off the tape
+    off_buffer: tuple[dict[str, np.ndarray], ...] = ()  # per step, metrics that are not in the buffer
 
     @property
     def last(self) -> int:
-        """The number of the last step."""
+        """The last step."""
         return self.first + len(self.words) - 1
 
     @cached_property
     def columns(self) -> Columns:
-        """The values, by metric."""
+        """The values and weights by metric."""
         return self.format.read(self.words, self.off_buffer)
 
     def values_of(self, name: str) -> Any:
-        """The values of one metric, without reading the others."""
+        """The values of one metric, without decoding the others."""
         field = self.format.metrics[name].value
         return self.columns[name].values if field is None else field.read(self.words)
 
     def split(self, after: int) -> tuple["MetricWindow", "MetricWindow"]:
-        """The steps up to and with `after`, and those later."""
+        """The steps up to and including `after`, and the later ones."""
         cut = max(0, after + 1 - self.first)
         head = replace(self, words=self.words[:cut], off_buffer=self.off_buffer[:cut])
         return head, replace(self, first=self.first + cut, words=self.words[cut:], off_buffer=self.off_buffer[cut:])
 
 
 class WindowAccumulator:
-    """A `MetricAccumulator` over rows, of what is reported in `phase` at any of `freqs`.
+    """A `MetricAccumulator` over windows, of the metrics reported in `phase` at any of `freqs`.
 
-    It collects, and folds late: reading many rows costs hardly more than reading one.
+    Windows are collected and decoded together: decoding many rows costs hardly more than decoding one.
     """
 
     def __init__(self, phase: LogMode, freqs: Iterable[LogFreq] = LogFreq) -> None:
-        self._phase, self._freqs, self._meter = phase, tuple(freqs), MetricAccumulator()
+        self._phase, self._freqs, self._accumulator = phase, tuple(freqs), MetricAccumulator()
         self._rows: list[MetricWindow] = []
         self._steps = self._bytes = 0
 
     def add(self, rows: MetricWindow) -> None:
-        """Takes in more steps."""
+        """Adds the steps of a window."""
         self._rows.append(rows)
         self._steps += len(rows.words)
         self._bytes += sum(array.nbytes for step in rows.off_buffer for array in step.values())
@@ -71,26 +73,26 @@ class WindowAccumulator:
             self._fold()
 
     def compute(self) -> dict[str, Any]:
-        """One value per metric; starts over."""
+        """One value per metric; resets."""
         self._fold()
-        return self._meter.compute()
+        return self._accumulator.compute()
 
     def state(self) -> dict[str, Any]:
-        """What was taken in since it last started over, folded; as plain data and arrays."""
-        self._fold()  # to the same bits as later
-        return self._meter.state()
+        """The steps since the last reset as serialisable data."""
+        self._fold()  # bit-identical to folding later
+        return self._accumulator.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state` gave, and nothing else."""
+        """Restores the result of `state`."""
         self._rows, self._steps, self._bytes = [], 0, 0
-        self._meter.load(state)
+        self._accumulator.load(state)
 
     def _fold(self) -> None:
         rows, self._rows, self._steps, self._bytes = self._rows, [], 0, 0
         if rows:
             words = np.concatenate([part.words for part in rows])
             columns = rows[0].format.read(words, list(chain.from_iterable(part.off_buffer for part in rows)))
-            self._meter.add(reported_in(columns, self._phase, freqs=self._freqs))
+            self._accumulator.add(reported_in(columns, self._phase, freqs=self._freqs))
 
 
 class _Window(NamedTuple):
@@ -102,16 +104,16 @@ class _Window(NamedTuple):
 
 
 class MetricReader:
-    """Reads a tape in windows that end at multiples of `every` steps, `lag` dispatches after they are over.
+    """Reads a metric buffer in windows that end at multiples of `every` steps, `lag` dispatches after their end.
 
-    By then the device has long written them, so reading does not hold the device up.
+    By then the device has written them, so that reading does not block.
 
     Args:
-        fmt: of the tape.
-        every: the most steps of a window.
+        fmt: format of the buffer.
+        every: maximum number of steps of a window.
         lag: dispatches between the end of a window and reading it.
-        adapts: windows begin with one step, grow, and stay so small that one arrives about every second, however slow
-            steps are. Several processes must not: they read at the same steps, whatever their clocks say.
+        adapts: start with windows of one step and adapt their size to about one window per second. Not for several
+            processes, which must read at the same steps whatever their clocks show.
     """
 
     def __init__(self, fmt: MetricBufferFormat, every: int, lag: int, *, adapts: bool = False) -> None:
@@ -122,8 +124,8 @@ class MetricReader:
         self._off_buffer: list[Any] = []
         self._first = self._last = self._closes_at = self._dispatched = 0
 
-    def wrote(self, buffer: jax.Array, off_buffer: Any, step: int, steps: int, *, stacked: bool) -> None:
-        """Takes note that `steps` rows were dispatched, the last of them for `step`."""
+    def record(self, buffer: jax.Array, off_buffer: Any, step: int, steps: int, *, stacked: bool) -> None:
+        """Records a dispatch of `steps` rows; the last one is that of `step`."""
         if self._buffer is None:
             self._first = step - steps + 1
             multiple = -(-self._first // self._every) * self._every
@@ -136,17 +138,17 @@ class MetricReader:
             self._close()
 
     @property
-    def has_news(self) -> bool:
-        """Whether a window closed long enough ago to be read."""
+    def has_ready(self) -> bool:
+        """Whether a window ended at least `lag` dispatches ago."""
         return bool(self._closed) and self._dispatched - self._closed[0].dispatched >= self._lag
 
     def ready(self) -> Iterator[MetricWindow]:
-        """The windows that closed long enough ago."""
-        while self.has_news:
+        """The windows that ended at least `lag` dispatches ago."""
+        while self.has_ready:
             yield self._read(self._closed.popleft())
 
     def flush(self) -> Iterator[MetricWindow]:
-        """All that was written so far; waits for the device."""
+        """All remaining windows; waits for the device."""
         if self._buffer is not None:
             self._close()
         windows = [*self._closed]
@@ -160,7 +162,7 @@ class MetricReader:
 
     def _close(self) -> None:
         assert self._buffer is not None
-        with jax.transfer_guard_device_to_host("allow"):  # asked for, though JAX counts it as implicit
+        with jax.transfer_guard_device_to_host("allow"):  # explicit, though JAX counts it as implicit
             self._buffer.copy_to_host_async()
         self._closed.append(_Window(self._first, self._last, self._buffer, self._off_buffer, self._dispatched))
         self._buffer, self._off_buffer = None, []
@@ -173,7 +175,7 @@ class MetricReader:
         return MetricWindow(window.first, self._format, words, tuple(chain.from_iterable(off_buffer)))
 
     def _adapt(self, step: int) -> None:
-        """Chooses the next window's size by how long the steps since the last one took."""
+        """Sets the size of the next window from the duration of the steps since the last one."""
         now, steps = time.perf_counter(), step - self._read_to
         wanted = WINDOW_SECONDS * steps / max(now - self._read_at, 1e-9) if self._read_at else self._every
         self._size = max(1, min(2 * self._size, self._every, int(wanted)))

@@ -1,7 +1,7 @@
-"""What a loss function may report, and how one step's values are described.
+"""The metrics of one step.
 
-A loss function returns plain values or dicts with options; `as_metrics` turns both into `Metrics`,
-a pytree that crosses `jax.jit`. How values of many steps become one is in `meter.py`.
+A loss function returns plain values or dicts with options; `as_metrics` converts both to `Metrics`, a pytree that
+crosses `jax.jit`. `metric_accumulator.py` aggregates the values of several steps.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Batch = Any
 
 
 class LogMetricMode(enum.Enum):
-    """How the values of many steps become one."""
+    """How the values of several steps are aggregated."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -38,7 +38,7 @@ class LogFreq(enum.Enum):
 
 
 class LogMode(enum.Enum):
-    """In which kind of pass a metric is reported."""
+    """The phases in which a metric is reported."""
 
     ANY = "any"
     TRAIN = "train"
@@ -52,7 +52,7 @@ class LogMode(enum.Enum):
 
 
 class Metric(flax.struct.PyTreeNode):
-    """One step's value, in the modes MEAN and STD its mean. `weight` None: as many examples as the batch has."""
+    """The value of one step, in the modes MEAN and STD its mean; `weight` None: the number of examples of the batch."""
 
     value: Any
     weight: Any = None
@@ -62,23 +62,23 @@ class Metric(flax.struct.PyTreeNode):
 
 
 class Metrics(flax.struct.PyTreeNode):
-    """All that one step reports, by name, with the number of examples behind it."""
+    """The metrics of one step by name, with the number of examples of its batch."""
 
     by_name: dict[str, Metric]
     weight: Any
 
     def weight_of(self, name: str) -> Any:
-        """How much the value called `name` counts in a mean."""
+        """The weight of the metric `name` in a mean."""
         own = self.by_name[name].weight
         return self.weight if own is None else own
 
     def only(self, *phases: LogMode) -> "Metrics":
-        """The metrics that are reported in any of `phases`; the rest is never computed."""
+        """The metrics reported in any of `phases`; the others are never computed."""
         kept = {k: m for k, m in self.by_name.items() if any(m.log_mode.covers(p) for p in phases)}
         return self.replace(by_name=kept)
 
     def adding(self, **entries: Any) -> "Metrics":
-        """These metrics and `entries`, which are read like a loss function's."""
+        """These metrics and `entries`, in the format of `as_metrics`."""
         return self.replace(by_name={**self.by_name, **_read(entries, self.weight)})
 
 
@@ -86,7 +86,7 @@ _OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
 
 
 def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
-    """Reads what a loss function returned: plain values, or dicts with options.
+    """Converts the metrics of a loss function: plain values, or dicts with options.
 
     A plain value is a scalar, the mean over the batch; an array needs a dict with its `mode`. A `value` with a `count`
     is a sum over that many items (tokens, pixels, unmasked examples): the mean of an epoch is the sum of its values
@@ -110,7 +110,7 @@ def _read(reported: Mapping[str, Any], weight: Any) -> dict[str, Metric]:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"The name of a metric is text, got {name!r}, a {type(name).__name__}.")
+        raise TypeError(f"The name of a metric must be a string, got {name!r}, a {type(name).__name__}.")
     return name
 
 
@@ -146,11 +146,11 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     return Metric(value, entry.get("count"), **options)
 
 
-def _option(name: str, key: str, kind: type[enum.Enum], given: Any) -> enum.Enum:
+def _option(name: str, key: str, kind: type[enum.Enum], value: Any) -> enum.Enum:
     choices = {member.value: member for member in kind}
-    chosen = given if isinstance(given, kind) else choices.get(str(given).lower())
+    chosen = value if isinstance(value, kind) else choices.get(str(value).lower())
     if chosen is None:
-        raise ValueError(f"Metric {name!r} has {key}={given!r}; use one of {', '.join(choices)}.")
+        raise ValueError(f"Metric {name!r} has {key}={value!r}; use one of {', '.join(choices)}.")
     return chosen
 
 
@@ -165,29 +165,29 @@ def _numeric(name: str, value: Any) -> jax.Array:
 
 
 def batch_weight(batch: Batch) -> Any:
-    """How many examples `batch` counts for in a mean: its `count` or `size`, or the length all its arrays share.
+    """The number of examples of `batch`: its `count` or `size`, or the common length of its arrays.
 
     >>> batch_weight((jnp.zeros((32, 8)), jnp.zeros(32)))
     32
     """
     if not isinstance(batch, jax.Array) and not hasattr(batch, "__array__"):
         for name in ("count", "size"):
-            told = getattr(batch, name, None)
-            if told is not None and not callable(told) and jnp.ndim(told) == 0:
-                return told
+            size = getattr(batch, name, None)
+            if size is not None and not callable(size) and jnp.ndim(size) == 0:
+                return size
     lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(
-            f"Cannot tell how many examples a batch holds: its arrays have the leading sizes {sorted(lengths)}. "
-            "Give the batch a `size` attribute, or every array the same first axis."
+            f"The number of examples of a batch is ambiguous: its arrays have the leading sizes {sorted(lengths)}. "
+            "Give the batch a `size` attribute, or all arrays the same first axis."
         )
     return lengths.pop()
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The mean of `values`, one or several per example, over what `mask` marks; 0 where it marks nothing.
+    """The mean of `values` where `mask` is nonzero; 0 if it is zero everywhere.
 
-    A mask marks whole examples, [batch], or has an entry for each value. None marks all.
+    The mask has one entry per example, [batch], or one per value. None: all values.
 
     >>> float(masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([1, 1, 0])))
     2.0
@@ -196,25 +196,25 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
         return values.mean()
     if mask.shape != values.shape[: mask.ndim]:
         raise ValueError(
-            f"The batch's `mask` has the shape {mask.shape}, and what it masks {values.shape}. Give it one entry per "
-            "example, or one per value."
+            f"The `mask` of the batch has shape {mask.shape}, but the masked values have {values.shape}. Give it one "
+            "entry per example, or one per value."
         )
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     weights = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)).astype(values.dtype)
     weights = jnp.broadcast_to(weights, values.shape)
     total = weights.sum()
-    # select, never multiply by 0: what is masked may be nan
+    # select, never multiply by 0: masked values may be nan
     return jnp.where(weights > 0, values * weights, 0).sum() / jnp.where(total > 0, total, 1)
 
 
 def resized(batch: Batch, size: int) -> Batch:
-    """`batch` saying that it holds `size` examples, where it is a dataclass that says so at all."""
+    """`batch` with its field `size` set, if it is a dataclass that has one."""
     fields = getattr(batch, "__dataclass_fields__", {})
     return dataclasses.replace(batch, size=size) if "size" in fields else batch
 
 
 def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:
-    """Metrics of micro-batches (stacked on the first axis, plus a ragged `rest`) as those of the one big batch."""
+    """The metrics of a batch from those of its micro-batches, stacked on the first axis, and of a smaller `rest`."""
     merged = {
         name: metric.replace(
             value=_merge(metric.mode, metric.value, jnp.asarray(stacked.weight_of(name))),
@@ -222,8 +222,8 @@ def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:
         )
         for name, metric in stacked.by_name.items()
     }
-    whole = Metrics(merged, _total(stacked.weight))
-    return whole if rest is None else _join(whole, rest)
+    stacked_metrics = Metrics(merged, _total(stacked.weight))
+    return stacked_metrics if rest is None else _join(stacked_metrics, rest)
 
 
 def _join(first: Metrics, second: Metrics) -> Metrics:
@@ -258,7 +258,7 @@ def _merge(mode: LogMetricMode, values: jax.Array, weights: jax.Array) -> jax.Ar
             return values[-1]
         case LogMetricMode.CONCAT:
             return values.reshape(-1, *values.shape[2:])
-        case _:  # MEAN, and STD: the spread is over steps, so a step's own value is its mean
+        case _:  # MEAN, and STD, which is over steps: the value of a step is its mean
             weights = weights.reshape(weights.shape + (1,) * (values.ndim - 1)).astype(jnp.float32)
             total = weights.sum(0)
             return jnp.where(weights > 0, values * weights, 0).sum(0) / jnp.where(total > 0, total, 1)

@@ -1,4 +1,4 @@
-"""Packages that are loaded when something asks for them, and not before."""
+"""Lazy imports of optional packages."""
 
 from types import ModuleType
 
@@ -6,16 +6,16 @@ _ALLOWED = ("orbax.checkpoint", "etils.epath", "tensorboardX", "wandb", "optuna"
 
 
 def lazy_import(name: str, *, extra: str = "") -> ModuleType:
-    """The package `name`, or one sentence that says which extra of `jax-trainer` brings it.
+    """The package `name`; if it is missing, the error names the extra of `jax-trainer` that installs it.
 
-    An import at the top of a file would cost everybody the time (orbax takes half a second; tensorboardX imports torch
-    where it is installed) and would make configurations that name a tool unreadable without it. Only the names listed
-    here can be loaded.
+    An import at the top of a file would slow down every start (orbax takes half a second; tensorboardX imports torch if
+    installed) and make configurations that name a tool unreadable without it. Only the names in `_ALLOWED` can be
+    loaded.
     """
     if name not in _ALLOWED:
-        raise ValueError(f"{name!r} is not one of the packages that are loaded late: {', '.join(_ALLOWED)}.")
+        raise ValueError(f"{name!r} is not one of the lazily imported packages: {', '.join(_ALLOWED)}.")
     try:
-        return __import__(name, fromlist=("",))  # with a list it gives the module itself, not its first parent
+        return __import__(name, fromlist=("",))  # with a list it returns the module itself, not its top-level package
     except ModuleNotFoundError as missing:
         if missing.name != name or not extra:
             raise

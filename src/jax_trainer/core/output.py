@@ -1,4 +1,4 @@
-"""Standard output and standard error, for what is only shown: that it cannot be written never ends a training."""
+"""Standard output and standard error; a failed write never ends a training."""
 
 import atexit
 import io
@@ -10,24 +10,24 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-_UNWRITABLE = (OSError, ValueError)  # full, or without a reader; closed
+_UNWRITABLE = (OSError, ValueError)  # disk full or broken pipe; closed stream
 
 
 class SafeStream(io.TextIOBase):
-    """A stream for people. What cannot be written, as nobody reads it or the disk is full, is left out.
+    """A text stream that drops what cannot be written (broken pipe, full disk).
 
-    Nothing stays behind in a buffer, which Python would try to write again, and fail, when the process ends.
+    Nothing is left in a buffer, which Python would try to write, and fail, when the process ends.
 
     Args:
-        stream: gives the stream that is meant now; None is one that was closed before the process began.
+        stream: returns the current stream; None: it was closed before the process started.
     """
 
     def __init__(self, stream: Callable[[], TextIO | None]) -> None:
         self._stream = stream
-        self.failure: Exception | None = None  # why something was left out first
+        self.failure: Exception | None = None  # the first failed write
 
     def write(self, text: str, /) -> int:
-        """Writes `text` at once, or leaves it out."""
+        """Writes `text` without buffering; drops it if that fails."""
         stream = self._stream()
         if stream is not None:
             try:
@@ -37,27 +37,24 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: `write` does not buffer."""
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
         stream = self._stream()
         return stream is not None and not stream.closed and stream.isatty()
 
     def fileno(self) -> int:
-        """The number of the file."""
         stream = self._stream()
         if stream is None:
-            raise io.UnsupportedOperation("There is no such stream.")
+            raise io.UnsupportedOperation("The stream was closed before the process started.")
         return stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override] - of the stream below
-        """How letters are written."""
         return getattr(self._stream(), "encoding", None) or "utf-8"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream(), name)  # `buffer`, and what others know of standard streams
+        return getattr(self._stream(), name)  # `buffer` and other attributes of standard streams
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -73,7 +70,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _handle(stream: TextIO) -> int | None:
-    """The number of the file below a stream; None: it is captured, or a notebook's, which has that of the server."""
+    """The file descriptor of a stream; None: it is captured, or a notebook's, whose descriptor is the server's."""
     try:
         return stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
     except io.UnsupportedOperation:
@@ -84,12 +81,12 @@ OUT, ERR = SafeStream(lambda: sys.stdout), SafeStream(lambda: sys.stderr)
 
 
 def safe_console(*, stderr: bool = True, **options: Any) -> Console:
-    """A console of rich, on standard error or standard output, that never fails."""
-    return Console(file=ERR if stderr else OUT, **options)  # type: ignore[arg-type] - has all that is written to
+    """A rich `Console` on standard error or standard output whose writes never raise."""
+    return Console(file=ERR if stderr else OUT, **options)  # type: ignore[arg-type] - implements the methods that rich uses
 
 
 def flush_output() -> None:
-    """Before a process ends at once: brings out what waits, if that is possible."""
+    """Flushes both streams if possible; call it before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(*_UNWRITABLE):
@@ -97,20 +94,20 @@ def flush_output() -> None:
 
 
 def reserve_standard_streams() -> None:
-    """Before files are opened: none of them may get the number of a standard stream that is closed.
+    """Opens the null device for closed standard streams, so that no file gets their descriptors.
 
-    What libraries below Python say on standard error would end up in it.
+    Native libraries would write their messages to standard error into such a file.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
 
 
 @atexit.register
-def _forget_what_nobody_reads() -> None:
-    """Messages that could not be shown are no failure: what waits on standard error would make the exit code 120."""
+def _discard_unwritable_stderr() -> None:
+    """Discards buffered messages on a broken standard error, which would make the exit code 120."""
     if sys.stderr is None or sys.stderr.closed:
         return
     try:

@@ -1,4 +1,4 @@
-"""How parameters are split over the axes of a mesh: by rules, as the model says, or along their largest dimension."""
+"""Partition specs of parameters: from rules, from the model, or along the largest dimension."""
 
 import math
 import re
@@ -11,22 +11,22 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_trainer.core.mesh import FSDP, LayoutError
 
 Shape = tuple[int, ...]
-Specs = dict[str, PartitionSpec]  # by the dotted names of parameters
-Axes = str | None | Sequence[str]  # what splits one dimension
+Specs = dict[str, PartitionSpec]  # by the dotted paths of parameters
+Axes = str | None | Sequence[str]  # over which one dimension is sharded
 Fsdp = Literal["auto", "off"]
-SMALLEST = 2**14  # splitting less saves little, and each piece is a message between devices
+SMALLEST = 2**14  # sharding smaller ones saves little, and each shard is communicated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioning:
-    """How each parameter is split; the first that says something about it decides.
+    """How parameters are sharded: by the first matching rule, else the model's spec, else `fsdp`.
 
     Args:
-        rules: by a regular expression that the whole dotted name matches, what splits each of the first dimensions: the
-            name of an axis, several, or None.
-        fsdp: after the rules, and what the model itself says: "auto" splits the largest dimension that the axis "fsdp"
-            divides; "off" leaves the rest whole.
-        smallest: "auto" leaves parameters of fewer numbers whole.
+        rules: regular expressions that must match the full dotted path, with the mesh axes of each of the first
+            dimensions: the name of an axis, several names, or None.
+        fsdp: for parameters without rule and model spec: "auto" shards the largest dimension that the axis "fsdp"
+            divides; "off" replicates them.
+        smallest: number of elements below which "auto" replicates a parameter.
     """
 
     rules: Mapping[str, Sequence[Axes]] = field(default_factory=dict, hash=False)
@@ -40,12 +40,12 @@ class Partitioning:
             try:
                 re.compile(rule)
             except re.error as error:
-                raise LayoutError(f"The rule {rule!r} is no regular expression: {error}.") from None
+                raise LayoutError(f"The rule {rule!r} is not a regular expression: {error}.") from None
             if isinstance(axes, str):
                 raise LayoutError(f"The rule {rule!r} must have a list, one entry per dimension: [{axes}].")
 
-    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, said: Mapping[str, PartitionSpec]) -> Specs:
-        """How every parameter is split over `mesh`; `said` is what the model itself says of some."""
+    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, model_specs: Mapping[str, PartitionSpec]) -> Specs:
+        """The spec of every parameter; `model_specs` are those that the model declares."""
         unused = dict.fromkeys(self.rules)
         found: Specs = {}
         for path, shape in shapes.items():
@@ -54,16 +54,16 @@ class Partitioning:
                 unused.pop(one)
             if rule is not None:
                 found[path] = checked_spec(self.rules[rule], path, shape, mesh, f"The rule {rule!r}")
-            elif path in said:
-                found[path] = checked_spec(said[path], path, shape, mesh, "What the model says itself")
+            elif path in model_specs:
+                found[path] = checked_spec(model_specs[path], path, shape, mesh, "The model's spec")
             else:
                 found[path] = self._automatic(shape, mesh)
         if unused:
             names = list(shapes)
             some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise LayoutError(
-                f"The rule {next(iter(unused))!r} matches no parameter. A rule must match the whole name, such as "
-                f"'.*kernel'. There are {some}."
+                f"The rule {next(iter(unused))!r} matches no parameter. A rule must match the full path, such as "
+                f"'.*kernel'. Parameters: {some}."
             )
         return found
 
@@ -75,26 +75,26 @@ class Partitioning:
         return PartitionSpec(*[None] * shape.index(max(dividing)), FSDP)
 
 
-def checked_spec(axes: Iterable[Axes], path: str, shape: Shape, mesh: Mesh, who: str) -> PartitionSpec:
-    """What `who` says about a parameter, if it can be done; axes of one device split nothing and are left out."""
+def checked_spec(axes: Iterable[Axes], path: str, shape: Shape, mesh: Mesh, source: str) -> PartitionSpec:
+    """The spec of a parameter, validated, without axes of size 1; errors name its `source`."""
     names = [_names(entry) for entry in axes]
     used = [name for entry in names for name in entry]
-    what = f"{who} splits `{path}` {list(shape)}"
+    what = f"{source} splits `{path}` {list(shape)}"
     unknown = [name for name in used if name not in mesh.shape]
     if unknown:
         raise LayoutError(
-            f"{what} over {unknown[0]!r}, and the mesh has the axes {', '.join(mesh.axis_names)}. Name one of these; a "
-            "rule can say so for what a model says otherwise."
+            f"{what} over {unknown[0]!r}, but the mesh has the axes {', '.join(mesh.axis_names)}. Use one of these; a "
+            "rule overrides the model's spec."
         )
     if len(set(used)) < len(used):
-        raise LayoutError(f"{what} twice over {max(used, key=used.count)!r}. An axis can split one dimension only.")
+        raise LayoutError(f"{what} twice over {max(used, key=used.count)!r}. Use an axis for one dimension only.")
     if len(names) > len(shape):
-        raise LayoutError(f"{what} along {len(names)} dimensions, and it has {len(shape)}. Name fewer.")
+        raise LayoutError(f"{what} along {len(names)} dimensions, but it has {len(shape)}. Use fewer entries.")
     for dimension, entry in enumerate(names):
         ways = math.prod(mesh.shape[name] for name in entry)
         if shape[dimension] % ways:
             raise LayoutError(
-                f"{what} along dimension {dimension} over {' and '.join(entry)}, and {shape[dimension]} is not "
+                f"{what} along dimension {dimension} over {' and '.join(entry)}, but {shape[dimension]} is not "
                 f"divisible by {ways}. Split another dimension, use null for this one, or change its size."
             )
     return _spec([[name for name in entry if mesh.shape[name] > 1] for entry in names])
@@ -105,7 +105,7 @@ def _names(entry: Any) -> list[str]:
 
 
 def _spec(names: list[list[str]]) -> PartitionSpec:
-    """As compiled steps hand it back: dimensions at the end that are not split are not named."""
+    """The spec without trailing None, as compiled steps return it."""
     entries = [tuple(entry) if len(entry) > 1 else entry[0] if entry else None for entry in names]
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,4 +1,4 @@
-"""Rows on devices that several processes share: each puts what it has where it belongs."""
+"""Placement of batches on devices of several processes."""
 
 import itertools
 import math
@@ -20,9 +20,9 @@ from jax_trainer.core.paths import leaf_path
 
 @dataclass(frozen=True)
 class BatchPlacement:
-    """How the processes of a job put rows on the devices of `mesh`; a step wants them along `batch_axes`.
+    """How processes place the rows of a batch on `mesh`; a step needs them sharded along `batch_axes`.
 
-    A process has either its own part of the rows, which follow those of the processes before it, or all of them.
+    A process has either its own part of the rows, in the order of the processes, or all rows.
     """
 
     mesh: Mesh
@@ -30,57 +30,58 @@ class BatchPlacement:
 
     @cached_property
     def processes(self) -> int:
-        """How many processes have devices here."""
+        """The number of processes with devices in the mesh."""
         return len(np.unique(self._owners))
 
     @cached_property
     def axes(self) -> tuple[str, ...] | None:
-        """The axes along which each process holds the part that it has; None if there are none."""
+        """The axes along which the shards of a process are its own part of the rows; None if no axes do."""
         return placement_axes(self._owners, tuple(self.mesh.axis_names), self.batch_axes)
 
     @property
     def ways(self) -> int:
-        """By what the rows of all parts together must divide."""
+        """The number of shards; it must divide the number of rows of all parts."""
         return math.prod(self.mesh.shape[name] for name in self.checked_axes())
 
     @property
     def reshards(self) -> bool:
-        """Whether a step finds the rows elsewhere than it wants them."""
+        """Whether a step has to reshard the rows to `batch_axes`."""
         return self.axes not in (None, self.batch_axes)
 
     def checked_axes(self) -> tuple[str, ...]:
-        """The same as `axes`; an error where there are none."""
+        """`axes`; raises if it is None."""
         if self.axes is None:
             raise LayoutError(
-                f"Each of the {self.processes} processes feeds its part of every batch, but along no axis of the mesh "
-                f"{dict(self.mesh.shape)} do their devices follow each other, process by process and equally many of "
-                "each: the mesh was made of devices in another order. Make it of `jax.devices()` as they come."
+                f"Each of the {self.processes} processes loads its part of every batch, but no axis of the mesh "
+                f"{dict(self.mesh.shape)} orders the devices by process, with the same number for each. Create the "
+                "mesh from `jax.devices()` without reordering them."
             )
         return self.axes
 
-    def part(self, batch: Batch, *, stacked: bool) -> Batch:
-        """The batch of all processes, of which this one has `batch`."""
+    def from_parts(self, batch: Batch, *, stacked: bool) -> Batch:
+        """The global batch of which `batch` is this process's part."""
         if all(map(_is_global, jax.tree.leaves(batch))):
             return batch
         axis, axes = int(stacked), self.checked_axes()
         rows = self.rows_of(batch, stacked=stacked) * self.processes
         if rows % self.ways:
             raise LayoutError(
-                f"A batch has {rows} examples, {rows // self.processes} of them here, which the {self.processes} "
-                f"processes cannot put on {self.ways} devices evenly. Use a multiple of {self.ways}."
+                f"A batch has {rows} examples, {rows // self.processes} of them in this process, which the "
+                f"{self.processes} processes cannot split evenly over {self.ways} devices. Use a multiple of "
+                f"{self.ways}."
             )
 
         def put(leaf: Any) -> jax.Array:
             leaf = np.asarray(leaf)
-            if leaf.ndim <= axis:  # every process is expected to have the same
+            if leaf.ndim <= axis:  # expected to be equal in all processes
                 return self._put(leaf, PartitionSpec(), leaf.shape)
             shape = (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
             return self._put(leaf, PartitionSpec(*[None] * axis, axes), shape)
 
         return resized(jax.tree.map(put, batch), rows)
 
-    def whole(self, batch: Batch, *, stacked: bool) -> Batch:
-        """`batch`, which every process has, split where that divides evenly and replicated otherwise."""
+    def from_replicated(self, batch: Batch, *, stacked: bool) -> Batch:
+        """`batch`, which every process has, sharded where it divides evenly and replicated otherwise."""
         axis, ways = int(stacked), math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
         def put(leaf: Any) -> jax.Array:
@@ -93,19 +94,19 @@ class BatchPlacement:
 
         return jax.tree.map(put, batch)
 
-    def everywhere(self, arrays: PyTree) -> PyTree:
-        """`arrays`, which every process has, on every device."""
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """`arrays`, which every process has, replicated on all devices."""
         return jax.tree.map(lambda leaf: self._put(np.asarray(leaf), PartitionSpec(), np.shape(leaf)), arrays)
 
     def rows_of(self, batch: Batch, *, stacked: bool) -> int:
-        """How many examples a part has; all of its arrays must have equally many."""
+        """The number of examples of a part; raises if its arrays disagree."""
         axis = int(stacked)
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         rows = {leaf_path(path): np.shape(leaf)[axis] for path, leaf in leaves if np.ndim(leaf) > axis}
         if len(set(rows.values())) != 1:
             raise LayoutError(
                 f"The arrays of a batch have the leading sizes {rows}. With several processes the first axis of each "
-                "is this process's part of the examples: give all of them the same length."
+                "is this process's part of the examples. Give all arrays the same length."
             )
         return next(iter(rows.values()))
 
@@ -118,21 +119,21 @@ class BatchPlacement:
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether some of its devices belong to another process."""
+    """Whether some devices of `mesh` belong to other processes."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Along which axes rows must be split so that process p holds the p-th part of them; None if along none.
+    """The axes along which to shard rows so that process p holds the p-th part of them; None if there are none.
 
-    `owners` are the processes of the devices of a mesh with the axes `names`. Those that are `wanted` are taken if they
-    do, and otherwise those that make the fewest parts.
+    `owners` are the processes of the devices of a mesh with the axes `names`. The `wanted` axes are preferred, then
+    those with the fewest shards.
 
-    >>> feeding_axes(np.array([[0], [1]]), ("data", "tensor"), ("data",))
+    >>> placement_axes(np.array([[0], [1]]), ("data", "tensor"), ("data",))
     ('data',)
-    >>> feeding_axes(np.array([[0, 1]]), ("data", "tensor"), ("data",))
+    >>> placement_axes(np.array([[0, 1]]), ("data", "tensor"), ("data",))
     ('tensor',)
-    >>> feeding_axes(np.array([0, 1, 0, 1]), ("data",), ("data",))  # not process by process
+    >>> placement_axes(np.array([0, 1, 0, 1]), ("data",), ("data",))  # not ordered by process
     """
     sizes = dict(zip(names, owners.shape, strict=True))
     long = [name for name in names if sizes[name] > 1]
@@ -144,38 +145,38 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
 
 
 def _in_order(owners: np.ndarray, names: tuple[str, ...], axes: Sequence[str]) -> bool:
-    """Whether every process has as many parts as the others, and they follow each other."""
-    count, places = len(np.unique(owners)), np.indices(owners.shape)
+    """Whether all processes have equally many shards, ordered by process."""
+    count, indices = len(np.unique(owners)), np.indices(owners.shape)
     sizes = [owners.shape[names.index(name)] for name in axes]
     if math.prod(sizes) % count:
         return False
     parts = np.zeros_like(owners)
     for name, size in zip(axes, sizes, strict=True):
-        parts = parts * size + places[names.index(name)]
+        parts = parts * size + indices[names.index(name)]
     each = math.prod(sizes) // count
-    # the processes that have devices, from the lead on: their numbers need not be without gaps
+    # the numbers of the processes that have devices need not be contiguous
     return bool((np.searchsorted(np.unique(owners), owners) == parts // each).all())
 
 
 def primary_example(example: Batch) -> Batch:
-    """The example that the first process has, in all of them; theirs must look like it."""
+    """The example of process 0, broadcast to all; raises if shapes or dtypes differ between processes."""
     example = jax.tree.map(np.asarray, example)
-    looks = [
+    specs = [
         (leaf_path(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree_util.tree_leaves_with_path(example)
     ]
-    known = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(looks).encode())))
+    known = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(specs).encode())))
     if (different := np.flatnonzero(known != known[0])).size:
         raise LayoutError(
-            f"The example batch of process {different[0]} looks unlike that of the first one; here it is {looks}. "
-            "Give every process batches of the same keys, dtypes and size."
+            f"The example batch of process {different[0]} differs from that of process 0; in this process it is "
+            f"{specs}. Give every process batches of the same keys, dtypes and size."
         )
     return multihost_utils.broadcast_one_to_all(example)
 
 
 def all_rows(batch: Batch) -> Batch:
-    """A copy on the host of a batch on the devices, all of it also where others own a part.
+    """A host copy of a batch on the devices, including the shards of other processes.
 
-    All processes must ask, in the same order.
+    All processes must call it, in the same order.
     """
 
     def fetched(leaf: Any) -> np.ndarray:

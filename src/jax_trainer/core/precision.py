@@ -1,4 +1,4 @@
-"""In which float types parameters are kept, the model computes, and results are reported."""
+"""Float dtypes of parameters, computation and outputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from jax_trainer.core.metrics import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Float types of parameters, of computing, and of what is reported. None leaves a type as it is.
+    """Float dtypes of parameters, computation and outputs (loss, metrics, predictions). None: unchanged.
 
     >>> Precision.named("bf16").compute.__name__
     'bfloat16'
@@ -23,7 +23,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: "str | Precision") -> "Precision":
-        """`"f32"`, `"bf16"` (bf16 computing, f32 master weights) or `"bf16_full"` (bf16 weights too)."""
+        """`"f32"`, `"bf16"` (bf16 computation, f32 weights) or `"bf16_full"` (bf16 weights, too)."""
         if isinstance(name, Precision):
             return name
         if name not in _NAMED:
@@ -39,7 +39,7 @@ _NAMED = {
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
-    """`tree` with its float arrays in `dtype`; integers, booleans and keys stay as they are."""
+    """`tree` with its float arrays in `dtype`; integers, booleans and keys are unchanged."""
     if dtype is None:
         return tree
 
@@ -51,5 +51,5 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
-    """`tree` with each array in the dtype that `reference` has there."""
+    """`tree` with the dtypes of `reference`."""
     return jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), tree, reference)

@@ -1,4 +1,4 @@
-"""`Program`: everything of a run that gets traced, and how a loss function becomes one."""
+"""`Program`: the traced functions of a run, and how to make one from a loss function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -35,27 +35,23 @@ Check = Callable[[MetricWindow], None]
 
 
 class Program(NamedTuple):
-    """Everything that gets traced: make a state, advance it, judge it, ask its model."""
+    """The traced functions of a run: initialise a state, train, evaluate, predict."""
 
     init: Callable[[jax.Array, Batch], TrainState]
     train_step: TrainStep
     eval_step: EvalStep
-    checks: tuple[Check, ...] = ()  # look at what steps reported, on the host; one that raises ends the run
-    init_is_traced: bool = True  # False when `init` hands out existing arrays: tracing would bake them into code
-    init_from_params: InitFromParams | None = None  # a fresh state around given weights: (key, params, model_state)
-    predict_step: PredictStep | None = None  # what the model makes of a batch
-    keeps_batches: bool = False  # whether a check may ask for the batch of a step
-    initial_variables: InitVariables | None = (
-        None  # the existing weights that `init` begins with, as `begin` takes them
-    )
-    partition_specs: Callable[[], Mapping[str, PartitionSpec]] = (
-        dict  # how the model splits its parameters; known after `init`
-    )
-    transforms: Any = None  # what it does to batches first; None: nothing, so that those of the data may be added
+    checks: tuple[Check, ...] = ()  # called with metrics on the host; an error ends the run
+    init_is_traced: bool = True  # False: `init` returns existing arrays, which tracing would turn into constants
+    init_from_params: InitFromParams | None = None  # (key, params, model_state) -> new state
+    predict_step: PredictStep | None = None  # the model's outputs for a batch
+    keeps_batches: bool = False  # whether checks need the batch of a step
+    initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
+    partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
+    transforms: Any = None  # device transforms of batches; None: those of the data may be added
 
 
 class StepOptions(TypedDict, total=False):
-    """What every adapter passes on to `make_program`."""
+    """The options of `make_program`, which every adapter accepts."""
 
     micro_batches: int
     clip_norm: float | None
@@ -73,37 +69,37 @@ def make_program(
     predict_fn: PredictFn | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """A program out of `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
+    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
 
     Args:
-        predict_fn: what the model makes of a batch, for programs that can be asked.
-        micro_batches: compute gradients in this many parts of the batch, one after the other.
-        clip_norm: scale gradients down to this global norm; None leaves them.
+        predict_fn: computes the outputs of the model; None: the program cannot predict.
+        micro_batches: number of micro-batches of gradient accumulation.
+        clip_norm: maximum global norm of the gradients; None: no clipping.
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
-        log_norms: report the global norms of gradients (before clipping) and of parameters.
-        init_is_traced: False where `init_variables` hands out existing arrays.
-        intermediates: which of min, max, mean, std and val to report, in training, of what a Flax model sows.
+        log_norms: log the global norms of gradients (before clipping) and of parameters.
+        init_is_traced: False if `init_variables` returns existing arrays.
+        intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
-        raise TypeError(f"No such option: {', '.join(unknown)}. There are {', '.join(StepOptions.__annotations__)}.")
+        raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
     precision = Precision.named(options.get("precision", Precision()))
     clip_norm = options.get("clip_norm")
     if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"`clip_norm` must be above 0, got {clip_norm}. Use None to leave gradients as they are.")
+        raise ValueError(f"`clip_norm` must be above 0, got {clip_norm}. Use None to disable clipping.")
     if clip_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip_norm), by_signature(tx))
     tx = by_signature(tx)
     check_modes("intermediates", options.get("intermediates", ()))
 
-    def begin(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+    def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         return new_state(cast_floats(params, precision.param), model_state, tx, key)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return init_variables(stream(key, "init"), batch)
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        return begin(key, *variables(key, batch))
+        return init_from_params(key, *variables(key, batch))
 
     cast_loss = in_precision(loss_fn, precision)
     grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
@@ -114,7 +110,7 @@ def make_program(
         make_eval_step(cast_loss),
         checks=(warn_of_zero_gradients,),
         init_is_traced=options.get("init_is_traced", True),
-        init_from_params=begin,
+        init_from_params=init_from_params,
         initial_variables=None if options.get("init_is_traced", True) else variables,
         predict_step=None if predict_fn is None else make_predict_step(predict_fn, precision),
     )

@@ -1,4 +1,4 @@
-"""What a user means by `mesh=`, as a `Layout`."""
+"""Converts the argument `mesh=` to a `Layout`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,33 +14,33 @@ MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
 
 
 def resolve_layout(
-    given: MeshLike | None,
+    mesh: MeshLike | None,
     partitioning: Partitioning | None = None,
     *,
     batch_spec: PartitionSpec | None = None,
 ) -> Layout | None:
-    """The layout of a run; None: one device holds everything.
+    """The layout of a run; None: one device.
 
     Args:
-        given: a mesh; its sizes, as in `{"data": -1, "fsdp": 4}`; the shardings of the model (the same for every
-            parameter that it fits) and of the data; a layout, which is taken as it is; or None: all devices share each
-            batch if there are several processes, and otherwise one has it.
-        partitioning: how parameters are split, where `given` does not say so.
-        batch_spec: how batches are split, where `given` does not say so.
+        mesh: a mesh; its sizes, such as `{"data": -1, "fsdp": 4}`; two shardings, of the model (for all parameters that
+            it fits) and of the data; a layout, returned unchanged; or None: data parallelism over all devices with
+            several processes, one device otherwise.
+        partitioning: how parameters are sharded, unless `mesh` is a layout or shardings.
+        batch_spec: how batches are sharded, unless `mesh` is a layout or shardings.
     """
-    if given is None:
-        return _on(make_mesh(), partitioning, batch_spec) if jax.process_count() > 1 else None
-    if isinstance(given, Layout):
-        return given
-    if isinstance(given, Mapping):
-        mesh = _sized(given)
-        return None if mesh.size == 1 else _on(mesh, partitioning, batch_spec)
-    if isinstance(given, Mesh):
-        return _on(checked_mesh(given), partitioning, batch_spec)
-    return _by_shardings(given)
+    if mesh is None:
+        return _layout_on(make_mesh(), partitioning, batch_spec) if jax.process_count() > 1 else None
+    if isinstance(mesh, Layout):
+        return mesh
+    if isinstance(mesh, Mapping):
+        sized = _sized(mesh)
+        return None if sized.size == 1 else _layout_on(sized, partitioning, batch_spec)
+    if isinstance(mesh, Mesh):
+        return _layout_on(checked_mesh(mesh), partitioning, batch_spec)
+    return _by_shardings(mesh)
 
 
-def _on(mesh: Mesh, partitioning: Partitioning | None, batch_spec: PartitionSpec | None) -> Layout:
+def _layout_on(mesh: Mesh, partitioning: Partitioning | None, batch_spec: PartitionSpec | None) -> Layout:
     axes = usual_batch_axes(mesh) if batch_spec is None else _batch_axes(batch_spec)
     return Layout(mesh=mesh, batch_axes=axes, param_spec=partitioning or Partitioning())
 
@@ -49,7 +49,7 @@ def _sized(sizes: Mapping[str, int]) -> Mesh:
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
         raise LayoutError(
-            f"A mesh that is given by its sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For others, pass a "
+            f"A mesh given by sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For other axes, pass a "
             "`jax.sharding.Mesh`."
         )
     return make_mesh(**dict(sizes), devices=jax.devices())
@@ -60,8 +60,8 @@ def _by_shardings(shardings: Any) -> Layout:
     kinds = [type(one).__name__ for one in shardings] if several else f"a {type(shardings).__name__}"
     if kinds != ["NamedSharding"] * 2:
         raise TypeError(
-            "Devices are given as a jax.sharding.Mesh, its sizes ({'data': -1}), a Layout, or two NamedShardings, of "
-            f"the model and of the data; got {kinds}."
+            "`mesh` must be a jax.sharding.Mesh, its sizes ({'data': -1}), a Layout, or two NamedShardings, of the "
+            f"model and of the data; got {kinds}."
         )
     of_model, of_data = shardings
     if of_model.mesh != of_data.mesh:
@@ -80,5 +80,7 @@ def _by_shardings(shardings: Any) -> Layout:
 def _batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
     first, *others = spec if len(spec) else (None,)
     if any(other is not None for other in others):
-        raise LayoutError(f"{spec} splits more than the first dimension of a batch. Name axes for that only.")
+        raise LayoutError(
+            f"{spec} splits more than the first dimension of a batch. Name axes for the first dimension only."
+        )
     return () if first is None else (first,) if isinstance(first, str) else tuple(first)

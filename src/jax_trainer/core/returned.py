@@ -1,4 +1,4 @@
-"""What the user's losses and steps take and return, checked while they are traced, before anything has run."""
+"""Checks the signatures and results of user functions while they are traced."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ TRACED = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def check_call(function: Callable[..., Any], name: str, *arguments: str, offered: tuple[str, ...] = ()) -> None:
-    """Refuses a `function` that cannot be called with these positional arguments; `offered` it may ask for by name.
+    """Raises unless `function` accepts these positional arguments; those `offered` are optional keywords.
 
     >>> check_call(lambda model, batch: 0, "val_step", "model", "rng_key", "batch")
     Traceback (most recent call last):
-    TypeError: `val_step` is called as `val_step(model, rng_key, batch)`, and takes (model, batch): too many positional arguments.
+    TypeError: `val_step` is called as `val_step(model, rng_key, batch)`, but takes (model, batch): too many positional arguments.
     """  # noqa: E501 - an exception in a doctest is one line
     try:
         signature = inspect.signature(function)
@@ -25,24 +25,24 @@ def check_call(function: Callable[..., Any], name: str, *arguments: str, offered
         signature.bind(*arguments, **{name: name for name in offered if name in signature.parameters})
     except TypeError as error:
         raise TypeError(
-            f"`{name}` is called as `{name}({', '.join(arguments)})`, and takes {signature}: {error}."
+            f"`{name}` is called as `{name}({', '.join(arguments)})`, but takes {signature}: {error}."
         ) from None
     for wanted, found in zip(arguments, signature.parameters, strict=False):
         if found != wanted and found in arguments:
             raise TypeError(
-                f"`{name}` is called as `{name}({', '.join(arguments)})`, and takes {signature}: in another order."
+                f"`{name}` is called as `{name}({', '.join(arguments)})`, but takes {signature}, in another order."
             )
 
 
 def loss_and_metrics(returned: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """The loss and the metrics that the function called `name` has returned: `loss`, or `(loss, metrics)`."""
+    """The loss and the metrics in the result of the function `name`: `loss`, or `(loss, metrics)`."""
     match returned:
         case (loss, Mapping() as metrics) if not isinstance(loss, Mapping):
             return checked_loss(loss, name), dict(metrics)
         case (Mapping(), _):
             hint = " The loss comes first."
         case Mapping():
-            hint = " The loss is apart from the metrics."
+            hint = " Return the loss separately from the metrics."
         case tuple() | list() | None:
             hint = ""
         case loss:
@@ -54,21 +54,23 @@ def loss_and_metrics(returned: Any, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def checked_loss(loss: Any, name: str) -> jax.Array:
-    """`loss` as an array, if it is one that has a gradient."""
+    """`loss` as an array; raises unless it is a real floating point number."""
     dtype = getattr(loss, "dtype", None)
     if (not isinstance(loss, int | float | complex) and dtype is None) or str(dtype).startswith(("<U", "|S", "object")):
-        raise TypeError(f"`{name}` returned {kinds_of(loss)} as the loss; it must be a number: a mean over the batch.")
+        raise TypeError(
+            f"`{name}` returned {kinds_of(loss)} as the loss; it must be a number, such as the mean over the batch."
+        )
     array = jnp.asarray(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
-            f"`{name}` returned a loss of dtype {array.dtype}, which has no gradient: it must be a real floating point "
-            "number. Counts of errors, `argmax` and comparisons cannot be trained on; report them as metrics."
+            f"`{name}` returned a loss of dtype {array.dtype}, which has no gradient; it must be a real floating point "
+            "number. Error counts, `argmax` and comparisons have no gradient; return them as metrics."
         )
     return array
 
 
 def kinds_of(returned: Any) -> str:
-    """What a function has returned, for a message.
+    """The type of a returned value, for a message.
 
     >>> kinds_of(({}, 1.0)), kinds_of(None)
     ('a tuple of dict, float', 'nothing')
@@ -79,7 +81,7 @@ def kinds_of(returned: Any) -> str:
 
 
 def class_of(thing: Any) -> str:
-    """The class of `thing`, with its package where it is somebody's.
+    """The class of `thing`, with its module unless it is built in.
 
     >>> class_of(0.1), class_of(jax.ShapeDtypeStruct((), "int32")).split(".")[0]
     ('float', 'jax')

@@ -1,4 +1,4 @@
-"""What a compiled function was compiled for, and in words, how two such things differ."""
+"""Signatures of compiled functions, and how two of them differ."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from jax_trainer.core.paths import leaf_path
 
 
 class Leaf(NamedTuple):
-    """What compiled code depends on in one array."""
+    """The properties of an array that compiled code depends on."""
 
     shape: tuple[int, ...]
     dtype: str
     weak_type: bool
-    sharding: Any  # None when JAX is free to place the array
+    sharding: Any  # None: not committed to devices
 
     def __str__(self) -> str:
         weak = " (weak type)" if self.weak_type else ""
@@ -25,14 +25,14 @@ class Leaf(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """All that compiled code depends on: the arrays, and the static values between them."""
+    """All properties of arguments that compiled code depends on: arrays and static values."""
 
     leaves: dict[str, Leaf]
     structure: Any
 
 
 class Change(NamedTuple):
-    """One difference between two signatures, and what usually cures it."""
+    """One difference between two signatures; `kind` selects the fix."""
 
     path: str
     old: str
@@ -87,7 +87,7 @@ def _where(sharding: Any) -> str:
 
 
 def _static_changes(old: Any, new: Any, path: str) -> list[Change]:
-    """Where two tree structures hold different static values."""
+    """The static values that differ between two tree structures."""
     old_node, new_node = old.node_data(), new.node_data()
     if old_node is None or new_node is None:
         return []
@@ -116,7 +116,7 @@ def _static_fields(kind: type, old: Any, new: Any, path: str) -> list[Change]:
 
 
 def _child_names(kind: type, static: Any, count: int) -> list[str]:
-    if isinstance(static, list):  # a dict: its static data are the sorted keys
+    if isinstance(static, list):  # of a dict: its sorted keys
         return [str(key) for key in static]
     if dataclasses.is_dataclass(kind):
         data = [f.name for f in dataclasses.fields(kind) if f.metadata.get("pytree_node", True)]

@@ -1,4 +1,4 @@
-"""`TrainState`: all that changes while training, and nothing else."""
+"""`TrainState`: everything that changes in training."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,18 +19,18 @@ Arrays = TypeVar("Arrays")  # a state, or a part of one
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """All that changes while training. Data only: save it and you can resume."""
+    """Everything that changes in training, as arrays only: saving it is enough to resume."""
 
     step: jax.Array
     params: PyTree
-    model_state: PyTree  # what the model carries besides parameters: batch statistics, caches, …
+    model_state: PyTree  # variables other than parameters: batch statistics, caches, …
     opt_state: PyTree
-    rng: jax.Array  # the words of the root key; `key` is the key itself
-    extra: dict[str, PyTree]  # what program wrappers add: averaged weights, counters
+    rng: jax.Array  # key data of the root key; `key` is the typed key
+    extra: dict[str, PyTree]  # added by program wrappers: averaged weights, counters
 
     @property
     def key(self) -> jax.Array:
-        """The root key. It never changes; uses fold the step or a name into it."""
+        """The root key. It never changes; keys are derived by folding in a name and the step."""
         return key_of(self.rng)
 
     @classmethod
@@ -43,9 +43,9 @@ class TrainState(flax.struct.PyTreeNode):
         rng: jax.Array | None = None,
         **collections: PyTree,
     ) -> "FlaxState":
-        """A state as Flax users write it, e.g. with `batch_stats=…`. A door: the engine runs on plain states.
+        """A state as in Flax, e.g. with `batch_stats=…`; adapters convert it to a plain `TrainState`.
 
-        A collection that is None or empty is one that the model does not have.
+        Collections that are None or empty are ignored.
         """
         collections = {name: value for name, value in collections.items() if jax.tree.leaves(value)}
         base = new_state(params, collections, tx, jax.random.key(0) if rng is None else rng)
@@ -53,28 +53,28 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 class FlaxState(TrainState):
-    """A `TrainState` that carries its model's `apply_fn` and its optimizer, as Flax users expect."""
+    """A `TrainState` with `apply_fn` and `tx`, as that of Flax."""
 
     apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
 
     @property
     def batch_stats(self) -> PyTree:
-        """The BatchNorm statistics; empty for a model that has none."""
+        """The BatchNorm statistics; empty if the model has none."""
         return self.model_state.get("batch_stats", {})
 
     @property
     def mutable_variables(self) -> PyTree:
-        """All collections of the model besides its parameters."""
+        """All collections of the model except its parameters."""
         return self.model_state
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
-        """The state after one optimizer update, with other `fields` replaced.
+        """The state after one optimizer update, with further `fields` replaced.
 
         Args:
             grads: of the loss, with respect to `params`.
-            fields: fields of the state, such as `rng`; collections of the model, such as `batch_stats`; or all of these
-                in one, as `mutable_variables`; or what the optimizer wants to know, such as `value`, the loss.
+            fields: fields of the state, such as `rng`; collections of the model, such as `batch_stats`, or all of them
+                as `mutable_variables`; extra arguments of the optimizer, such as `value`, the loss.
         """
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
@@ -83,13 +83,13 @@ class FlaxState(TrainState):
         fields = self.as_fields(fields, "apply_gradients")
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**fields)
 
-    def as_fields(self, given: dict[str, PyTree], method: str) -> dict[str, PyTree]:
-        """What `method` was given, with collections of the model put together as its state."""
-        fields = {name: value for name, value in given.items() if name in self.__dataclass_fields__}
+    def as_fields(self, changes: dict[str, PyTree], method: str) -> dict[str, PyTree]:
+        """The arguments of `method` as fields, with collections of the model merged into `model_state`."""
+        fields = {name: value for name, value in changes.items() if name in self.__dataclass_fields__}
         if "rng" in fields:
             fields["rng"] = key_data(fields["rng"])
-        changed = {k: v for k, v in (given.get("mutable_variables") or {}).items() if k in self.model_state}
-        for name, value in given.items():
+        changed = {k: v for k, v in (changes.get("mutable_variables") or {}).items() if k in self.model_state}
+        for name, value in changes.items():
             if name in fields or name == "mutable_variables":
                 continue
             if name not in self.model_state and jax.tree.leaves(value):
@@ -98,27 +98,29 @@ class FlaxState(TrainState):
                     f"model. Its collections are: {', '.join(self.model_state) or 'none'}."
                 )
             if name in self.model_state and value is None:
-                raise TypeError(f"`{method}` got `{name}=None`, and the model has `{name}`. Leave it out.")
+                raise TypeError(f"`{method}` got `{name}=None`, but the model has `{name}`. Leave it out.")
             changed |= {name: value} if name in self.model_state else {}
         return {"model_state": {**self.model_state, **changed}, **fields} if changed else fields
 
     def plain(self) -> TrainState:
-        """The data alone, without `apply_fn` and `tx`, as the engine runs on."""
+        """The state without `apply_fn` and `tx`, as the engine uses it."""
         return TrainState(*(getattr(self, name) for name in TrainState.__dataclass_fields__))
 
 
 def _replaced(self: FlaxState, **changes: Any) -> FlaxState:
-    """The same with other fields, or collections of the model such as `batch_stats`."""
+    """A copy with other fields, or collections of the model such as `batch_stats`."""
     return dataclasses.replace(self, **self.as_fields(changes, "replace"))
 
 
-FlaxState.replace = _replaced  # flax gives every class the plain one, whatever its body says
+FlaxState.replace = _replaced  # flax overwrites a `replace` in the class body
 
 
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step."""
     params, model_state = _strong(params), _strong(model_state)
-    with noting("This happened in `tx.init(params)` of the optimizer, which a call such as `optax.adam(1e-3)` makes."):
+    with noting(
+        "This happened in `tx.init(params)` of the optimizer. Create it with a call such as `optax.adam(1e-3)`."
+    ):
         opt_state = tx.init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
 
@@ -129,35 +131,35 @@ def _strong(tree: PyTree) -> PyTree:
 
 
 class FlatState:
-    """A state as the loop passes it on: its arrays in a list, put together when somebody looks.
+    """A flattened state, as the loop passes it on; unflattened on access.
 
-    Taking a state apart and putting it together at every step costs about as much as dispatching a small step.
+    Flattening and unflattening at every step costs about as much as dispatching a small step.
     """
 
-    __slots__ = ("_whole", "leaves", "structure")
+    __slots__ = ("_state", "leaves", "structure")
 
-    def __init__(self, leaves: list[jax.Array], structure: Any, whole: TrainState | None = None) -> None:
-        self.leaves, self.structure, self._whole = leaves, structure, whole
+    def __init__(self, leaves: list[jax.Array], structure: Any, state: TrainState | None = None) -> None:
+        self.leaves, self.structure, self._state = leaves, structure, state
 
     @classmethod
     def of(cls, state: TrainState) -> "FlatState":
-        """`state`, taken apart."""
+        """`state`, flattened."""
         leaves, structure = jax.tree.flatten(state)
         return cls(leaves, structure, state)
 
     @property
     def state(self) -> TrainState:
-        """The state, put together."""
-        if self._whole is None:
-            self._whole = self.structure.unflatten(self.leaves)
-        return self._whole
+        """The unflattened state."""
+        if self._state is None:
+            self._state = self.structure.unflatten(self.leaves)
+        return self._state
 
 
 def step_of(state: TrainState) -> int:
-    """The number of steps taken, on the host; waits for the device."""
+    """The step as a Python int; waits for the device."""
     return int(jax.device_get(state.step))
 
 
 def copy_state(state: Arrays) -> Arrays:
-    """The same values in new arrays, so that donating one state leaves the other alive."""
+    """A copy of all arrays, which outlives the donation of the original."""
     return jax.tree.map(jnp.copy, state)

@@ -1,4 +1,4 @@
-"""A program that also tells how its parameters and gradients are doing, leaf by leaf."""
+"""`with_statistics`: a program that logs statistics of its parameters and gradients."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,14 @@ from jax_trainer.core.steps import StepReport
 
 
 def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequence[str] = ()) -> Program:
-    """`program` that also reports `param/path_mode` and `grad/path_mode`, in training.
+    """`program` that also logs `param/path_mode` and `grad/path_mode` in training.
 
     Modes are min, max, mean, std, and val, the value of a leaf with one element. Parameters are those after the step,
-    gradients those before clipping. Over many steps the smallest min and the largest max are told, and means of the
-    rest.
+    gradients those before clipping. Over several steps, min and max are aggregated as min and max, the others as means.
 
     Args:
-        params: which modes to report of parameters.
-        grads: which modes to report of gradients.
+        params: modes to log of parameters.
+        grads: modes to log of gradients.
     """
     check_modes("params", params)
     check_modes("grads", grads)
@@ -27,7 +26,7 @@ def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequ
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         state, report = program.train_step(state, batch)
-        told = {**leaf_statistics("param", state.params, params), **leaf_statistics("grad", report.grads, grads)}
-        return state, report._replace(metrics=report.metrics.adding(**told))
+        metrics = {**leaf_statistics("param", state.params, params), **leaf_statistics("grad", report.grads, grads)}
+        return state, report._replace(metrics=report.metrics.adding(**metrics))
 
     return program._replace(train_step=train_step)

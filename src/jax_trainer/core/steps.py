@@ -1,4 +1,4 @@
-"""What one step is: from a loss to gradients, from gradients to the next state."""
+"""Training, evaluation and prediction steps, from a loss function and an optimizer."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,49 +18,49 @@ from jax_trainer.core.tracing import gathered, like_params
 from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting, noting_definition
 
 PARAMS_NORM = "optimizer/params_global_norm"
-LARGE = 2**14  # elements from which on a dot product pays
+LARGE = 2**14  # elements from which a dot product is faster
 
 
 class StepReport(NamedTuple):
-    """What one training step tells: its metrics, and the gradients behind it (dropped unless kept)."""
+    """The metrics and gradients of one training step (gradients are dropped unless kept)."""
 
     metrics: Metrics
     grads: PyTree
 
 
 class LossFn(Protocol):
-    """What every adapter makes of the user's loss."""
+    """The common signature to which adapters convert the user's loss."""
 
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns the loss, the model state after this batch, and what else to report.
+        """Returns the loss, the model state after this batch, and further metrics.
 
-        One that also takes `step` is told how many optimizer steps the state has behind it.
+        A loss with a parameter `step` receives the number of optimizer steps so far.
         """
         ...
 
 
 class SteppedLossFn(Protocol):
-    """A `LossFn` that is told the step."""
+    """A `LossFn` with a parameter `step`."""
 
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns what the `LossFn` does."""
+        """Returns the loss, the model state after this batch, and further metrics."""
         ...
 
 
 class PredictFn(Protocol):
-    """What an adapter makes of a model that is asked for its outputs."""
+    """The common signature to which adapters convert a model's forward pass."""
 
     def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
-        """Returns what the model, in evaluation mode, makes of `batch`."""
+        """Returns the outputs of the model in evaluation mode."""
         ...
 
 
 class Gradients(NamedTuple):
-    """What a `GradFn` finds out about one batch."""
+    """The result of a `GradFn` for one batch."""
 
     grads: PyTree
     model_state: PyTree
@@ -68,7 +68,7 @@ class Gradients(NamedTuple):
 
 
 class GradFn(Protocol):
-    """Finds the gradients of the loss on one batch, in one go or in micro-batches."""
+    """Computes the gradients of the loss on one batch, at once or in micro-batches."""
 
     def __call__(self, state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
         """Returns the gradients at `state.params`."""
@@ -81,21 +81,21 @@ PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
 def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
-    """`loss_fn` computing in `precision.compute`; its loss and metrics come out in `precision.output`."""
-    wants_step = "step" in inspect.signature(loss_fn).parameters
+    """`loss_fn` computed in `precision.compute`; its loss and metrics are cast to `precision.output`."""
+    takes_step = "step" in inspect.signature(loss_fn).parameters
 
     def cast_loss(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         params, batch = cast_floats((params, batch), precision.compute)
-        params = gathered(params)  # after the cast, as fewer bytes
-        told = {"step": step} if wants_step else {}
+        params = gathered(params)  # after the cast: fewer bytes
+        extra = {"step": step} if takes_step else {}
         with noting_definition(loss_fn):
-            loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **told)
+            loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **extra)
             loss = checked_loss(loss, "loss")
             check_loss(loss, {"batch": batch})
         loss, reported = cast_floats((loss, dict(reported)), precision.output)
-        # running statistics keep their own type: in bf16 their small updates would be rounded away
+        # running statistics keep their dtype: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), reported)
 
     return attribute_to(cast_loss, loss_fn)
@@ -117,28 +117,28 @@ def grad_of(loss_fn: SteppedLossFn) -> GradFn:
 
 
 def _with_loss(loss: jax.Array, reported: Mapping[str, Any], batch: Batch) -> Metrics:
-    # a loss that is a mean over other things than examples (tokens, pixels) reports itself as a sum with its `count`
+    # a loss that is a mean over tokens or pixels instead of examples may return itself as a sum with its `count`
     return as_metrics({"loss": loss, **reported}, batch_weight(batch))
 
 
 def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
-    """One optimizer update. Optimizers that ask for it get the loss (`value=`) and more, see `by_signature`."""
+    """A step of one optimizer update. For extra arguments of the optimizer (`value=`, …) see `by_signature`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         grads, model_state, metrics = grad_fn(state, batch, rng)
-        # without it, on a GPU, statistics of gradients change how the update is fused, and its last bits
+        # without it, on a GPU, gradient statistics change the fusion of the update, and its last bits
         grads = jax.lax.optimization_barrier(grads)
         loss = metrics.by_name["loss"].value
 
-        def found_at(params: PyTree) -> Gradients:
+        def gradients_at(params: PyTree) -> Gradients:
             return grad_fn(state.replace(params=params), batch, rng)
 
         offered: dict[str, Any] = {
             "value": loss,
             "grad": grads,
-            "value_fn": lambda params: found_at(params).metrics.by_name["loss"].value,
-            "grad_fn": lambda params, *_: found_at(params).grads,
+            "value_fn": lambda params: gradients_at(params).metrics.by_name["loss"].value,
+            "grad_fn": lambda params, *_: gradients_at(params).grads,
         }
         with noting(IN_UPDATE):
             updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
@@ -152,16 +152,16 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm of all numbers in `tree` together, in float32 at least."""
+    """The L2 norm of all elements of `tree`, in float32 or higher precision."""
 
     def square(leaf: jax.Array) -> jax.Array:
         leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         if leaf.size < LARGE:
             return (jnp.abs(leaf) ** 2).sum()
-        # a dot product uses every core; the compiler squares into memory and adds up in one, 8 % of a step on a CPU.
-        # Over all dimensions at once: flattening would gather a leaf that is split along a later one
-        every = tuple(range(leaf.ndim))
-        return jax.lax.dot_general(leaf.conj(), leaf, ((every, every), ((), ()))).real
+        # a dot product uses all cores; a sum of squares runs on one, which takes 8 % of a step on a CPU.
+        # over all dimensions at once: flattening would gather a leaf that is sharded along a later one
+        axes = tuple(range(leaf.ndim))
+        return jax.lax.dot_general(leaf.conj(), leaf, ((axes, axes), ((), ()))).real
 
     return jnp.sqrt(sum(map(square, jax.tree.leaves(tree)), start=jnp.zeros(())))
 
@@ -181,7 +181,7 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
 
 
 def make_eval_step(loss_fn: SteppedLossFn) -> EvalStep:
-    """Judges a state on one batch. The key it uses is `state.rng`: whoever numbers batches folds that in."""
+    """A step that evaluates a state on one batch with the key `state.rng`; callers fold in the number of the batch."""
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         rng = stream(state.key, "eval")
@@ -193,7 +193,7 @@ def make_eval_step(loss_fn: SteppedLossFn) -> EvalStep:
 
 
 def make_predict_step(predict_fn: PredictFn, precision: Precision) -> PredictStep:
-    """What the model of a state makes of one batch, computed and keyed as an evaluation does it."""
+    """A step that computes the model's outputs, with the precision and random keys of an evaluation."""
 
     def predict_step(state: TrainState, batch: Batch) -> PyTree:
         params, batch = cast_floats((state.params, batch), precision.compute)

@@ -1,4 +1,4 @@
-"""What a step can ask of its layout while it is traced, without knowing it."""
+"""Sharding constraints for traced steps, which do not know their layout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,47 +9,47 @@ from jax_trainer.core.metrics import Batch, PyTree
 
 
 class Placer(Protocol):
-    """Tells the compiler where arrays of a traced step live; a `Layout` is one."""
+    """Adds sharding constraints to arrays of a traced step; implemented by `Layout`."""
 
     def constrain_params(self, tree: PyTree) -> PyTree:
-        """`tree`, which looks like the parameters, laid out as they are."""
+        """`tree`, of the structure of the parameters, with their shardings."""
         ...
 
     def gather_params(self, tree: PyTree) -> PyTree:
-        """`tree`, which looks like the parameters, as examples are computed with."""
+        """`tree`, of the structure of the parameters, gathered along the batch axes."""
         ...
 
     def constrain_rows(self, batch: Batch, axis: int) -> Batch:
-        """`batch`, split along `axis`."""
+        """`batch`, sharded along `axis`."""
         ...
 
 
-_PRESENT: ContextVar[Placer | None] = ContextVar("layout of the step that is traced", default=None)
+_CURRENT: ContextVar[Placer | None] = ContextVar("layout of the step being traced", default=None)
 
 
 @contextmanager
 def tracing_for(placer: Placer | None) -> Iterator[None]:
-    """Meanwhile steps are traced for this layout."""
-    token = _PRESENT.set(placer)
+    """Traces steps inside the block for this layout."""
+    token = _CURRENT.set(placer)
     try:
         yield
     finally:
-        _PRESENT.reset(token)
+        _CURRENT.reset(token)
 
 
 def like_params(tree: PyTree) -> PyTree:
-    """`tree` laid out as the parameters it mirrors: left to itself, the compiler may replicate gradients."""
-    placer = _PRESENT.get()
+    """`tree` with the shardings of the parameters: without a constraint, the compiler may replicate gradients."""
+    placer = _CURRENT.get()
     return tree if placer is None else placer.constrain_params(tree)
 
 
 def gathered(params: PyTree) -> PyTree:
-    """`params` whole along the axes that split a batch: every example needs all of them."""
-    placer = _PRESENT.get()
+    """`params` gathered along the batch axes: every example needs all of them."""
+    placer = _CURRENT.get()
     return params if placer is None else placer.gather_params(params)
 
 
 def split_rows(batch: Batch, axis: int = 0) -> Batch:
-    """`batch` with the rows along `axis` shared among the devices, where they divide evenly."""
-    placer = _PRESENT.get()
+    """`batch` with its rows along `axis` sharded over the devices, if they divide evenly."""
+    placer = _CURRENT.get()
     return batch if placer is None else placer.constrain_rows(batch, axis)

@@ -1,4 +1,4 @@
-"""What a failure in the user's code is reported with: the line, what the batch looks like, and the likely cure."""
+"""Notes for errors in the user's code: its line, the shapes of the batch, and the likely fix."""
 
 import inspect
 import re
@@ -17,33 +17,33 @@ Error = TypeVar("Error", bound=BaseException)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _IN_YOUR_CODE, _USER_FUNCTION = "In your code", "user_function"
-MOST_LEAVES = 12  # of a batch that a message describes
+MOST_LEAVES = 12  # of a batch that a message lists
 _paths = sysconfig.get_paths()
-# jax and flax may be installed anywhere that is on the path; what is installed is not the user's own
-_OTHERS = tuple({str(Path(path)) for path in (_paths["stdlib"], _paths["purelib"], _paths["platlib"])})
+# installed packages are not the user's code
+_INSTALLED = tuple({str(Path(path)) for path in (_paths["stdlib"], _paths["purelib"], _paths["platlib"])})
 _OURS = str(Path(__file__).parent.parent)
 
 IN_UPDATE = "This happened in the optimizer's update."
 _OF_UPDATE = (
-    "Look at how the optimizer was made: with numbers or schedules, `optax.adam(1e-3)`, never with text; and, if it "
-    "has a state already, for the parameters of this model."
+    "Check the optimizer's arguments: numbers or schedules, such as `optax.adam(1e-3)`, not strings; and, if it "
+    "already has a state, that it was created for the parameters of this model."
 )
-_COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes, but no values."
-# what an error of JAX, Flax or Optax most often comes from, by its type and text; the first that matches counts
-_CURES = {
+_COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes but no values."
+# fixes of frequent errors of JAX, Flax and Optax, by type and text; the first match is used
+_FIXES = {
     "TracerArrayConversionError": f"{_COMPILED} Compute with `jax.numpy` (`jnp.…`) instead of numpy.",
     "TracerBoolConversionError": (
         f"{_COMPILED} Write `jnp.where(condition, a, b)` or `jax.lax.cond` instead of `if`, `and`, `or`, `not`."
     ),
     "TracerIntegerConversionError|NonConcreteBooleanIndexError": (
-        f"{_COMPILED} Sizes and Python indices must be known; use `jnp.where`, or take them from a shape."
+        f"{_COMPILED} Sizes and Python indices must be static; use `jnp.where`, or take them from a shape."
     ),
     "ConcretizationTypeError": (
         f"{_COMPILED} Leave out `float(…)`, `int(…)`, `.item()` and `.tolist()`: return the array itself."
     ),
     "UnexpectedTracerError": (
-        "An array of an earlier traced step was kept, for example on `self`. Return what is to be kept as a metric, or "
-        "as state of the model."
+        "An array of an earlier traced step was stored, for example on `self`. Return it as a metric, or as state of "
+        "the model."
     ),
     r"subdtype of .*numpy\.integer.*got (?:float|bool)": (
         "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
@@ -52,8 +52,8 @@ _CURES = {
         "Floats are expected here, and these are integers: are the arguments swapped?"
     ),
     r"ScopeParamShapeError|dot_general requires contracting dimensions": (
-        "The layer was made for inputs of another width than those of this batch. Give it the right number of "
-        "features, or flatten the inputs: `x.reshape(len(x), -1)`."
+        "The layer expects inputs of another width than those of this batch. Set its number of input features, "
+        "or flatten the inputs: `x.reshape(len(x), -1)`."
     ),
     r"indices and arr must have the same number of dimensions|with_integer_labels": (
         "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
@@ -64,86 +64,86 @@ _CURES = {
         "(`x.reshape(len(x), -1)`, `x.mean((1, 2))`) where it returns more axes than [n, classes]."
     ),
     r"[Ii]ncompatible shapes.*\((\d+),\), \(\1, \d+\)|[Ii]ncompatible shapes.*\((\d+), \d+\), \(\2,\)": (
-        "Outputs [n, k] do not go with targets [n]. For integer labels use "
+        "Outputs [n, k] are incompatible with targets [n]. For integer labels use "
         "`optax.softmax_cross_entropy_with_integer_labels`, or `jax.nn.one_hot(labels, k)`; for one number per example "
         "give the model one output, and squeeze it."
     ),
     r"[Ii]ncompatible shapes|must have the same shape|shapes must be equal|[Ss]hape mismatch": (
-        "The arrays in this line do not go together: compare the shapes of what the model returns with those of the "
-        "targets. Predictions [n, 1] against targets [n] want `predictions.squeeze(-1)`."
+        "The arrays in this line have incompatible shapes: compare the outputs of the model with the targets. For "
+        "predictions [n, 1] and targets [n] use `predictions.squeeze(-1)`."
     ),
     r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
         "Something here is None: does the model's call, or a function, lack its `return`?"
     ),
     r"'(tuple|list|dict)' object has no attribute '(?:input|target)'": (
-        "Batches of this trainer have `input` and `target`, as `SupervisedBatch` does, and this one is a {0}. Give "
-        "such batches, or override `batch_to_input` and the loss."
+        "Batches of this trainer must have `input` and `target`, like `SupervisedBatch`; this one is a {0}. Use such "
+        "batches, or override `batch_to_input` and the loss."
     ),
     r"'(?:tuple|list|dict)' object has no attribute '(?:apply_fn|params|batch_stats)'": (
-        "A batch stands where a state is expected: are the arguments in another order? It is `(state, batch)`."
+        "A batch was passed where a state is expected. The order of the arguments is `(state, batch)`."
     ),
-    r"'(tuple|list|dict)' object has no attribute": "The model returns a {0} here: pick the part that the loss needs.",
+    r"'(tuple|list|dict)' object has no attribute": "The model returns a {0}: select the part that the loss needs.",
     r"Gradient only defined for scalar-output functions": (
-        "The loss that gradients are taken of must be one number: take its mean; and if it comes with metrics, pass "
+        "The loss to differentiate must be a scalar: take its mean; if it is returned with metrics, pass "
         "`has_aux=True`."
     ),
     r"grad requires real-valued outputs|grad requires real- or complex-valued|is not a valid JAX type": (
-        "The loss that gradients are taken of must be a real floating point number: counts, `argmax`, comparisons and "
-        "text have no gradient."
+        "The loss to differentiate must be a real floating point number: counts, `argmax`, comparisons and strings "
+        "have no gradient."
     ),
     r"(use_running_average|deterministic)\" must be passed": (
         "Give the model's `__call__` a parameter `train: bool`, and pass `{0}=not train` to the layer: the trainer "
         "sets `train`."
     ),
-    r"no `rngs` argument was provided": "Make the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
+    r"no `rngs` argument was provided": "Create the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
     r"unsupported format string passed to \w*Tracer": (
-        f"{_COMPILED} Print with `jax.debug.print`, or report the value as a metric."
+        f"{_COMPILED} Print with `jax.debug.print`, or return the value as a metric."
     ),
     r"collection \"params\"": (
-        'Parameters are one collection of several: `model.apply({{"params": params}}, x)`, and an `init` returns them '
+        'Parameters are one of several collections: `model.apply({{"params": params}}, x)`, and an `init` returns them '
         'as `{{"params": …}}`.'
     ),
     r"ScopeCollectionNotFound|ModifyScopeVariableError": (
-        'Pass the model all of its collections, and say which may change: `model.apply({{"params": params, '
-        '"batch_stats": …}}, x, mutable=["batch_stats"])`; `self.model_linen_apply` and `state.apply` do so.'
+        'Pass all collections to the model, and the mutable ones by name: `model.apply({{"params": params, '
+        '"batch_stats": …}}, x, mutable=["batch_stats"])`; `self.model_linen_apply` and `state.apply` do this.'
     ),
     r"ApplyScopeInvalidVariablesStructureError": (
-        'What `model.init` returns are all collections; `params` is one of them: `params=variables["params"]`.'
+        '`model.init` returns all collections; pass one of them: `params=variables["params"]`.'
     ),
     r"InvalidRngError": (
-        'Pass the model its random keys: `model.apply(…, rngs={{"dropout": rng}})`; `self.model_linen_apply` and '
-        "`state.apply` do so."
+        'Pass random keys to the model: `model.apply(…, rngs={{"dropout": rng}})`; `self.model_linen_apply` and '
+        "`state.apply` do this."
     ),
     r"TraceContextError": (
-        "A step may change only what it is given. It returns the gradients, and the optimizer is updated with them "
-        "afterwards: leave out `optimizer.update(…)`."
+        "A step may change its arguments only. Return the gradients and leave out `optimizer.update(…)`: the trainer "
+        "updates the optimizer."
     ),
     r"__call__\(\) got multiple values|__call__\(\) takes": (
-        "The model is called with the inputs, and there are more of them than it takes: leave out the targets."
+        "The model is called with more inputs than it takes: leave out the targets."
     ),
     r"__call__\(\) missing": (
-        "The model is called with the inputs alone, and told whether it trains where it has a parameter `train`. Give "
-        "its other parameters a default, or call it in a loss of your own."
+        "The model is called with the inputs, and with `train` if it has that parameter. Give other parameters a "
+        "default, or call the model in a custom loss."
     ),
     r"mismatch in size of old and new data-descriptor": (
-        "A tuple stands where an array is expected: take apart what a call returns, as in "
+        "A tuple was passed where an array is expected: unpack the result of a call, as in "
         "`logits, mutable = self.model_linen_apply(…)`."
     ),
     r"(tuple|list) indices must be integers": (
-        "A {0} is used as if it had names. If it is the batch, take it apart, `x, y = batch`, or give dicts."
+        "A {0} is indexed with a string. If it is the batch, unpack it, `x, y = batch`, or use dict batches."
     ),
     r"CallCompactUnboundModuleError": "Pass the module's method instead of the module: `model.apply`, `model.init`.",
-    r"AssignSubModuleError": "Write `@nn.compact` above the method, or make the submodules in `setup`.",
+    r"AssignSubModuleError": "Write `@nn.compact` above the method, or create the submodules in `setup`.",
 }
 
 
 def with_user_frame(error: Error, batch: Batch = None) -> Error:
-    """`error` with first notes that say where in the user's code it was raised, on what batch, and the likely cure.
+    """`error` with notes on the user's line that raised it, the shapes and dtypes of the batch, and the likely fix.
 
-    It stays as it is where it was not raised in the user's code; of the batch only shapes and dtypes are named.
+    Without a line of the user's code there is no note on it.
     """
     notes = getattr(error, "__notes__", [])
-    added = [_user_frame(error), "" if batch is None else f"The batch: {described(batch)}.", _cure(error)]
+    added = [_user_frame(error), "" if batch is None else f"The batch: {describe_shapes(batch)}.", _fix(error)]
     new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
     if new:
         error.__notes__ = sorted([*new, *notes], key=lambda note: not note.startswith(_IN_YOUR_CODE))
@@ -152,7 +152,7 @@ def with_user_frame(error: Error, batch: Batch = None) -> Error:
 
 @contextmanager
 def explaining(batch: Batch = None) -> Iterator[None]:
-    """Adds to whatever is raised inside what `with_user_frame` adds."""
+    """Adds the notes of `with_user_frame` to errors raised inside the block."""
     try:
         yield
     except Exception as error:
@@ -186,7 +186,7 @@ def line_of(trace: Any) -> str:
 
 @contextmanager
 def noting(text: str) -> Iterator[None]:
-    """Adds `text` to whatever is raised inside."""
+    """Adds the note `text` to errors raised inside the block."""
     try:
         yield
     except Exception as error:
@@ -194,17 +194,17 @@ def noting(text: str) -> Iterator[None]:
         raise
 
 
-def described(batch: Batch) -> str:
+def describe_shapes(batch: Batch) -> str:
     """The shapes and dtypes of a batch.
 
     >>> import numpy as np
-    >>> described((np.zeros((8, 4), np.float32), np.zeros(8, np.int32)))
+    >>> describe_shapes((np.zeros((8, 4), np.float32), np.zeros(8, np.int32)))
     'batch[0] float32[8, 4], batch[1] int32[8]'
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    told = [f"batch{jax.tree_util.keystr(path)} {_kind(leaf)}" for path, leaf in leaves[:MOST_LEAVES]]
+    shapes = [f"batch{jax.tree_util.keystr(path)} {_kind(leaf)}" for path, leaf in leaves[:MOST_LEAVES]]
     more = [f"and {len(leaves) - MOST_LEAVES} more"] if len(leaves) > MOST_LEAVES else []
-    return ", ".join([*told, *more]) or "nothing"
+    return ", ".join([*shapes, *more]) or "nothing"
 
 
 def _kind(leaf: Any) -> str:
@@ -218,7 +218,7 @@ def _user_frame(error: BaseException) -> str:
 
 
 def _line_of(stack: traceback.StackSummary) -> str:
-    frames = [frame for frame in stack if _is_own(frame)]
+    frames = [frame for frame in stack if _is_user_frame(frame)]
     if not frames:
         return ""
     last = frames[-1]
@@ -234,17 +234,17 @@ def _definition(function: Any) -> str:
     return _line_of(traceback.StackSummary.from_list([(code.co_filename, code.co_firstlineno, code.co_name, None)]))
 
 
-def _cure(error: BaseException) -> str:
+def _fix(error: BaseException) -> str:
     if IN_UPDATE in getattr(error, "__notes__", []):
-        return f"Likely cure: {_OF_UPDATE}"
-    of_others = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
-    of_others |= "__call__()" in str(error)  # of a model, which Python could not call
-    if _raised_here(error) and not of_others:
-        return ""  # our own messages name the cure; the frames of Flax and JAX may be hidden
+        return f"Likely fix: {_OF_UPDATE}"
+    is_external = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
+    is_external |= "__call__()" in str(error)  # Python could not call a model
+    if _raised_here(error) and not is_external:
+        return ""  # messages of this library name the fix; frames of Flax and JAX may be hidden
     text = f"{type(error).__name__}: {error}"
-    for pattern, cure in _CURES.items():
+    for pattern, fix in _FIXES.items():
         if found := re.search(pattern, text):
-            return f"Likely cure: {cure.format(*found.groups())}"
+            return f"Likely fix: {fix.format(*found.groups())}"
     return ""
 
 
@@ -253,7 +253,7 @@ def _raised_here(error: BaseException) -> bool:
     return bool(frames) and frames[-1].filename.startswith(_OURS)
 
 
-def _is_own(frame: traceback.FrameSummary) -> bool:
+def _is_user_frame(frame: traceback.FrameSummary) -> bool:
     file = frame.filename
-    is_made = file == "<string>" and frame.name.startswith("__")  # a method that `dataclass` has made
-    return not (is_made or file.startswith((*_OTHERS, _OURS, "<frozen")) or "site-packages" in file)
+    is_generated = file == "<string>" and frame.name.startswith("__")  # by `dataclass`
+    return not (is_generated or file.startswith((*_INSTALLED, _OURS, "<frozen")) or "site-packages" in file)

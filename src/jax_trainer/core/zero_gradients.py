@@ -1,4 +1,4 @@
-"""A first step whose gradients are all zero, which trains nothing, is reported."""
+"""Warns if all gradients of the first step are zero."""
 
 import logging
 
@@ -9,10 +9,10 @@ _NORM = "optimizer/grad_global_norm"
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:
-    """One warning where the gradients of step 1 are zero. A batch that is masked as a whole has none, so no error."""
+    """Logs a warning if the gradients of step 1 are zero; no error, because a fully masked batch has none."""
     if rows.first == 1 and _NORM in rows.format.metrics and (rows.values_of(_NORM)[:1] == 0).all():
         LOG.warning(
-            "The gradients of all parameters were zero in step 1. Does the loss depend on what the model returns? A "
-            "constant, `argmax`, a comparison and `jax.lax.stop_gradient` have no gradient, and neither has a softmax "
-            "over one output."
+            "The gradients of all parameters were zero in step 1. Check that the loss depends on the outputs of the "
+            "model: a constant, `argmax`, a comparison, `jax.lax.stop_gradient` and a softmax over one output have "
+            "no gradient."
         )

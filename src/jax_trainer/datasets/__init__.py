@@ -1,6 +1,6 @@
-"""Data: batches, datasets, loaders with a position, and getting batches to the device in time.
+"""Datasets, loaders that resume at any batch, batches, transforms and prefetching.
 
-`examples` has ready sets. `records.py` needs Grain and is imported by its own name.
+`examples` has ready-made datasets. `records.py` needs Grain; import it as `jax_trainer.datasets.records`.
 """
 
 from jax_trainer.datasets import examples
@@ -8,7 +8,7 @@ from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
 from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
-from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, in_words
+from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.host import HostTransforms
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
@@ -56,8 +56,8 @@ __all__ = [
     "SyncIterator",
     "UnusedKeyWarning",
     "common_transforms",
+    "describe_batch",
     "examples",
-    "in_words",
     "joined_states",
     "load_digits",
     "nearby_multiples",

@@ -1,4 +1,4 @@
-"""In-memory arrays as batches, with a position."""
+"""`ArrayLoader`: batches of in-memory arrays, from any batch of any epoch on."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch, PyTree, resized
-from jax_trainer.datasets.foreign import check_batch, known_as_tree
+from jax_trainer.datasets.foreign import check_batch, register_as_pytree
 from jax_trainer.datasets.host import HostTransform, HostTransforms
 from jax_trainer.datasets.order import Order, Ordered
 from jax_trainer.suggestions import checks_keywords
@@ -18,20 +18,20 @@ from jax_trainer.suggestions import checks_keywords
 class ArrayLoader(Ordered):
     """Batches of arrays that share their first axis.
 
-    The order of an epoch is a pure function of the seed and the epoch's number, so a run can go on from any batch
-    of any epoch without replaying what came before. With several processes each gets its part of every full batch, and
-    all of a last one that is not full; all of them together see the same order as one would. The `size` of batches
-    that have one is that over all processes.
+    The order of an epoch is a pure function of the seed and the epoch number, so a run can resume from any batch of any
+    epoch without replaying the ones before. With several processes each gets its part of every full batch, and all of a
+    partial last one; together they see the same order as one process. The `size` of batches that have one is the global
+    size.
 
     Args:
         arrays: an array, or a tuple, dict or dataclass of arrays.
         batch_size: examples per batch, over all processes.
-        shuffle: a new order in every epoch; False keeps the order, as evaluation wants it.
-        drop_last: leave out the last batch of an epoch when it is not full.
-        seed: which orders.
-        record_transform, batch_transform: functions of a record or a batch and a random generator that belongs to
-            its place in the epoch, run on the host. Prefer transforms on the device where they can do the work.
-        process: (index, count) of the processes that share the batches; None asks JAX.
+        shuffle: a new order in every epoch; False keeps the order of the arrays, for evaluation.
+        drop_last: drop the last batch of an epoch if it is not full.
+        seed: seed of the shuffling.
+        record_transform, batch_transform: functions of a record or a batch and a random generator seeded by its
+            position in the epoch, run on the host. Prefer device transforms where possible.
+        process: (index, count) of the processes that shard the batches; None: those of JAX.
 
     >>> loader = ArrayLoader({"id": np.arange(10)}, batch_size=4, shuffle=True)
     >>> [len(batch["id"]) for batch in loader.epoch(1)]
@@ -50,7 +50,7 @@ class ArrayLoader(Ordered):
         batch_transform: HostTransform | None = None,
         process: tuple[int, int] | None = None,
     ) -> None:
-        leaves, self._structure = jax.tree.flatten(known_as_tree(arrays))
+        leaves, self._structure = jax.tree.flatten(register_as_pytree(arrays))
         self._leaves = [np.asarray(leaf) for leaf in leaves]
         self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
         lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in self._leaves}
@@ -71,31 +71,31 @@ class ArrayLoader(Ordered):
 
     @property
     def in_memory(self) -> bool:
-        """Whether batches are nothing but rows of arrays in memory; those of a file that is mapped are not."""
+        """Whether batches are plain rows of arrays in memory: not memory-mapped, and not transformed on the host."""
         return not self.host and not self._is_mapped
 
     @property
     def arrays(self) -> PyTree:
-        """All examples, as they were given."""
+        """The arrays of all examples."""
         return self._structure.unflatten(self._leaves)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Which examples epoch `epoch` visits, in order, over all processes."""
+        """The indices of the examples of epoch `epoch`, in order, over all processes."""
         if self._prepared is None or self._prepared[0] != epoch:
             self._prepared = (epoch, self.schedule.of(epoch))
         return self._prepared[1]
 
     def prepare(self, epoch: int) -> None:
-        """Works out the order of an epoch that comes soon, while there is time: a million examples take 15 ms."""
+        """Computes the order of an epoch in advance: a million examples take 15 ms."""
         self.order(epoch)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""
         return self._transformed(number, start) if self.host else self.untransformed(number, start)
 
-    def untransformed(self, number: int, start: int = 0, *, whole: bool = False) -> "ArrayEpoch":
-        """The same before transforms on the host; `whole`: not only this process's part of each."""
-        schedule = dataclasses.replace(self.schedule, process=(0, 1)) if whole else self.schedule
+    def untransformed(self, number: int, start: int = 0, *, replicated: bool = False) -> "ArrayEpoch":
+        """`epoch` before host transforms; `replicated`: complete batches instead of this process's part."""
+        schedule = dataclasses.replace(self.schedule, process=(0, 1)) if replicated else self.schedule
         return ArrayEpoch(self._leaves, self._structures, schedule, self.order(number), start)
 
     def _transformed(self, number: int, start: int) -> Iterator[Batch]:
@@ -108,14 +108,14 @@ class ArrayLoader(Ordered):
 
 
 class ArrayEpoch:
-    """One epoch of an `ArrayLoader`: an iterator that can also cut out several batches at once."""
+    """One epoch of an `ArrayLoader`: an iterator that can also return several stacked batches at once."""
 
     def __init__(
         self, leaves: list[np.ndarray], structures: tuple[Any, ...], schedule: Order, order: np.ndarray, start: int
     ) -> None:
         self._leaves, self._schedule, self._order = leaves, schedule, order
         self._full, self._ragged = structures
-        self._next, self._whole, self._total = start, schedule.full_batches, len(schedule)
+        self._next, self._full_batches, self._total = start, schedule.full_batches, len(schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -126,21 +126,21 @@ class ArrayEpoch:
             raise StopIteration
         self._next = index + 1
         rows = self._schedule.cut(self._order, index)
-        structure = self._full if index < self._whole else self._ragged
+        structure = self._full if index < self._full_batches else self._ragged
         return structure.unflatten([leaf[rows] for leaf in self._leaves])
 
-    def rows(self, limit: int, *, whole_only: bool = False) -> np.ndarray:
+    def rows(self, limit: int, *, full_only: bool = False) -> np.ndarray:
         """The examples of up to `limit` batches, [batches, size]: full ones, or the ragged last one alone."""
-        steps = min(limit, self._whole - self._next)
+        steps = min(limit, self._full_batches - self._next)
         if steps <= 0:
-            steps = 0 if whole_only else self._total - self._next
+            steps = 0 if full_only else self._total - self._next
         rows = self._schedule.cut(self._order, self._next, steps)
         self._next += steps
         return rows.reshape(steps, -1) if steps else rows[:0]
 
     def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
-        """Up to `limit` full batches stacked, in arrays for `chunk` of them; and how many there were."""
-        rows = self.rows(limit, whole_only=True)
+        """Up to `limit` full batches, stacked and padded to `chunk`, and their number."""
+        rows = self.rows(limit, full_only=True)
         if not len(rows):
             return None, 0
         return self._full.unflatten([_stacked(leaf, rows, chunk) for leaf in self._leaves]), len(rows)

@@ -1,4 +1,4 @@
-"""Data as the loop sees it: epochs that are opened at a position, and batches taken from them."""
+"""`Data` and `DataSource`: data of any supported kind, as epochs that can be opened at a position."""
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -14,7 +14,7 @@ from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.shared_state import check_own
+from jax_trainer.datasets.shared_state import check_process_count
 from jax_trainer.datasets.sources import Position, adapter_for, examples_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 from jax_trainer.processes import process_group
@@ -25,16 +25,16 @@ DEFAULT_PREFETCH = 4
 
 @dataclass(frozen=True)
 class Data:
-    """What to train on, and the evaluation sets by name. Names that begin with "test" are test sets.
+    """Training data, and evaluation sets by name. Names that start with "test" are test sets.
 
     Args:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
-        prefetch: batches that a thread makes and puts on the device ahead of the step; 0 makes them in between.
-            None is 0 for batches that are in memory already while the device is the CPU, and 4 otherwise.
-        resident: keep the whole training set on the device and cut batches out of it there. "auto" does so when it
-            takes at most a quarter of the memory that is free on the device. Needs an `ArrayLoader`.
-        timeout: seconds to wait for one batch before giving up; None waits for ever.
+        prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for
+            in-memory batches on the CPU, and 4 otherwise.
+        resident: keep the training set in device memory and index batches there. "auto" does so if it takes at most
+            a quarter of the free device memory. Needs an `ArrayLoader`.
+        timeout: seconds to wait for a batch before raising a `DataError`; None waits forever.
     """
 
     train: Any
@@ -49,16 +49,16 @@ class Data:
         if self.resident not in (True, False, "auto"):
             raise ValueError(f'`resident` must be True, False or "auto", got {self.resident!r}.')
         if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"`timeout` must be above 0 seconds, got {self.timeout}. None waits for ever.")
+            raise ValueError(f"`timeout` must be above 0 seconds, got {self.timeout}. None waits forever.")
 
     @classmethod
     def of(cls, data: Any) -> "Data":
-        """`data` itself, or training data alone."""
+        """`data` itself, or a `Data` with `data` as training data."""
         return data if isinstance(data, Data) else cls(data)
 
 
 class DataSource:
-    """One source of batches, opened per epoch. `may_be_empty` is for evaluation sets; see `nothing_to_evaluate`."""
+    """A source of batches, opened per epoch. `may_be_empty` is for evaluation sets; see `empty_notice`."""
 
     def __init__(
         self,
@@ -73,73 +73,75 @@ class DataSource:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
         self.is_replicated: Callable[[int], bool] | None = getattr(data, "is_replicated", None)
-        self._was_opened = self._gave_out = self._has_raw_images = False
-        self._resumed: tuple[Position, int] | None = None  # and its batch size, until the first batch shows its own
+        self._was_opened = self._was_exhausted = self._has_raw_images = False
+        self._resumed: tuple[Position, int] | None = (
+            None  # with its batch size, until the first batch shows the present one
+        )
         if self.is_empty and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
 
     @property
     def length(self) -> int | None:
-        """Batches per epoch, where the source tells."""
+        """Batches per epoch; None if unknown."""
         if not hasattr(self._data, "__len__"):
             return None
         try:
             return len(self._data)
-        except TypeError:  # torch gives loaders of endless sets a `__len__` that raises
+        except TypeError:  # torch loaders of iterable datasets have a `__len__` that raises
             return None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is known to give no batch."""
+        """Whether it is known to have no batch."""
         return self.length == 0
 
     @property
     def can_rewind(self) -> bool:
-        """Whether it can be opened, in this process, at a position before the one it stands at."""
+        """Whether it can be opened, in this process, at an earlier position."""
         return self._adapter.can_rewind
 
     @property
     def is_one_shot(self) -> bool:
-        """Whether this can be gone through only once."""
+        """Whether it can be iterated only once."""
         return isinstance(self._data, Iterator)
 
     @property
     def is_endless(self) -> bool:
-        """Whether this is known never to end."""
+        """Whether it is known to be endless."""
         return isinstance(self._data, itertools.count | itertools.cycle | itertools.repeat)
 
     @property
     def in_memory(self) -> bool:
-        """Whether its batches are there already, or are cut out of arrays."""
+        """Whether its batches are in memory, or are slices of arrays in memory."""
         return isinstance(self._data, list | tuple) or getattr(self._data, "in_memory", False)
 
     @property
     def is_shared(self) -> bool:
-        """Whether the data itself sees to what each of several processes gets, as ours do.
+        """Whether the loader itself shards its batches among processes, as `ArrayLoader` and `GrainLoader` do.
 
-        It then has `is_replicated(index)`: whether every process gets the complete batch `index`. Of other data, each
-        process has its own part.
+        It then has `is_replicated(index)`: whether every process gets the complete batch `index`. With other data,
+        each process has its own part.
         """
         return self.is_replicated is not None
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per full batch over all processes, where data that is shared tells."""
+        """Examples per full batch over all processes, if the data is shared; None if unknown."""
         return getattr(self._data, "batch_size", None) if self.is_shared else None
 
     @property
     def full_batch(self) -> int | None:
-        """Examples of a full batch, where the data tells or showed it: over all processes, where they share it."""
+        """Examples per full batch, over all processes if they share it; None if unknown before the first batch."""
         if isinstance(self._data, list | tuple):
             return examples_of(self._data[0]) if self._data else None
-        told = getattr(self._data, "batch_size", None)
-        return int(told) if isinstance(told, int | np.integer) else self._adapter.first_size
+        size = getattr(self._data, "batch_size", None)
+        return int(size) if isinstance(size, int | np.integer) else self._adapter.first_size
 
     def position_at(self, position: Position, batch_size: int | None) -> Position:
-        """The same place, of a run whose batches had this size, in batches as they are now.
+        """Converts the position of a run with batches of `batch_size` examples to the present batch size.
 
-        In the middle of an epoch that can be none. Then it is a `DataError`: examples would be repeated or left out.
-        Of data that does not tell the size of its batches, it comes with the first of them.
+        Raises a `DataError` in the middle of an epoch if no position fits: examples would be repeated or skipped. If
+        the present batch size is unknown, that happens with the first batch.
         """
         now = self.full_batch
         self._resumed = None
@@ -155,15 +157,15 @@ class DataSource:
         near = sorted(sorted(fitting, key=lambda size: abs(size - now))[:3])
         divides = f", with a size that divides {examples} (such as {', '.join(map(str, near))})" if near else ""
         raise DataError(
-            f"The run stands in the middle of epoch {position.epoch} of the {self.name!r} data, after "
-            f"{position.epoch_step} batches of {batch_size} examples, and its batches have {now} now: examples would "
-            f"be repeated or left out. Resume with batches of {batch_size}{divides}, or from a checkpoint at the end "
-            "of an epoch, where any size will do."
+            f"The run was saved in the middle of epoch {position.epoch} of the {self.name!r} data, after "
+            f"{position.epoch_step} batches of {batch_size} examples, but batches have {now} now: examples would "
+            f"be repeated or skipped. Resume with batches of {batch_size}{divides}, or from a checkpoint at the end "
+            "of an epoch, where any batch size works."
         )
 
     @property
     def transforms(self) -> DeviceTransforms | None:
-        """What happens to its batches on the device, where the data says so."""
+        """The device transforms that the data carries; None if it has none."""
         return transforms_of(self._data)
 
     def check_state(self, state: Any) -> None:
@@ -172,14 +174,14 @@ class DataSource:
             raise no_state_error()
 
     def restore(self, state: Any) -> None:
-        """Goes to a position that `state` gave."""
+        """Restores the position of a saved `state`."""
         if state is not None:
-            check_own(state, self.name, process_group().count)
+            check_process_count(state, self.name, process_group().count)
             self._adapter.restore(state)
 
     def open(self, epoch: int, start: int = 0) -> EpochIterator:
         """The batches of epoch `epoch` (from 1), without the first `start`."""
-        self._gave_out, self._was_opened = self._was_opened and self.is_one_shot, True
+        self._was_exhausted, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._adapter.open(epoch, start) if self._adapter.is_ours else self._converted(epoch, start)
         state_of = self._adapter.state if self._adapter.keeps_state else None
         is_replicated = self.is_replicated if self.is_shared and jax.process_count() > 1 else None
@@ -188,7 +190,7 @@ class DataSource:
     def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
         copy = not makes_fresh_arrays(self._data)
         try:
-            # opened with the first batch: where there is none left to draw, the loader is not even begun
+            # opened with the first batch: with none left to draw, the loader is not even started
             batches = self._adapter.open(epoch, start)
             if self._resumed is not None:
                 self.position_at(*self._resumed)
@@ -199,20 +201,20 @@ class DataSource:
             self._adapter.close()
 
     def prepare(self, epoch: int) -> None:
-        """Lets the data work ahead for an epoch that comes soon, where it can."""
+        """Calls `prepare` of the data for the next epoch, if it has that method."""
         prepare = getattr(self._data, "prepare", None)
         if callable(prepare):
             prepare(epoch)
 
     @property
     def replay_notice(self) -> str:
-        """What a resume will cost, in words, where it costs something."""
+        """A notice about batches that a resume would draw again; empty if it would draw none."""
         if not self._adapter.replays:
             return ""
         return (
-            f"The {self.name!r} data ({type(self._data).__name__}) keeps no position: a run that is resumed in the "
-            f"middle of an epoch will draw again {self._adapter.replays}. An `ArrayLoader`, a `GrainLoader` or a "
-            "loader with `state_dict` resumes at once."
+            f"The {self.name!r} data ({type(self._data).__name__}) keeps no position: a run that resumes in the "
+            f"middle of an epoch draws {self._adapter.replays} again. An `ArrayLoader`, a `GrainLoader` or a "
+            "loader with `state_dict` resumes immediately."
         )
 
     @property
@@ -229,7 +231,7 @@ class DataSource:
     def iterate(
         self, batches: Generator[StepBatch, None, None], device_is_idle: Callable[[], bool], depth: int
     ) -> BatchIterator:
-        """`batches` made in a thread, at most `depth` ahead; 0 makes them when they are asked for."""
+        """`batches`, at most `depth` of them prefetched by a thread; 0: made synchronously."""
         if not depth:
             return SyncIterator(batches, device_is_idle)
         return PrefetchIterator(
@@ -237,47 +239,48 @@ class DataSource:
         )
 
     def prefetch(self, chunk: int = 1) -> int:
-        """How many dispatches of `chunk` batches are made ahead."""
+        """The number of dispatches of `chunk` batches to prefetch."""
         depth = self._prefetch
         if depth is None:
             depth = 0 if self.in_memory and jax.default_backend() == "cpu" else DEFAULT_PREFETCH
         return -(-max(depth, 0 if self._timeout is None else 1) // chunk)
 
-    def nothing_to_evaluate(self) -> str:
-        """What to tell of an evaluation set that gave no batch, and what to do about it."""
-        if self._gave_out:
+    def empty_notice(self) -> str:
+        """The notice for an evaluation set that gave no batch."""
+        if self._was_exhausted:
             return (
                 f"The {self.name!r} data gave no batch: it is an iterator that can be used only once "
-                f"({type(self._data).__name__}), and earlier evaluations used it up. The run goes on without metrics "
-                "of it. Pass a list, a loader, or a function that returns a fresh iterator."
+                f"({type(self._data).__name__}), and earlier evaluations exhausted it. The run continues without its "
+                "metrics. Pass a list, a loader, or a function that returns a fresh iterator."
             )
         return (
-            f"The {self.name!r} data is empty, so nothing is judged on it, and the run goes on without metrics of it. "
-            "Check the files, the split, and that the batch size is not larger than the set while incomplete batches "
-            "are dropped; or leave the set out."
+            f"The {self.name!r} data is empty: it is not evaluated, and the run continues without its metrics. Check "
+            "the files and the split. With `drop_last`, the batch size must not exceed the number of examples. Or "
+            "remove the set."
         )
 
-    def used_up(self, epoch: int) -> DataError:
+    def exhausted_error(self, epoch: int) -> DataError:
         """The error for an epoch that gave no batch."""
-        if self.is_one_shot and (epoch > 1 or self._gave_out):
+        if self.is_one_shot and (epoch > 1 or self._was_exhausted):
             return DataError(
                 f"The {self.name!r} data gave no batch in epoch {epoch}: it is an iterator that can be used only once "
-                f"({type(self._data).__name__}), and earlier epochs used it up. Pass a list, a loader, or a "
+                f"({type(self._data).__name__}), and earlier epochs exhausted it. Pass a list, a loader, or a "
                 "function that returns a fresh iterator."
             )
         return DataError(
-            f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files, the split, and "
-            "that the batch size is not larger than the set while incomplete batches are dropped."
+            f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files and the split. With "
+            "`drop_last`, the batch size must not exceed the number of examples."
         )
 
 
 def _has_raw_images(batch: Any) -> bool:
-    images = batch.input if isinstance(batch, SupervisedBatch) else None
-    return getattr(images, "dtype", None) == np.uint8 and np.ndim(images) > 2  # of rank 2, they may be token ids
+    if not isinstance(batch, SupervisedBatch) or getattr(batch.input, "dtype", None) != np.uint8:
+        return False
+    return np.ndim(batch.input) > 2  # inputs of rank 2 may be token ids
 
 
 class FirstBatches:
-    """The first batches of the first epoch, again in every epoch (`overfit_batches`)."""
+    """The first batches of the first epoch, repeated in every epoch (`overfit_batches`)."""
 
     in_memory = True
 
@@ -287,7 +290,7 @@ class FirstBatches:
         self._batches: list[Batch] = []
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """The same batches whatever the epoch."""
+        """The first batches, whatever the epoch `number`."""
         if not self._batches:
             self._batches = list(itertools.islice(self._data_source.open(1), self._count))
         return iter(self._batches[start:])

@@ -1,4 +1,4 @@
-"""Files from the network: whole and checked, or not there at all."""
+"""Downloads files and unpacks archives; a file appears only when it is complete and its checksum matches."""
 
 import gzip
 import hashlib
@@ -19,51 +19,51 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from jax_trainer.core.output import safe_console
 
-PIECE = 1 << 20  # bytes that are read at once
+CHUNK_BYTES = 1 << 20  # per read
 MAX_BYTES = 1 << 30
 MAX_MEMBERS = 10_000
 
 
 class DownloadError(OSError):
-    """A host could not be reached, or did not send the file."""
+    """A host could not be reached, or did not send the complete file."""
 
 
 class Readable(Protocol):
-    """What bytes come from."""
+    """A binary stream."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes; none at the end."""
+        """Up to `size` bytes; empty at the end."""
         ...
 
 
 def fetch(
     url: str, target: Path, *, sha256: str, unpack_gzip: bool = False, max_bytes: int = MAX_BYTES, timeout: float = 30.0
 ) -> Path:
-    """Fetches a file over https; it is at `target` when its content has this checksum, and else nothing is.
+    """Downloads a file over https to `target`; nothing is left there if its checksum does not match.
 
     Args:
-        url: where it is; it, and what it is redirected to, must begin with https://.
-        target: where it goes.
-        sha256: of the bytes that are stored, so after unpacking: other packers make other gzip files of the same data.
-        unpack_gzip: store what the file unpacks to.
-        max_bytes: more than this is refused.
-        timeout: seconds to wait for the host at a time.
+        url: address of the file; it, and any redirect, must start with https://.
+        target: path of the file.
+        sha256: checksum of the stored bytes, after decompression: gzip files of the same data differ by compressor.
+        unpack_gzip: store the decompressed content.
+        max_bytes: maximum size in bytes.
+        timeout: seconds to wait for the host per read.
     """
-    with _answer(url, timeout) as answer, workshop(target) as folder, _progress() as progress:
-        length = int(answer.headers.get("Content-Length") or 0)
+    with _open_url(url, timeout) as response, temporary_folder(target) as folder, _progress() as progress:
+        length = int(response.headers.get("Content-Length") or 0)
         if length > max_bytes:
-            raise ValueError(f"{url} has {length} bytes, more than the {max_bytes} that are allowed.")
-        received = _Limited(answer, max_bytes, url, lambda size: progress.update(task, advance=size))
+            raise ValueError(f"{url} has {length} bytes, more than the allowed {max_bytes}.")
+        received = _Limited(response, max_bytes, url, lambda size: progress.update(task, advance=size))
         task = progress.add_task(target.name, total=length or None)
         content = gzip.GzipFile(fileobj=received) if unpack_gzip else received  # type: ignore[arg-type]
         try:
             found = _store(_Limited(content, max_bytes, url), folder / target.name)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DownloadError(f"{url} did not send a whole gzip file: {error}.") from error
+            raise DownloadError(f"{url} did not send a complete gzip file: {error}.") from error
         except (TimeoutError, ConnectionError, ssl.SSLError, HTTPException) as error:
-            raise DownloadError(f"{url} stopped after {received.taken} bytes: {error!r}.") from error
-        if received.taken < length:
-            raise DownloadError(f"{url} stopped after {received.taken} of {length} bytes.")
+            raise DownloadError(f"{url} stopped after {received.count} bytes: {error!r}.") from error
+        if received.count < length:
+            raise DownloadError(f"{url} stopped after {received.count} of {length} bytes.")
         _check_sum(found, sha256, what=url)
         os.replace(folder / target.name, target)
     return target
@@ -77,17 +77,17 @@ def unpack_tar(
     max_bytes: int = MAX_BYTES,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Puts the files that `sha256` names, and nothing else, out of a `.tar.gz` into the folder `target`.
+    """Extracts only the files that `sha256` names from a `.tar.gz` into the folder `target`.
 
-    Every entry is looked at, and one that a plain archive of data does not have (a link, a device, a path out of the
-    folder) is an error. All files are whole and checked before the first one is moved to its place.
+    Every entry is checked; links, devices and paths outside of the folder are errors. All files are extracted and their
+    checksums compared before the first one is moved to `target`.
     """
-    with workshop(target) as place:
-        (unpacked := place / target.name).mkdir()
+    with temporary_folder(target) as folder:
+        (unpacked := folder / target.name).mkdir()
         try:
             found = _unpack(archive, unpacked, set(sha256), max_bytes, max_members)
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
-            raise ValueError(f"{archive} is not a whole .tar.gz file: {error}.") from error
+            raise ValueError(f"{archive} is not a complete .tar.gz file: {error}.") from error
         if missing := sorted(set(sha256) - set(found)):
             raise ValueError(f"{archive} does not contain {', '.join(missing)}.")
         for name, checksum in found.items():
@@ -101,33 +101,33 @@ def unpack_tar(
 
 
 def sha256_of(file: Path) -> str:
-    """The checksum of a file, unpacked where its name ends in `.gz`."""
+    """The checksum of the content of a file, decompressed if its name ends in `.gz`."""
     digest = hashlib.sha256()
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
-        for piece in _pieces(opened):
-            digest.update(piece)
+        for chunk in _chunks(opened):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
 def _unpack(archive: Path, folder: Path, wanted: set[str], max_bytes: int, max_members: int) -> dict[str, str]:
     found: dict[str, str] = {}
     size = 0
-    # the limit holds for all that is unpacked, long headers included, so that a small file cannot fill the memory
+    # the limit includes headers, so that a small archive cannot fill the memory
     with gzip.open(archive) as packed, tarfile.open(fileobj=_Limited(packed, max_bytes, archive), mode="r|") as entries:  # type: ignore[call-overload]
         for count, entry in enumerate(entries, 1):
             if count > max_members:
-                raise ValueError(f"{archive} has more than the {max_members} entries that are allowed.")
+                raise ValueError(f"{archive} has more than the allowed {max_members} entries.")
             _check_entry(entry, archive)
-            size += entry.size  # what it says it becomes: holes take no room in the archive, but do when unpacked
+            size += entry.size  # its declared size: sparse files are larger than their data in the archive
             if size > max_bytes:
-                raise ValueError(f"{archive} unpacks to more than the {max_bytes} bytes that are allowed.")
+                raise ValueError(f"{archive} unpacks to more than the allowed {max_bytes} bytes.")
             name = PurePosixPath(entry.name).name
             if not entry.isfile() or name not in wanted:
                 continue
             if name in found:
                 raise ValueError(f"{archive} contains {name} twice.")
             content = entries.extractfile(entry)
-            assert content is not None  # only entries that are no files have no content
+            assert content is not None  # it is a file
             found[name] = _store(content, folder / name)
     return found
 
@@ -136,30 +136,29 @@ def _check_entry(entry: tarfile.TarInfo, archive: Path) -> None:
     path, windows = PurePosixPath(entry.name), PureWindowsPath(entry.name)
     reasons = {
         "it is a link": entry.issym() or entry.islnk(),
-        "it is no plain file": not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()),
+        "it is not a regular file": not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()),
         "its path is absolute": path.is_absolute() or bool(windows.anchor),
         "its path leads out of the folder": ".." in path.parts or ".." in windows.parts,
         "its name contains a NUL": "\0" in entry.name,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise ValueError(f"{archive} contains {entry.name!r}, and {reason}. Nothing was unpacked.")
+        raise ValueError(f"{archive} contains {entry.name!r}: {reason}. Nothing was unpacked.")
 
 
 class _Limited:
-    """Bytes from `source`, up to a limit."""
+    """Reads from `source`, up to a limit."""
 
     def __init__(self, source: Readable, limit: int, what: object, progress: Any = lambda size: None) -> None:
         self._source, self._limit, self._what, self._progress = source, limit, what, progress
-        self.taken = 0
+        self.count = 0
 
-    def read(self, size: int = PIECE) -> bytes:
-        """Up to `size` more bytes."""
-        piece = self._source.read(size)
-        self.taken += len(piece)
-        self._progress(len(piece))
-        if self.taken > self._limit:
-            raise ValueError(f"{self._what} has more than the {self._limit} bytes that are allowed.")
-        return piece
+    def read(self, size: int = CHUNK_BYTES) -> bytes:
+        chunk = self._source.read(size)
+        self.count += len(chunk)
+        self._progress(len(chunk))
+        if self.count > self._limit:
+            raise ValueError(f"{self._what} has more than the allowed {self._limit} bytes.")
+        return chunk
 
 
 class _HttpsOnly(urllib.request.HTTPRedirectHandler):
@@ -169,24 +168,24 @@ class _HttpsOnly(urllib.request.HTTPRedirectHandler):
 
 
 @contextmanager
-def _answer(url: str, timeout: float) -> Iterator[Any]:
+def _open_url(url: str, timeout: float) -> Iterator[Any]:
     _check_https(url)
     try:
-        answer = urllib.request.build_opener(_HttpsOnly).open(url, timeout=timeout)
+        response = urllib.request.build_opener(_HttpsOnly).open(url, timeout=timeout)
     except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
-        raise DownloadError(f"{url} cannot be fetched: {getattr(error, 'reason', error)}.") from error
-    with answer:
-        yield answer
+        raise DownloadError(f"{url} cannot be downloaded: {getattr(error, 'reason', error)}.") from error
+    with response:
+        yield response
 
 
 def _check_https(url: str) -> None:
     if not url.startswith("https://"):
-        raise ValueError(f"Files are fetched over https only, got the address {url!r}.")
+        raise ValueError(f"Downloads need an https:// address, got {url!r}.")
 
 
 @contextmanager
-def workshop(target: Path) -> Iterator[Path]:
-    """A folder on the same disk as `target`, for what is not yet whole. When something fails, all of it is gone."""
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder on the file system of `target`, for incomplete files. It is removed if something fails."""
     new = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -207,19 +206,18 @@ def _progress() -> Progress:
 def _store(source: Readable, file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("xb") as opened:
-        for piece in _pieces(source):
-            digest.update(piece)
-            opened.write(piece)
+        for chunk in _chunks(source):
+            digest.update(chunk)
+            opened.write(chunk)
     return digest.hexdigest()
 
 
-def _pieces(source: Readable) -> Iterator[bytes]:
-    return iter(lambda: source.read(PIECE), b"")
+def _chunks(source: Readable) -> Iterator[bytes]:
+    return iter(lambda: source.read(CHUNK_BYTES), b"")
 
 
 def _check_sum(found: str, expected: str, *, what: str) -> None:
     if found != expected:
         raise ValueError(
-            f"{what} has the sha256 {found}, and {expected} is expected. It was changed or damaged on its way, and "
-            "is not kept."
+            f"{what} has the sha256 {found}, expected {expected}. The file was changed or damaged, and was deleted."
         )

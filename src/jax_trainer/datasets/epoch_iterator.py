@@ -1,4 +1,4 @@
-"""Taking batches from one epoch: one at a time, or several stacked for one dispatch."""
+"""Iterates over the batches of one epoch: one at a time, or several stacked for one dispatch."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,19 +16,19 @@ class StepBatch(NamedTuple):
     batch: Batch
     steps: int
     stacked: bool
-    number: int  # of the last of them in its epoch, from 0
-    state: Any  # of the source, after these
-    replicated: bool = False  # where there are several processes: whether each has all of it, and not a part
+    number: int  # index of the last of them in its epoch, from 0
+    state: Any  # of the data, after these batches
+    replicated: bool = False  # with several processes: whether each has the complete batch instead of a part
 
 
 _END = object()
 
 
 class EpochIterator:
-    """A position in one epoch of a feed.
+    """Iterates over one epoch of a `DataSource`.
 
-    `state_of` returns the source's own position after a batch was drawn, and `is_replicated`, by its number, whether
-    every process has all of a batch.
+    `state_of` returns the state of the data after a batch was drawn; `is_replicated(index)` is whether every process
+    has the complete batch.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class EpochIterator:
     ) -> None:
         self._batches, self._name, self._epoch, self._state_of = batches, name, epoch, state_of
         self._is_replicated = is_replicated
-        self._held: list[tuple[Batch, Any]] = []
-        self._state: Any = None  # of the source, after the last batch that was drawn
+        self._pushed_back: list[tuple[Batch, Any]] = []
+        self._state: Any = None  # of the data, after the last batch that was drawn
         self._reference: Any = None
         self._checked = False
         self.position = start
 
     def __iter__(self) -> Iterator[Batch]:
-        while (taken := self.take(1)) is not None:
-            yield taken.batch
+        while (step_batch := self.take(1)) is not None:
+            yield step_batch.batch
 
     def close(self) -> None:
         """Ends the epoch here."""
@@ -62,30 +62,30 @@ class EpochIterator:
         """Up to `limit` batches, stacked and padded to `chunk` if that is above 1; None at the end of the epoch."""
         if chunk == 1:
             batch = self._draw()
-            return None if batch is None else self._taken(batch, 1, stacked=False)
+            return None if batch is None else self._step_batch(batch, 1, stacked=False)
         limit = min(limit, chunk)
-        cutter = None if self._held else getattr(self._batches, "take", None)
+        cutter = None if self._pushed_back else getattr(self._batches, "take", None)
         if cutter is not None:
             batch, steps = cutter(limit, chunk)
             if steps:
-                return self._taken(batch, steps, stacked=True)
+                return self._step_batch(batch, steps, stacked=True)
         return self._stack(limit, chunk)
 
     def skip(self, count: int = 1) -> int:
-        """Draws and forgets up to `count` batches; returns how many there were. `position` counts them."""
+        """Skips up to `count` batches; returns the number of batches skipped. `position` counts them."""
         for skipped in range(count):
             if self._draw() is None:
                 return skipped
             self.position += 1
         return count
 
-    def _taken(self, batch: Batch, steps: int, *, stacked: bool) -> StepBatch:
+    def _step_batch(self, batch: Batch, steps: int, *, stacked: bool) -> StepBatch:
         if not self._checked:
             check_batch(batch, self.where(self.position))
             self._checked = True
-        whole = self._is_replicated is not None and self._is_replicated(self.position)
+        replicated = self._is_replicated is not None and self._is_replicated(self.position)
         self.position += steps
-        return StepBatch(batch, steps, stacked, self.position - 1, self._state, whole)
+        return StepBatch(batch, steps, stacked, self.position - 1, self._state, replicated)
 
     def _stack(self, limit: int, chunk: int) -> StepBatch | None:
         batches: list[Batch] = []
@@ -95,26 +95,26 @@ class EpochIterator:
             if batch is None:
                 break
             self._check_like_first(batch, self.position + len(batches))
-            if batches and (_shapes(batch) != _shapes(batches[0]) or self._turns_whole(len(batches))):
-                self._held = [(batch, self._state)]  # a ragged last batch goes alone
+            if batches and (_shapes(batch) != _shapes(batches[0]) or self._changes_replication(len(batches))):
+                self._pushed_back = [(batch, self._state)]  # a ragged last batch goes alone
                 self._state = before
                 break
             batches.append(batch)
         if not batches:
             return None
         if len(batches) == 1:
-            return self._taken(batches[0], 1, stacked=False)
+            return self._step_batch(batches[0], 1, stacked=False)
         stacked = jax.tree.map(lambda *leaves: _padded_stack(leaves, chunk), *batches)
-        return self._taken(stacked, len(batches), stacked=True)
+        return self._step_batch(stacked, len(batches), stacked=True)
 
-    def _turns_whole(self, ahead: int) -> bool:
-        # a last batch that every process has whole may look like the part of a full one
+    def _changes_replication(self, ahead: int) -> bool:
+        # a complete last batch may have the shape of a part of a full one
         return self._is_replicated is not None and self._is_replicated(self.position + ahead) != self._is_replicated(
             self.position
         )
 
     def _check_like_first(self, batch: Batch, index: int) -> None:
-        """Stacking would hide what the compiled step would refuse: other keys, dtypes or ranks."""
+        """Raises for other keys, dtypes or ranks, which stacking would hide from the compiled step."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         kinds = {leaf_path(path): (str(np.asarray(leaf).dtype), np.ndim(leaf)) for path, leaf in leaves}
         self._reference = self._reference or kinds
@@ -122,18 +122,18 @@ class EpochIterator:
             got, expected = kinds.get(path), self._reference.get(path)
             if got != expected:
                 raise DataError(
-                    f"The {self.where(index)} differs from those before it: {path or 'the array'} is "
+                    f"The {self.where(index)} differs from earlier ones: {path or 'the array'} is "
                     f"{_kind(got)}, expected {_kind(expected)}. Give every batch the same keys, dtypes and ranks."
                 )
 
     def _draw(self, ahead: int = 0) -> Batch | None:
-        if self._held:
-            batch, self._state = self._held.pop()
+        if self._pushed_back:
+            batch, self._state = self._pushed_back.pop()
             return batch
         try:
             batch = next(self._batches, _END)
         except Exception as error:
-            with_user_frame(error).add_note(f"This happened while {self.where(self.position + ahead)} was made.")
+            with_user_frame(error).add_note(f"This happened while {self.where(self.position + ahead)} was loaded.")
             raise
         if batch is _END:
             return None
@@ -144,12 +144,16 @@ class EpochIterator:
         return batch
 
     def where(self, number: int) -> str:
-        """A batch, in words."""
-        return in_words(number, self._epoch, self._name)
+        """Batch `number` of this epoch, for messages."""
+        return describe_batch(number, self._epoch, self._name)
 
 
-def in_words(number: int, epoch: int, name: str) -> str:
-    """Which batch of which data."""
+def describe_batch(number: int, epoch: int, name: str) -> str:
+    """A batch of an epoch of the data `name`, for messages.
+
+    >>> describe_batch(3, 1, "train")
+    "batch 3 of epoch 1 of the 'train' data"
+    """
     return f"batch {number} of epoch {epoch} of the {name!r} data"
 
 

@@ -1,4 +1,4 @@
-"""Standard sets, ready to train on. Each takes its configuration and finds, checks and splits its files."""
+"""Standard datasets: each takes its configuration and locates, checks and splits its files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,13 @@ DIGITS = ImageSet(
 
 @dataclass
 class DigitsConfig(ImageConfig):
-    """The 8×8 digits that ship with the package: 1,797 images, of which 180 are for tests."""
+    """The 8×8 digits that ship with the package: 1,797 images, of which 180 are test images."""
 
     resolution: Resolution = (8, 8)
     val_size: Count = 180
 
     def facts(self) -> ImageSet:
-        """What is known about the set."""
+        """The properties of the dataset."""
         return DIGITS
 
 
@@ -94,12 +94,12 @@ MNIST = ImageSet(
 
 @dataclass
 class MNISTConfig(ImageConfig):
-    """Handwritten digits, 28×28: 60,000 images and 10,000 for tests, from the four IDX files."""
+    """Handwritten digits, 28×28: 60,000 training and 10,000 test images, from four IDX files."""
 
     resolution: Resolution = (28, 28)
 
     def facts(self) -> ImageSet:
-        """What is known about the set."""
+        """The properties of the dataset."""
         return MNIST
 
 
@@ -128,12 +128,12 @@ FASHION_MNIST = ImageSet(
 
 @dataclass
 class FashionMNISTConfig(ImageConfig):
-    """Clothes, 28×28: 60,000 images and 10,000 for tests, from four IDX files."""
+    """Clothes, 28×28: 60,000 training and 10,000 test images, from four IDX files."""
 
     resolution: Resolution = (28, 28)
 
     def facts(self) -> ImageSet:
-        """What is known about the set."""
+        """The properties of the dataset."""
         return FASHION_MNIST
 
 
@@ -159,13 +159,13 @@ CIFAR10 = ImageSet(
 
 @dataclass
 class CIFAR10Config(ImageConfig):
-    """Photographs of ten kinds, 32×32 in colour: 50,000 images and 10,000 for tests."""
+    """Photographs of ten classes, 32×32 in colour: 50,000 training and 10,000 test images."""
 
     resolution: Resolution = (32, 32)
     num_channels: Size = 3
 
     def facts(self) -> ImageSet:
-        """What is known about the set."""
+        """The properties of the dataset."""
         return CIFAR10
 
 
@@ -195,10 +195,10 @@ def _read_idx_part(config: ImageConfig, image_file: Path, label_file: Path) -> P
     height, width, _ = config.facts().shape
     if images.shape[1:] != (height, width):
         raise ValueError(
-            f"{image_file} has images of {images.shape[1:]}, and {config.facts().title} has {height, width}."
+            f"{image_file} has images of {images.shape[1:]}, but {config.facts().title} has {height, width}."
         )
     if len(images) != len(labels):
         raise ValueError(
-            f"{image_file} has {len(images)} images, and {label_file} has {len(labels)} labels. Fetch both again."
+            f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels. Download both again."
         )
     return images[..., None], check_labels(labels, config.num_classes, label_file)

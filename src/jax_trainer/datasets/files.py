@@ -1,4 +1,4 @@
-"""Readers of standard image files: IDX (MNIST, Fashion-MNIST) and both versions of CIFAR-10. Nothing in them is run."""
+"""Readers of IDX files (MNIST, Fashion-MNIST) and of both versions of CIFAR-10, without unpickling."""
 
 import gzip
 import struct
@@ -12,7 +12,7 @@ import numpy as np
 
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
-_ARRAY_PARTS = {  # what the python version names, and all that it may name
+_ARRAY_PARTS = {  # the only names that a file of the python version may refer to
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
@@ -21,14 +21,14 @@ _ARRAY_PARTS = {  # what the python version names, and all that it may name
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """The content of a file, unpacked where its name ends in `.gz`."""
+    """The content of a file, decompressed if its name ends in `.gz`."""
     data = Path(path).read_bytes()
     if Path(path).suffix != ".gz":
         return data
     try:
         return gzip.decompress(data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file ({error}). Fetch it again.") from error
+        raise ValueError(f"{path} is not a complete gzip file ({error}). Download it again.") from error
 
 
 def read_idx(path: Path | str, *, dimensions: int) -> np.ndarray:
@@ -37,15 +37,17 @@ def read_idx(path: Path | str, *, dimensions: int) -> np.ndarray:
     magic, header = bytes([0, 0, 8, dimensions]), 4 + 4 * dimensions
     if data[:4] != magic:
         raise ValueError(
-            f"{path} begins with {data[:4].hex(' ') or 'nothing'}, an IDX file of uint8 with {dimensions} "
-            f"dimension{'s' * (dimensions > 1)} begins with {magic.hex(' ')}. It is another file, or a damaged one."
+            f"{path} starts with {data[:4].hex(' ') or 'nothing'}, but an IDX file of uint8 with {dimensions} "
+            f"dimension{'s' * (dimensions > 1)} starts with {magic.hex(' ')}. It is another file, or it is damaged."
         )
     if len(data) < header:
-        raise ValueError(f"{path} ends within its header, after {len(data)} of {header} bytes. Fetch it again.")
+        raise ValueError(f"{path} is truncated in its header, after {len(data)} of {header} bytes. Download it again.")
     shape = struct.unpack(f">{dimensions}I", data[4:header])
-    expected = header + int(np.prod(shape, dtype=object))  # as Python numbers: a wrong header must not overflow
+    expected = header + int(np.prod(shape, dtype=object))  # as Python integers: a wrong header must not overflow
     if len(data) != expected:
-        raise ValueError(f"{path} says {shape} and must have {expected} bytes, but has {len(data)}. Fetch it again.")
+        raise ValueError(
+            f"{path} has the shape {shape} and must have {expected} bytes, but has {len(data)}. Download it again."
+        )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
 
@@ -54,33 +56,33 @@ def read_cifar10_binary(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
     data = read_bytes(path)
     if not data or len(data) % CIFAR_RECORD:
         raise ValueError(
-            f"{path} has {len(data)} bytes, which is no whole number of records of {CIFAR_RECORD} (30,730,000 in the "
-            "original). Fetch it again."
+            f"{path} has {len(data)} bytes, which is not a multiple of the record size {CIFAR_RECORD} (30,730,000 in "
+            "the original). Download it again."
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, CIFAR_RECORD)
     return _channels_last(records[:, 1:]), records[:, 0]
 
 
 def read_cifar10_python(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
-    """The same of a file of the python version, such as `data_batch_1`; read as data, no object in it is made."""
-    content = _Instructions(read_bytes(path), str(path)).run()
+    """Images and labels of a file of the python version, such as `data_batch_1`, read without unpickling."""
+    content = _PickleReader(read_bytes(path), str(path)).run()
     content = {_text(key): value for key, value in content.items()} if isinstance(content, dict) else {}
     labels, data = content.get("labels"), content.get("data")
     array = data.value if isinstance(data, _Array) else None
     if array is None or array.ndim != 2 or array.shape[1] != CIFAR_RECORD - 1:
-        raise ValueError(f"{path} holds no `data` of shape [n, {CIFAR_RECORD - 1}]: it is no file of CIFAR-10.")
+        raise ValueError(f"{path} has no `data` of shape [n, {CIFAR_RECORD - 1}]: it is not a CIFAR-10 file.")
     if not isinstance(labels, list) or len(labels) != len(array) or not all(type(each) is int for each in labels):
-        raise ValueError(f"{path} holds no list `labels` of {len(array)} whole numbers: it is no file of CIFAR-10.")
+        raise ValueError(f"{path} has no list `labels` of {len(array)} integers: it is not a CIFAR-10 file.")
     return _channels_last(array), np.asarray(labels)
 
 
 def check_labels(labels: np.ndarray, classes: int, path: Path | str) -> np.ndarray:
-    """The labels as int32, when all of them name one of `classes` classes."""
+    """The labels as int32; raises if one is not below `classes`."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise ValueError(
-            f"{path} has the label {labels[wrong[0]]} at place {wrong[0]}, and labels go from 0 to {classes - 1}. "
-            "It is another file, or a damaged one."
+            f"{path} has the label {labels[wrong[0]]} at index {wrong[0]}, but labels must be from 0 to {classes - 1}. "
+            "It is another file, or it is damaged."
         )
     return labels.astype(np.int32)
 
@@ -95,7 +97,7 @@ def _text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Named:
-    """A name that a file mentions. It is compared with the few that are known, never looked up."""
+    """A class or function that a pickle refers to. It is compared with known names, never imported."""
 
     module: str
     name: str
@@ -114,8 +116,8 @@ class _Array:
 _MARK = object()
 
 
-class _Instructions:
-    """Reads the instructions that the python version of CIFAR-10 is written in, and knows only those it contains."""
+class _PickleReader:
+    """Interprets the pickle opcodes that the python version of CIFAR-10 contains, and no others."""
 
     def __init__(self, data: bytes, path: str) -> None:
         self._data, self._path, self._at = data, path, 0
@@ -139,8 +141,8 @@ class _Instructions:
             b"B": lambda: self._stack.append(self._take(self._number("<I"))),
             b"X": lambda: self._stack.append(self._take(self._number("<I")).decode("utf-8", "replace")),
             b"c": self._name,
-            b"q": lambda: self._remember(self._number("<B")),
-            b"r": lambda: self._remember(self._number("<I")),
+            b"q": lambda: self._memoize(self._number("<B")),
+            b"r": lambda: self._memoize(self._number("<I")),
             b"h": lambda: self._recall(self._number("<B")),
             b"j": lambda: self._recall(self._number("<I")),
             b"\x85": lambda: self._tuple(1),
@@ -156,37 +158,37 @@ class _Instructions:
         }
 
     def run(self) -> Any:
-        """What the file describes."""
+        """The content of the file."""
         while (code := self._take(1)) != b".":
             if code not in self._actions:
-                raise self._refusal(f"the instruction {code!r} at byte {self._at - 1}")
+                raise self._refusal(f"the opcode {code!r} at byte {self._at - 1}")
             self._actions[code]()
         return self._pop()
 
     def _refusal(self, what: str) -> ValueError:
         return ValueError(
-            f"{self._path} contains {what}, which the python version of CIFAR-10 does not. Nothing of it was run. "
+            f"{self._path} contains {what}, which the python version of CIFAR-10 does not. No code of it was run. "
             "Use the original file, or the binary version."
         )
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
         if count < 0 or end > len(self._data):
-            raise ValueError(f"{self._path} ends early, at byte {len(self._data)}. Fetch it again.")
-        taken, self._at = self._data[self._at : end], end
-        return taken
+            raise ValueError(f"{self._path} is truncated at byte {len(self._data)}. Download it again.")
+        data, self._at = self._data[self._at : end], end
+        return data
 
     def _number(self, format: str) -> int:
         return struct.unpack(format, self._take(struct.calcsize(format)))[0]
 
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at)
-        end = len(self._data) if end < 0 else end  # without an end of line the file ends early
+        end = len(self._data) if end < 0 else end  # without a newline, the file is truncated
         return self._take(end + 1 - self._at)[:-1].decode("latin-1")
 
     def _pop(self) -> Any:
         if not self._stack:
-            raise self._refusal(f"an instruction without its value before byte {self._at}")
+            raise self._refusal(f"an opcode without an operand before byte {self._at}")
         return self._stack.pop()
 
     def _version(self) -> None:
@@ -200,13 +202,13 @@ class _Instructions:
             raise self._refusal(f"the name {module}.{name}")
         self._stack.append(_Named(module, name))
 
-    def _remember(self, index: int) -> None:
+    def _memoize(self, index: int) -> None:
         self._memo[index] = self._pop()
         self._stack.append(self._memo[index])
 
     def _recall(self, index: int) -> None:
         if index not in self._memo:
-            raise self._refusal(f"a reference to value {index}, which is not there,")
+            raise self._refusal(f"a reference to value {index}, which is not defined,")
         self._stack.append(self._memo[index])
 
     def _since_mark(self) -> list[Any]:
@@ -222,7 +224,7 @@ class _Instructions:
     def _extend(self, values: list[Any]) -> None:
         target = self._pop()
         if not isinstance(target, list):
-            raise self._refusal(f"a list of kind {type(target).__name__}")
+            raise self._refusal(f"an append to a {type(target).__name__}")
         target.extend(values)
         self._stack.append(target)
 
@@ -256,4 +258,4 @@ class _Instructions:
                 type(size) is int and size >= 0 for size in shape
             ) and np.prod(shape, dtype=object) == len(data):
                 return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
-        raise self._refusal("an array that is not of uint8, or not whole,")
+        raise self._refusal("an array that is not uint8 or not complete,")

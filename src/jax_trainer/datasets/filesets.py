@@ -1,23 +1,23 @@
-"""The files of standard sets: their names, where they lie, where they come from, and their checksums."""
+"""The files of standard datasets: names, folders, addresses and checksums."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jax_trainer.datasets.download import DownloadError, fetch, unpack_tar, workshop
+from jax_trainer.datasets.download import DownloadError, fetch, temporary_folder, unpack_tar
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSet:
-    """Files that belong together, and all the folders where people have them.
+    """The files of a dataset, and the folders in which they are searched.
 
     Args:
-        names: of the files.
-        folders: below `data_dir`, in the order in which they are searched; what is downloaded goes into the first.
-        sha256: of the content of each file, after unpacking where it is a `.gz`: the bytes of a `.gz` depend on who
-            packed it, the content does not.
-        address: of the folder with the files as `.gz`, or of an archive (`.tar.gz`) of all of them; empty for none.
-        archive_sha256: of that archive.
+        names: names of the files.
+        folders: folders below `data_dir`, in search order; downloads go into the first.
+        sha256: checksum of the content of each file, after decompression of a `.gz`, whose bytes depend on the
+            compressor.
+        address: URL of the folder with the files as `.gz`, or of an archive (`.tar.gz`) of all; empty for none.
+        archive_sha256: checksum of that archive.
     """
 
     names: tuple[str, ...]
@@ -27,7 +27,7 @@ class FileSet:
     archive_sha256: str = ""
 
     def find(self, folder: Path) -> dict[str, Path]:
-        """Those of the files that are in `folder`, plain or packed, in either spelling."""
+        """The files that exist in `folder`, plain or as `.gz`, in either spelling."""
         found = {}
         for name in self.names:
             spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
@@ -37,7 +37,7 @@ class FileSet:
         return found
 
     def download(self, data_dir: Path) -> dict[str, Path]:
-        """Fetches the files that are missing, and checks each."""
+        """Downloads missing files and compares their checksums."""
         folder = data_dir / self.folders[0]
         missing = [name for name in self.names if name not in self.find(folder)]
         try:
@@ -47,33 +47,33 @@ class FileSet:
                 for name in missing:
                     fetch(f"{self.address}{name}.gz", folder / name, sha256=self.sha256[name], unpack_gzip=True)
         except DownloadError as error:
-            raise DownloadError(f"Put {', '.join(missing)} into {folder}, because {error}") from error
+            raise DownloadError(f"{error} Download {', '.join(missing)} manually, into {folder}.") from error
         return self.find(folder)
 
     def _download_archive(self, folder: Path, missing: Sequence[str]) -> None:
-        with workshop(folder) as place:
-            archive = fetch(self.address, place / "archive.tar.gz", sha256=self.archive_sha256)
+        with temporary_folder(folder) as temporary:
+            archive = fetch(self.address, temporary / "archive.tar.gz", sha256=self.archive_sha256)
             unpack_tar(archive, folder, sha256={name: self.sha256[name] for name in missing})
 
 
 def locate(title: str, kinds: Sequence[FileSet], data_dir: Path | str, *, download: bool) -> tuple[FileSet, list[Path]]:
-    """The first of `kinds` of which all files are in one folder, and their paths in the order of its names.
+    """The first of `kinds` with all files in one folder, and their paths in the order of its names.
 
     Files from several folders are never mixed: MNIST and Fashion-MNIST use the same names.
     """
     root = Path(data_dir)
-    places = [(kind, root / folder) for kind in kinds for folder in kind.folders]
-    for kind, folder in places:
+    candidates = [(kind, root / folder) for kind in kinds for folder in kind.folders]
+    for kind, folder in candidates:
         if len(found := kind.find(folder)) == len(kind.names):
             return kind, [found[name] for name in kind.names]
     if download:
         found = kinds[0].download(root)
         return kinds[0], [found[name] for name in kinds[0].names]
-    kind, folder = max(places, key=lambda place: len(place[0].find(place[1])))
+    kind, folder = max(candidates, key=lambda candidate: len(candidate[0].find(candidate[1])))
     missing = [name for name in kind.names if name not in kind.find(folder)]
-    others = ", ".join(dict.fromkeys(str(other) for _, other in places if other != folder))
+    others = ", ".join(dict.fromkeys(str(other) for _, other in candidates if other != folder))
     raise FileNotFoundError(
-        f"{title} needs {len(kind.names)} files, and {len(missing)} of them are missing in {folder}: "
+        f"{len(missing)} of the {len(kind.names)} files of {title} are missing in {folder}: "
         f"{', '.join(missing)} (plain or .gz). Put them there, or set `download: true`. Also searched: {others}."
     )
 
@@ -107,7 +107,7 @@ CIFAR10_BINARY_FILES = FileSet(
     names=tuple(f"{name}.bin" for name in _BATCHES),
     folders=("cifar-10-batches-bin", "."),
     address="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    # of the archive with the published MD5 c32a1d4ab5d03f1284b67883e8d87530; its files are checked one by one as well
+    # of the archive with the published MD5 c32a1d4ab5d03f1284b67883e8d87530; each file has its own checksum, too
     archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
     sha256={
         "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",

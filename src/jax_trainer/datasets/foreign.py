@@ -1,4 +1,4 @@
-"""Batches from elsewhere as arrays: torch and TensorFlow tensors, lists of numbers, mappings, plain dataclasses."""
+"""Converts batches of other libraries to arrays: torch and TensorFlow tensors, lists, mappings, plain dataclasses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,27 +10,27 @@ import numpy as np
 
 from jax_trainer.core import Batch, leaf_path
 
-# what these hand out is made for every batch; anybody else may fill one buffer again and again
+# libraries that allocate new arrays for every batch; other loaders may reuse a buffer
 FRESH = ("torch", "torchdata", "tensorflow", "grain")
 
 
 class DataError(ValueError):
-    """The data cannot be trained on as it is. The message names the loader and the cure."""
+    """The data cannot be used. The message names the data and the fix."""
 
 
 def makes_fresh_arrays(source: Any) -> bool:
-    """Whether `source` is known never to write into arrays that it has handed out."""
+    """Whether `source` is known never to reuse the memory of arrays that it has returned."""
     return isinstance(source, list | tuple) or type(source).__module__.partition(".")[0] in FRESH
 
 
 def as_arrays(batch: Any, *, copy: bool) -> Batch:
-    """`batch` with every entry as an array, in memory of its own if `copy`; otherwise copied only where it must be.
+    """`batch` with every entry as an array; `copy` always copies, otherwise only where necessary.
 
     >>> as_arrays({"x": [[1, 2], [3, 4]]}, copy=False)["x"].shape
     (2, 2)
     """
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        known_as_tree(batch)
+        register_as_pytree(batch)
         values = {f.name: as_arrays(getattr(batch, f.name), copy=copy) for f in _data_fields(batch)}
         return dataclasses.replace(batch, **values)
     if isinstance(batch, Mapping):
@@ -39,7 +39,7 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
         try:
             return np.asarray(batch)
         except ValueError as error:
-            raise DataError(f"A list has parts of different lengths: pad them to one length. numpy: {error}") from None
+            raise DataError(f"A list is ragged: pad its parts to one length. numpy: {error}") from None
     if isinstance(batch, list | tuple):
         parts = [as_arrays(value, copy=copy) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
@@ -47,14 +47,14 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is all examples at once: an array, or a tuple, dict or dataclass of arrays, and not batches."""
+    """Whether `data` holds all examples: an array, or a tuple, dict or dataclass of arrays, and not batches."""
     is_record = dataclasses.is_dataclass(data) and not isinstance(data, type) and not hasattr(data, "__iter__")
     if isinstance(data, tuple | Mapping):
         parts = list(data.values() if isinstance(data, Mapping) else data)
         if any(map(is_array, parts)) and all(is_array(part) or _is_numbers(part) for part in parts):
             return True  # lists of numbers among them are arrays, too
     if isinstance(data, tuple | Mapping) or is_record:
-        leaves = jax.tree.leaves(known_as_tree(data))
+        leaves = jax.tree.leaves(register_as_pytree(data))
         return bool(leaves) and all(map(is_array, leaves))
     return is_array(data)
 
@@ -64,8 +64,8 @@ def is_array(data: Any) -> bool:
     return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__array__")
 
 
-def known_as_tree(batch: Any) -> Any:
-    """`batch`; a plain dataclass is made known to JAX as a tree of its fields (`size` stays a plain number)."""
+def register_as_pytree(batch: Any) -> Any:
+    """`batch`; registers its class with JAX as a pytree if it is a plain dataclass (`size` is static)."""
     if dataclasses.is_dataclass(batch) and jax.tree_util.all_leaves([batch]):
         data = [field.name for field in _data_fields(batch)]
         static = [field.name for field in dataclasses.fields(batch) if field.name not in data]
@@ -74,10 +74,10 @@ def known_as_tree(batch: Any) -> Any:
 
 
 def check_batch(batch: Batch, where: str) -> None:
-    """Refuses what cannot be trained on, by name, before anything is compiled."""
+    """Raises a `DataError` for non-numeric or empty entries, before anything is compiled."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise DataError(f"The {where} holds no arrays. Return arrays, or a tuple, dict or dataclass of arrays.")
+        raise DataError(f"The {where} has no arrays. Return arrays, or a tuple, dict or dataclass of arrays.")
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
         kind = np.asarray(leaf).dtype if dtype is None else dtype
@@ -85,15 +85,15 @@ def check_batch(batch: Batch, where: str) -> None:
         if not (jnp.issubdtype(kind, np.number) or kind == np.bool_ or jnp.issubdtype(kind, jax.dtypes.extended)):
             raise DataError(
                 f"The {where} has {name} of type {type(leaf).__name__} with dtype {kind}, which is not numeric. "
-                "Convert it to numbers in the loader, or leave it out; words become labels by "
+                "Convert it to numbers in the loader, or remove it; text labels become integers by "
                 "`np.unique(words, return_inverse=True)`."
             )
         if np.shape(leaf)[:1] == (0,):
-            raise DataError(f"The {where} has {name} of shape {np.shape(leaf)}: it holds no examples. Leave it out.")
+            raise DataError(f"The {where} has {name} of shape {np.shape(leaf)}: it has no examples. Remove it.")
 
 
 def as_example(batch: Any) -> Batch:
-    """An example batch as arrays, like the batches of a loader; one that holds nothing else stays as it is."""
+    """An example batch as arrays, converted like the batches of a loader."""
     are_arrays = all(isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
     return batch if are_arrays else as_arrays(batch, copy=False)
 
@@ -108,17 +108,17 @@ def _as_array(leaf: Any, *, copy: bool) -> Any:
 
 
 def _shared(leaf: Any) -> np.ndarray:
-    """A foreign tensor as numpy, on the same memory where that is possible."""
+    """A tensor of another library as numpy, without a copy where possible."""
     if hasattr(leaf, "detach"):  # torch
         tensor = leaf.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":  # which torch cannot hand to numpy; float32 holds it exactly
+        if str(tensor.dtype) == "torch.bfloat16":  # torch cannot convert it to numpy; float32 represents it exactly
             return tensor.float().numpy().astype(jnp.bfloat16)
         return tensor.numpy()
     return np.asarray(leaf)
 
 
 def _is_numbers(values: Any) -> bool:
-    """Whether this is a list of numbers, or of lists of numbers, and not of arrays side by side."""
+    """Whether `values` is a list of numbers, or of lists of numbers, and not of arrays."""
     if not isinstance(values, list) or not values:
         return False
     return all(isinstance(value, bool | int | float) or _is_numbers(value) for value in values)

@@ -1,4 +1,4 @@
-"""Transforms on the host, for what cannot run on the device: decoding, libraries of one's own."""
+"""Host transforms, for what cannot run on the device, such as decoding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ HostTransform = Callable[[Any, np.random.Generator], Any]
 
 @dataclass(frozen=True)
 class HostTransforms:
-    """What to do with every record, and then with every batch, on the host.
+    """Functions that transform every record, and then every batch, on the host.
 
-    Each function gets the record or the batch, and a random generator that belongs to its place in the epoch: the
-    same random numbers come whichever worker asks, and after a resume.
+    Each function gets the record or the batch, and a random generator seeded by its position in the epoch: the random
+    numbers depend neither on the worker nor on whether the run was resumed.
     """
 
     record: HostTransform | None = None
@@ -28,9 +28,9 @@ class HostTransforms:
         return self.record is not None or self.batch is not None
 
     def make_batch(self, records: Sequence[Any], order: Order, epoch: int, index: int) -> PyTree:
-        """Batch `index` of an epoch out of the records that this process has of it, before the transform of batches.
+        """Batch `index` of an epoch from this process's records of it, before the batch transform.
 
-        Its `size` is that over all processes.
+        Its `size` is the global size.
         """
         if self.record is not None:
             positions = order.cut(np.arange(order.examples), index)
@@ -39,8 +39,8 @@ class HostTransforms:
         return resized(jax.tree.map(lambda *leaves: np.stack(leaves), *records), order.size_of(index))
 
     def finish(self, batch: PyTree, order: Order, epoch: int, index: int) -> PyTree:
-        """The batch after the transform of batches."""
+        """The batch after the batch transform."""
         if self.batch is None:
             return batch
-        # records count from 0 on, so batches are numbered from behind them
+        # records use the counters from 0 on, batches those after them
         return self.batch(batch, generator(order.seed, epoch, order.examples + index))

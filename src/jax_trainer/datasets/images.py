@@ -1,4 +1,4 @@
-"""Sets of images: what they share, from the split of the training files to the transforms on the device."""
+"""Base classes of image datasets: the validation split, resizing and normalization."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """What is known about a set of images. `mean` and `std` are per channel, of pixels divided by 255.
+    """The properties of an image dataset. `mean` and `std` are per channel, of pixels divided by 255.
 
-    `white` is the value of its brightest pixels.
+    `white` is the maximum pixel value.
     """
 
     title: str
@@ -35,14 +35,14 @@ class ImageSet:
 
 @dataclass
 class ImageConfig(DatasetConfig):
-    """What all sets of images share.
+    """Configuration of image datasets.
 
     Args:
-        resolution: height and width. Other than the set's own, images are resized once when they are loaded, linearly,
-            with the neighbours that a shrunk pixel covers averaged (as `jax.image.resize(…, "linear")`), to uint8.
+        resolution: height and width. If they differ from the dataset's, images are resized to uint8 when they are
+            loaded, bilinearly with antialiasing (as `jax.image.resize(…, "linear")`).
         channels_first: images as [n, c, h, w] instead of [n, h, w, c].
-        num_classes, num_channels: facts of the set, for models that read them here.
-        aux: anything; it goes to the metadata.
+        num_classes, num_channels: properties of the dataset, for models that read them here.
+        aux: anything; copied to the metadata.
     """
 
     resolution: Resolution = (1, 1)
@@ -52,25 +52,25 @@ class ImageConfig(DatasetConfig):
     aux: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> ImageSet:
-        """What is known about the set."""
-        raise NotImplementedError(f"{type(self).__name__} must say what is known about its set.")
+        """The properties of the dataset."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `facts`.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        height, width = self.resolution  # a list, when it was written in a file
+        height, width = self.resolution  # a list, if it was read from a file
         self.resolution = (height, width)
 
     def problems(self) -> Iterator[Problem]:
-        """What contradicts the facts of the set."""
+        """Settings that contradict the properties of the dataset."""
         facts = self.facts()
-        right = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
-        for name, value in right.items():
+        expected = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
+        for name, value in expected.items():
             if getattr(self, name) != value:
                 yield name, f"`{name}` of {facts.title} is {value}, got {getattr(self, name)!r}."
 
 
 class ImageDataset(DatasetModule):
-    """Images from the parts that a set has: training files, of which some are set aside, and test files."""
+    """An image dataset of training files, of which some examples are held out for validation, and test files."""
 
     def __init__(self, config: ImageConfig, train: Part, test: Part) -> None:
         facts = config.facts()
@@ -98,7 +98,7 @@ class ImageDataset(DatasetModule):
         )
 
     def pixels(self, images: Any) -> np.ndarray:
-        """Images as a model sees them, or has made them, for people: [n, h, w, c] floats from 0 to 1."""
+        """Normalized images, such as model inputs and samples, as displayable ones: [n, h, w, c] floats from 0 to 1."""
         config: Any = self.config
         facts, shown = config.facts(), np.asarray(images, np.float32)
         shown = np.moveaxis(shown, 1, -1) if config.channels_first else shown
@@ -109,7 +109,7 @@ class ImageDataset(DatasetModule):
 def _split(part: Part, config: ImageConfig, title: str) -> tuple[Part, Part]:
     images, labels = part
     if config.val_size and config.val_size >= len(labels):
-        text = f"`val_size` is {config.val_size}, and the training files of {title} hold {len(labels)} examples."
+        text = f"`val_size` is {config.val_size}, but the training files of {title} have {len(labels)} examples."
         raise SettingsError([("val_size", f"{text} Use at most {max(len(labels) - 1, 0)}.")])
     order = np.random.default_rng(config.split_seed).permutation(len(labels))
     val, train = order[: config.val_size], order[config.val_size :][: config.limit_train_size]
@@ -126,14 +126,14 @@ def _batch(part: Part, config: ImageConfig) -> SupervisedBatch:
 
 
 def resize(images: np.ndarray, resolution: tuple[int, int]) -> np.ndarray:
-    """Images [n, h, w, c] of uint8 in another resolution, linearly; shrinking averages what a pixel covers.
+    """Resizes uint8 images [n, h, w, c] bilinearly, with antialiasing.
 
     >>> resize(np.array([[[0], [100]]], np.uint8)[None], (1, 4))[0, 0, :, 0]
     array([  0,  25,  75, 100], dtype=uint8)
     """
     rows, columns = (_weights(old, new) for old, new in zip(images.shape[1:3], resolution, strict=True))
     resized = np.empty((len(images), *resolution, images.shape[3]), np.uint8)
-    for start in range(0, len(images), 1000):  # floats of all images at once would take four times their memory
+    for start in range(0, len(images), 1000):  # all images as float32 at once would take four times their memory
         piece = images[start : start + 1000].astype(np.float32)
         piece = np.einsum("yh,nhwc,xw->nyxc", rows, piece, columns, optimize=True)
         resized[start : start + 1000] = np.clip(np.rint(piece), 0, 255)

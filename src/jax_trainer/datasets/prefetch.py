@@ -1,4 +1,4 @@
-"""Making batches ahead of the step, in a thread, and knowing how long the device had to wait for them."""
+"""Prefetches batches in a thread, and measures how long the device waits for them."""
 
 import threading
 import time
@@ -10,54 +10,54 @@ from typing import Any, Protocol
 from jax_trainer.datasets.epoch_iterator import StepBatch
 from jax_trainer.datasets.foreign import DataError
 
-Made = tuple[StepBatch | None, BaseException | None]
+Result = tuple[StepBatch | None, BaseException | None]
 NOT_READY = object()  # no batch yet
-FIRST_LOOK = 1e-4  # seconds until a waiting loop looks at the device for the first time; later ones are further apart
+FIRST_POLL = 1e-4  # seconds until a waiting loop polls the device for the first time; later polls are further apart
 JOIN_SECONDS = 2.0
 
 
 class BatchIterator(Protocol):
-    """Where the loop gets its batches."""
+    """The batches of an epoch, as the loops consume them."""
 
     @property
     def waited(self) -> float:
-        """Seconds in which the device had nothing to do for want of a batch."""
+        """Seconds for which the device was idle, waiting for a batch."""
         ...
 
     def next(self, patience: float) -> Any:
-        """The next `StepBatch`; None at the end; `LATE` if there is none after `patience` seconds."""
+        """The next `StepBatch`; None at the end; `NOT_READY` if none is ready after `patience` seconds."""
         ...
 
     def close(self) -> None:
-        """Ends the making of batches."""
+        """Stops making batches."""
         ...
 
 
 class SyncIterator:
-    """Batches made when they are asked for, by whoever asks."""
+    """Makes batches synchronously, in the thread of the caller."""
 
     def __init__(self, batches: Generator[StepBatch, None, None], device_is_idle: Callable[[], bool]) -> None:
         self._batches, self._device_is_idle = batches, device_is_idle
         self.waited = 0.0
 
     def next(self, patience: float) -> StepBatch | None:
-        """The next batches; waits for them however long it takes."""
-        began = time.perf_counter()
-        taken = next(self._batches, None)
-        took = time.perf_counter() - began
-        if took > FIRST_LOOK and self._device_is_idle():
+        """The next batches; waits as long as necessary."""
+        started = time.perf_counter()
+        step_batch = next(self._batches, None)
+        took = time.perf_counter() - started
+        if took > FIRST_POLL and self._device_is_idle():
             self.waited += took / 2  # the device ran dry somewhere in between
-        return taken
+        return step_batch
 
     def close(self) -> None:
-        """Ends the making of batches."""
+        """Stops making batches."""
         self._batches.close()
 
 
 class PrefetchIterator:
-    """Batches made by a thread, at most `depth` ahead. What it raises is raised where the batch is asked for.
+    """Prefetches up to `depth` batches in a thread. `next` raises the errors of the thread.
 
-    `kill` ends worker processes of a loader that does not answer when the thread is to end.
+    `kill` ends the worker processes of a loader that hangs when the iterator is closed.
     """
 
     def __init__(
@@ -71,73 +71,72 @@ class PrefetchIterator:
         kill: Callable[[], None] = lambda: None,
     ) -> None:
         self._batches, self._device_is_idle, self._name, self._timeout = batches, device_is_idle, name, timeout
-        # a queue's `get(timeout)` may wait for ever when a signal comes just as the time is up (CPython 3.11)
-        self._made: deque[Made] = deque()
-        self._news = threading.Event()
-        self._room = threading.Semaphore(depth)
+        # a queue's `get(timeout)` may wait forever when a signal arrives just at the timeout (CPython 3.11)
+        self._made: deque[Result] = deque()
+        self._wake = threading.Event()
+        self._capacity = threading.Semaphore(depth)
         self._kill = kill
         self._closing = False
         self._late_since: float | None = None
         self.waited = 0.0
-        self._thread = threading.Thread(target=self._make, name=f"jax_trainer feed {name!r}", daemon=True)
+        self._thread = threading.Thread(target=self._make, name=f"jax_trainer prefetch {name!r}", daemon=True)
         self._thread.start()
 
     def next(self, patience: float) -> Any:
-        """The next batches; `LATE` if there are none after `patience` seconds."""
+        """The next batches; `NOT_READY` if none are ready after `patience` seconds."""
         if not self._made and not self._wait(patience):
             return NOT_READY
         self._late_since = None
-        self._room.release()
-        taken, error = self._made.popleft()
+        self._capacity.release()
+        step_batch, error = self._made.popleft()
         if error is not None:
             raise error
-        return taken
+        return step_batch
 
     def close(self) -> None:
-        """Stops the thread; one that hangs in the loader is left behind, and said so."""
+        """Stops the thread; warns if it hangs in the loader."""
         self._closing = True
-        self._room.release()
+        self._capacity.release()
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             self._kill()
             self._thread.join(JOIN_SECONDS / 4)
         if self._thread.is_alive():
             warnings.warn(
-                f"The loader of the {self._name!r} data does not answer; its thread is left behind and ends with the "
-                "process.",
+                f"The loader of the {self._name!r} data hangs; its thread keeps running until the process ends.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _make(self) -> None:
         try:
-            while self._take_room():
-                taken = next(self._batches, None)
-                self._hand_over((taken, None))
-                if taken is None:
+            while self._acquire_capacity():
+                step_batch = next(self._batches, None)
+                self._hand_over((step_batch, None))
+                if step_batch is None:
                     return
         except BaseException as error:
             self._hand_over((None, error))
         finally:
             self._batches.close()
 
-    def _hand_over(self, made: Made) -> None:
-        self._made.append(made)
-        self._news.set()
+    def _hand_over(self, result: Result) -> None:
+        self._made.append(result)
+        self._wake.set()
 
-    def _take_room(self) -> bool:
-        self._room.acquire()
+    def _acquire_capacity(self) -> bool:
+        self._capacity.acquire()
         return not self._closing
 
     def _wait(self, patience: float) -> bool:
-        """Waits for a batch, and counts the time from when the device has nothing left to do."""
-        began = now = time.perf_counter()
-        self._late_since = self._late_since or began
-        idle_since = began if self._device_is_idle() else None
-        while not self._made and now - began < patience:
-            self._news.clear()
+        """Waits for a batch, and counts the time for which the device is idle."""
+        started = now = time.perf_counter()
+        self._late_since = self._late_since or started
+        idle_since = started if self._device_is_idle() else None
+        while not self._made and now - started < patience:
+            self._wake.clear()
             if not self._made:
-                self._news.wait(max(FIRST_LOOK, (now - began) / 8))
+                self._wake.wait(max(FIRST_POLL, (now - started) / 8))
             now = time.perf_counter()
             if idle_since is None and not self._made and self._device_is_idle():
                 idle_since = now
@@ -146,7 +145,7 @@ class PrefetchIterator:
         if not self._made and self._timeout is not None and now - self._late_since >= self._timeout:
             raise DataError(
                 f"The {self._name!r} data gave no batch for {now - self._late_since:.0f} s, and `timeout` is "
-                f"{self._timeout:g} s. Look at the loader and its workers: one may hang, or read from a slow disk. "
-                "Raise `timeout` if it only needs longer."
+                f"{self._timeout:g} s. Check the loader and its workers: one may hang, or read from a slow disk. "
+                "Increase `timeout` if it only needs longer."
             )
         return bool(self._made)

@@ -1,4 +1,4 @@
-"""Records on disk as batches, with a position: ArrayRecord files, and whatever else can be read in any order."""
+"""`GrainLoader`: batches of records with random access, such as ArrayRecord files, from any batch of any epoch on."""
 
 import dataclasses
 import os
@@ -21,20 +21,19 @@ except ImportError as error:
 
 
 class GrainLoader(Ordered):
-    """Batches of records that can be read in any order, with a position.
+    """Batches of records with random access.
 
-    The orders are those of `ArrayLoader`, the batches do not depend on how many workers make them, and a run can go
-    on from any batch of any epoch without replaying what came before. Worker processes live on over the ends of
-    epochs; going to another place than the next batch starts new ones.
+    The order is that of `ArrayLoader`, the batches do not depend on the number of workers, and a run can resume from
+    any batch of any epoch without replaying the ones before. Worker processes persist across epochs; going to another
+    position than the next batch starts new ones.
 
     Args, besides those of `ArrayLoader`:
-        source: records with `__len__` and `__getitem__`, and `__getitems__` where many are read faster at once; or
-            the path of an ArrayRecord file, or a list of paths.
-        decode: makes a tree of arrays out of a record; None where it is one already.
-        workers: processes that read, decode and transform; 0 does so in a thread of this process.
-        read_ahead: batches made before they are asked for, by each worker; 0 with no workers makes each in the
-            caller's thread when it is asked for.
-        timeout: seconds that a running worker may take for a batch before it counts as hanging; None waits for ever.
+        source: records with `__len__` and `__getitem__`, and optionally `__getitems__` for batched reads; or the path
+            of an ArrayRecord file, or a list of paths.
+        decode: converts a record to a pytree of arrays; None if records are pytrees already.
+        workers: number of processes that read, decode and transform; 0: a thread of this process.
+        read_ahead: batches prefetched by each worker; 0 with no workers makes each batch synchronously.
+        timeout: seconds that a running worker may take for a batch before it counts as hanging; None waits forever.
 
     >>> loader = GrainLoader(range(10), batch_size=4, shuffle=True)
     >>> [len(batch) for batch in loader.epoch(1)]
@@ -70,7 +69,7 @@ class GrainLoader(Ordered):
         self._options = (workers, read_ahead, timeout)
         self._stream: Stream | None = None
         self._end: weakref.finalize | None = None
-        self._epoch = 0  # that was asked for last
+        self._epoch = 0  # of the last batch
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""
@@ -79,7 +78,7 @@ class GrainLoader(Ordered):
         return (self._batch(number, index) for index in range(start, len(self)))
 
     def close(self) -> None:
-        """Ends the threads and worker processes. Asking for more batches starts new ones."""
+        """Stops the threads and worker processes. Reading more batches starts new ones."""
         if self._end is not None:
             self._end()
         self._stream = self._end = None
@@ -96,16 +95,18 @@ class GrainLoader(Ordered):
             raise
 
     def _open(self, epoch: int, index: int) -> Stream:
-        # evaluation asks for one epoch again and again: from the second time on, that is what comes next
+        # evaluation repeats one epoch: from the second time on, prefetch the same epoch again
         at_the_end = self._stream is not None and self._stream.position[1] == 0
         stride = 0 if at_the_end and (epoch, index) == (self._epoch, 0) else 1
         self.close()
         workers, read_ahead, _ = self._options
-        process = self.schedule.process or (jax.process_index(), jax.process_count())  # a worker cannot ask
+        process = self.schedule.process or (jax.process_index(), jax.process_count())  # a worker cannot ask JAX
         order = dataclasses.replace(self.schedule, process=process)
         batches = Batches(self._source, self._decode, order, self.host, epoch, index, stride)
         self._stream = stream = Stream(batches, *self._options)
-        self._end = weakref.finalize(self, stream.close)  # before anything runs; at the latest when Python exits
+        self._end = weakref.finalize(
+            self, stream.close
+        )  # registered before the workers start; runs at interpreter exit at the latest
         if workers or read_ahead:
             stream.start()
         return stream
@@ -115,13 +116,17 @@ def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
         names = [os.fspath(path) for path in paths]
-        local = [re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name]  # "name[from:to]" is a part
+        local = [
+            re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name
+        ]  # "name[from:to]" selects records
         if missing := [name for name in local if not os.path.isfile(name)]:
-            gone = f"{len(missing)} of {len(names)} missing"
-            raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({gone}). Check the path.")
+            count = f"{len(missing)} of {len(names)} missing"
+            raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({count}). Check the path.")
         if decode is None:
-            raise ValueError("ArrayRecord files hold bytes: say with `decode` how a record becomes arrays.")
+            raise ValueError(
+                "ArrayRecord files contain bytes: pass `decode`, a function that converts a record to arrays."
+            )
         return grain.sources.ArrayRecordDataSource(names)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise TypeError(f"A source of records has `__len__` and `__getitem__`; {type(source).__name__} has not both.")
+        raise TypeError(f"`source` must have `__len__` and `__getitem__`, got a {type(source).__name__}.")
     return source

@@ -1,4 +1,4 @@
-"""A training set that lives on the device: the host sends which rows make a batch, and the step picks them out."""
+"""Training data in device memory: the host sends the row numbers of a batch, and the step gathers the rows."""
 
 import os
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.foreign import DataError
 
-MOST_OF_MEMORY = 0.25  # of what is free on the device: the rest is for the model, its gradients and activations
+MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
 
 
 class RowLoader:
-    """An `ArrayLoader` that gives the rows of its batches instead of the batches, in the same order.
+    """Yields the row numbers of the batches of an `ArrayLoader` instead of the batches, in the same order.
 
-    With several processes each of them, having all examples, gives all rows.
+    With several processes, each has all examples and yields all rows.
     """
 
     in_memory = True
@@ -31,10 +31,10 @@ class RowLoader:
 
     def epoch(self, number: int, start: int = 0) -> "RowEpoch":
         """The rows of the batches of epoch `number` (from 1), without the first `start`."""
-        return RowEpoch(self._loader.untransformed(number, start, whole=True))
+        return RowEpoch(self._loader.untransformed(number, start, replicated=True))
 
     def is_replicated(self, index: int) -> bool:
-        """Every process gets all of every batch."""
+        """True: every process gets every batch completely."""
         return True
 
 
@@ -54,8 +54,8 @@ class RowEpoch:
         return rows[0].astype(np.int32)
 
     def take(self, limit: int, chunk: int) -> tuple[np.ndarray | None, int]:
-        """The rows of up to `limit` full batches, in an array for `chunk` of them; and how many there were."""
-        rows = self._epoch.rows(limit, whole_only=True)
+        """The rows of up to `limit` full batches, padded to `chunk` batches, and their number."""
+        rows = self._epoch.rows(limit, full_only=True)
         if not len(rows):
             return None, 0
         out = np.zeros((chunk, rows.shape[1]), np.int32)
@@ -64,21 +64,21 @@ class RowEpoch:
 
 
 def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayLoader | None:
-    """`data` if it is to live on these devices, else None; an error if it must and cannot."""
+    """`data` if it is to be kept in the memory of these devices, else None; raises if `resident=True` cannot be met."""
     if not resident:
         return None
     obstacle = _obstacle(data)
     if obstacle and resident == "auto":
         return None
     if obstacle:
-        raise DataError(f"The 'train' data cannot live on the device (`resident=True`): {obstacle}")
-    if resident == "auto" and tree_bytes(data.arrays) > MOST_OF_MEMORY * min(map(_free_bytes, devices)):
+        raise DataError(f"The 'train' data cannot be kept in device memory (`resident=True`): {obstacle}")
+    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, devices)):
         return None
     return data
 
 
 def tree_bytes(arrays: PyTree) -> int:
-    """The memory that these arrays take."""
+    """The size of all arrays in bytes."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
 
@@ -86,9 +86,7 @@ def _obstacle(data: Any) -> str:
     if not isinstance(data, ArrayLoader):
         return f"it is a {type(data).__name__}. Put the arrays into an `ArrayLoader`, or set `resident=False`."
     if data.host:
-        return (
-            "it has transforms on the host. Use transforms on the device (`with_transforms`), or set `resident=False`."
-        )
+        return "it has host transforms. Use device transforms (`with_transforms`), or set `resident=False`."
     return ""
 
 
@@ -96,4 +94,4 @@ def _free_bytes(device: Any) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the CPU: all that the machine has
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the CPU: physical memory

@@ -1,4 +1,4 @@
-"""The positions of loaders that keep their own, in several processes: each has another one, and all are kept."""
+"""States of stateful loaders in several processes: each process has its own, and a checkpoint holds all of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,17 @@ def joined_states(states: Sequence[Any]) -> dict[str, Any]:
 
 
 def own_state(state: Any, index: int, count: int) -> Any:
-    """What of `state` belongs to process `index` of `count`; all of it where it is of another number of processes."""
+    """The part of `state` for process `index` of `count`; `state` itself if it is of another number of processes."""
     return state[_KEY][index] if _is_joined(state) and len(state[_KEY]) == count else state
 
 
-def check_own(state: Any, name: str, count: int) -> None:
-    """Refuses a position that was kept by another number of processes."""
+def check_process_count(state: Any, name: str, count: int) -> None:
+    """Raises a `DataError` if `state` was saved by another number of processes."""
     if _is_joined(state):
         raise DataError(
-            f"The position in the {name!r} data was kept by {len(state[_KEY])} processes, each with its own, and there "
-            f"are {count} now. Go on with {len(state[_KEY])}, or use a loader whose order does not depend on that: an "
-            "`ArrayLoader`, a `GrainLoader`."
+            f"The state of the {name!r} data was saved by {len(state[_KEY])} processes, and {count} are running. "
+            f"Resume with {len(state[_KEY])}, or use a loader whose order does not depend on the number of processes: "
+            "an `ArrayLoader` or a `GrainLoader`."
         )
 
 

@@ -1,4 +1,4 @@
-"""Grain and its worker processes, running through the batches of a loader of records."""
+"""Runs Grain and its worker processes for a `GrainLoader`."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
-from jax_trainer.datasets.foreign import known_as_tree
+from jax_trainer.datasets.foreign import register_as_pytree
 from jax_trainer.datasets.host import HostTransforms
 from jax_trainer.datasets.order import Order
 
@@ -34,25 +34,25 @@ try:
 except ImportError as error:
     raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
 
-POLL = 0.1  # seconds between looks at the workers while no batch comes
+POLL = 0.1  # seconds between checks of the workers while no batch is ready
 GRACE = 3.0  # seconds that threads and workers get to end by themselves
-WORKER_NAME = "grain-process-prefetch"  # how Grain 0.2.18 begins the names of its processes
+WORKER_NAME = "grain-process-prefetch"  # prefix of the names of the processes of Grain 0.2.18
 DELETER = "grain._src.python.ipc.shared_memory_array"  # where Grain 0.2.18 keeps threads
-_starting = threading.Lock()  # streams start one after the other, so that each can tell which processes are its own
+_starting = threading.Lock()  # streams start one after the other, so that each can identify its own processes
 
-Stored = tuple[str, list[tuple[int, tuple[int, ...], np.dtype]]]  # a structure in words, and leaves in a file
+Stored = tuple[str, list[tuple[int, tuple[int, ...], np.dtype]]]  # a tree structure as text, and leaves in a file
 
 
 class LoaderError(RuntimeError):
-    """A batch could not be made, or a worker process died or hangs."""
+    """A batch could not be loaded, or a worker process died or hangs."""
 
 
 @dataclasses.dataclass
 class Batches:
-    """All batches from one on, epoch after epoch without end, each of them made out of its number alone.
+    """All batches from a position on, epoch after epoch without end, each a function of its index alone.
 
-    Grain deals them out to the workers, so how many workers there are changes nothing about them. `stride` is how
-    much later the next epoch is: 1, or 0 for the same one again. In a worker, batches go to files in `spool`.
+    Grain distributes them to the workers, so the batches do not depend on the number of workers. `stride` is added to
+    the epoch number at the end of an epoch: 1, or 0 to repeat the epoch. Workers write batches to files in `spool`.
     """
 
     source: Any
@@ -63,7 +63,7 @@ class Batches:
     start: int
     stride: int = 1
     spool: str = ""
-    _rows: tuple[int, np.ndarray] | None = None  # the order of the epoch that was asked for last
+    _rows: tuple[int, np.ndarray] | None = None  # the last epoch and its order
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -73,25 +73,25 @@ class Batches:
             batch = self.make(index)
             return _store(batch, Path(self.spool, str(index))) if self.spool else batch
         except BaseException as error:
-            message = f"{self.name(index)} could not be made: {error!r}."
-            if self.spool:  # in words: the error may not survive the way, and Grain would wait after a `SystemExit`
+            message = f"{self.name(index)} could not be loaded: {error!r}."
+            if self.spool:  # as text: the error may not be picklable, and Grain would hang after a `SystemExit`
                 return f"{message}\n\n{traceback.format_exc()}"
             if isinstance(error, Exception):
                 raise LoaderError(message) from error
             raise
 
-    def place(self, item: int) -> tuple[int, int]:
-        """The epoch of the batch with this number, and which batch of the epoch it is."""
+    def position(self, item: int) -> tuple[int, int]:
+        """The epoch of batch number `item`, and its index in the epoch."""
         epochs, index = divmod(self.start + item, len(self.order))
         return self.epoch + self.stride * epochs, index
 
     def name(self, item: int) -> str:
-        """The batch with this number, in words."""
-        return "Batch {1} (from 0) of epoch {0}".format(*self.place(item))
+        """Batch number `item`, for messages."""
+        return "Batch {1} (from 0) of epoch {0}".format(*self.position(item))
 
     def make(self, item: int) -> Batch:
-        """The batch with this number."""
-        epoch, index = self.place(item)
+        """Loads batch number `item`."""
+        epoch, index = self.position(item)
         if self._rows is None or self._rows[0] != epoch:
             self._rows = epoch, self.order.of(epoch)
         order = self._rows[1]
@@ -100,53 +100,57 @@ class Batches:
         batch = self.host.finish(batch, self.order, epoch, index)
         batch = jax.tree.map(np.asarray, batch)
         if not jax.tree.leaves(batch) or any(leaf.dtype.hasobject for leaf in jax.tree.leaves(batch)):
-            raise TypeError(f"A batch holds arrays of numbers or text, this is {batch!r:.200}. See to it in `decode`.")
+            raise TypeError(
+                f"A batch must have arrays of numbers or text, got {batch!r:.200}. Convert them in `decode`."
+            )
         return batch
 
     def _read(self, rows: list[int]) -> list[Any]:
         read = getattr(self.source, "__getitems__", None)
         records = [self.source[row] for row in rows] if read is None else read(rows)
         records = list(records) if self.decode is None else [self.decode(record) for record in records]
-        known_as_tree(records[0])  # a dataclass of the script comes to a worker without what made it a tree
+        register_as_pytree(records[0])  # a dataclass of the script is not registered as a pytree in a worker
         return records
 
 
 def _store(batch: Batch, path: Path) -> Stored:
-    """Writes the arrays to a file. Grain's own shared memory would stay behind when a worker is stopped."""
+    """Writes the arrays to a file. Grain's shared memory would leak when a worker is killed."""
     leaves, structure = jax.tree.flatten(batch)
-    places = []
+    locations = []
     with path.open("wb") as file:
         for leaf in leaves:
-            file.write(bytes(-file.tell() % 64))  # aligned, for whoever computes with it
-            places.append((file.tell(), leaf.shape, leaf.dtype))
+            file.write(bytes(-file.tell() % 64))  # aligned, as computations on it expect
+            locations.append((file.tell(), leaf.shape, leaf.dtype))
             file.write(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         file.write(bytes(1))  # an empty file cannot be mapped
-    return str(structure), places
+    return str(structure), locations
 
 
 def _load(stored: Stored, item: int, batches: Batches, structures: dict[str, Any]) -> Batch:
-    """A batch from a worker, as it was there.
+    """Loads a batch that a worker has stored.
 
-    Classes of batches do not travel, since one that is defined in a script is another class in a worker. A structure
-    that is new gets known by making its first batch once more, here.
+    Batch classes are not pickled, since a class that is defined in a script is another class in a worker. For a new
+    tree structure, the batch is made once more in this process.
     """
-    text, places = stored
+    text, locations = stored
     if text not in structures:
         structures[text] = jax.tree.structure(batches.make(item))
         if str(structures[text]) != text:
             raise LoaderError(f"{batches.name(item)} is a {text} in a worker, but {structures[text]} here.")
     path = Path(batches.spool, str(item))
-    data = np.asarray(np.memmap(path, np.uint8, "r+"))  # not copied: it lasts as long as somebody holds an array of it
+    data = np.asarray(np.memmap(path, np.uint8, "r+"))  # not copied: it lives as long as an array refers to it
     path.unlink()
-    ends = [offset + int(np.prod(shape)) * dtype.itemsize for offset, shape, dtype in places]
-    leaves = [data[at:end].view(dtype).reshape(shape) for (at, shape, dtype), end in zip(places, ends, strict=True)]
+    ends = [offset + int(np.prod(shape)) * dtype.itemsize for offset, shape, dtype in locations]
+    leaves = [data[at:end].view(dtype).reshape(shape) for (at, shape, dtype), end in zip(locations, ends, strict=True)]
     return structures[text].unflatten(leaves)
 
 
 def _start_worker(spool: str, index: int, count: int) -> None:
-    """What a worker process does first."""
+    """Initializes a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
-    jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to the run, also where a transform uses JAX
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # the accelerator belongs to the main process, also if a transform uses JAX
     threading.Thread(target=_end_with_parent, args=(spool,), daemon=True).start()
     Path(spool, f"worker-{index}-of-{count}").touch()
 
@@ -159,7 +163,7 @@ def _end_with_parent(spool: str) -> None:
 
 
 def _pump(batches: Batches, workers: int, read_ahead: int, ready: "queue.Queue[Any]", stop: threading.Event) -> None:
-    """Hands on what Grain reads, or the error that ended it, until `stop`."""
+    """Puts the batches of Grain, or its error, into the queue `ready`, until `stop`."""
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     working = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, read_ahead))
     structures: dict[str, Any] = {}
@@ -172,7 +176,7 @@ def _pump(batches: Batches, workers: int, read_ahead: int, ready: "queue.Queue[A
                 if workers:
                     batch = LoaderError(batch) if isinstance(batch, str) else _load(batch, item, batches, structures)
                 _offer(batch, ready, stop)
-    except BaseException as error:  # whatever it is, the caller is told
+    except BaseException as error:  # whatever it is, the caller raises it
         _offer(error, ready, stop)
 
 
@@ -186,16 +190,16 @@ def _offer(batch: Any, ready: "queue.Queue[Any]", stop: threading.Event) -> None
 
 
 class Stream:
-    """Grain running through the batches in a thread, which owns its iterator, with or without worker processes.
+    """Runs the iterator of Grain in a thread, with or without worker processes.
 
-    Only the thread ever waits for Grain, so the caller can notice what Grain does not: workers that died or hang.
+    Only the thread waits for Grain, so the caller can detect what Grain does not: workers that died or hang.
     """
 
     def __init__(self, batches: Batches, workers: int, read_ahead: int, timeout: float | None) -> None:
         if workers:
-            memory = "/dev/shm"  # if there is room: a container may have as little as 64 MB
-            roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
-            batches.spool = tempfile.mkdtemp(prefix="jax-trainer-", dir=memory if roomy else None)
+            memory = "/dev/shm"  # if it has space: a container may have as little as 64 MB
+            has_space = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
+            batches.spool = tempfile.mkdtemp(prefix="jax-trainer-", dir=memory if has_space else None)
         self._batches, self._timeout, self._count = batches, timeout, workers
         self._item, self._workers, self._broken = 0, list[BaseProcess](), False
         self._ready: queue.Queue[Any] = queue.Queue(max(1, read_ahead))
@@ -206,13 +210,13 @@ class Stream:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and the number of the batch that comes next."""
-        return self._batches.place(self._item)
+        """The epoch and the index of the next batch."""
+        return self._batches.position(self._item)
 
     def start(self) -> None:
         """Starts the thread and the workers."""
         if self._count and not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # a script without absl's `app.run`: Grain asks flags before it starts workers
+            flags.FLAGS.mark_as_parsed()  # without absl's `app.run`: Grain reads flags before it starts workers
         with _starting:
             before, until = set(multiprocessing.active_children()), time.monotonic() + 60
             self._thread.start()
@@ -221,28 +225,28 @@ class Stream:
                 new = set(multiprocessing.active_children()) - before
                 self._workers = [worker for worker in new if worker.name.startswith(WORKER_NAME)]
                 if time.monotonic() > until:
-                    self._give_up(f"Grain {grain.__version__} shows no workers. Use `workers=0`, or Grain 0.2.18.")
+                    self._give_up(f"Grain {grain.__version__} started no workers. Use `workers=0`, or Grain 0.2.18.")
 
     def take(self) -> Batch:
         """The next batch."""
-        batch, asked = None, time.monotonic()
+        batch, started = None, time.monotonic()
         while batch is None:
             try:
                 batch = self._ready.get(timeout=POLL) if self._thread.ident else self._batches[self._item]
             except queue.Empty:
                 if self._workers and self._item == 0 and not self._all_run():
-                    asked = time.monotonic()  # some workers are still importing
-                self._look(time.monotonic() - asked)
+                    started = time.monotonic()  # some workers are still importing
+                self._check_workers(time.monotonic() - started)
         if isinstance(batch, BaseException):
             if isinstance(batch, LoaderError):
                 raise batch
-            self._look(0)
-            raise LoaderError(f"{self._batches.name(self._item)} cannot come: {batch!r}.") from batch
+            self._check_workers(0)
+            raise LoaderError(f"{self._batches.name(self._item)} could not be loaded: {batch!r}.") from batch
         self._item += 1
         return batch
 
     def close(self) -> None:
-        """Ends the thread and the workers, and removes what they left. Closing again does nothing."""
+        """Stops the thread and the workers, and removes their files. Closing again does nothing."""
         self._stop.set()
         # the garbage collector may call from the thread itself
         join = self._thread.join if self._thread.ident not in (None, threading.get_ident()) else lambda _: None
@@ -259,20 +263,22 @@ class Stream:
             pool.close()
             pool.join()
         if killed:
-            gc.collect()  # Grain's semaphores are files too, and the error inside it holds on to them
+            gc.collect()  # Grain's semaphores are files, too, and its error refers to them
 
     def _all_run(self) -> bool:
         return len(list(Path(self._batches.spool).glob("worker-*"))) == self._count
 
-    def _look(self, waited: float) -> None:
+    def _check_workers(self, waited: float) -> None:
         name = self._batches.name(self._item)
         for code in (worker.exitcode for worker in self._workers):
             if code is not None:
-                self._give_up(f"{name} cannot come: a worker process ended with exit code {code}. {_advice(code)}")
+                self._give_up(
+                    f"{name} could not be loaded: a worker process ended with exit code {code}. {_advice(code)}"
+                )
         if self._timeout is not None and waited > self._timeout:
             self._give_up(
-                f"{name} did not come within {self._timeout} s: a worker hangs, or is slow. Look at `decode` and the "
-                "transforms, try `workers=0` to see where they stand, or use a longer `timeout`."
+                f"{name} was not ready within {self._timeout} s: a worker hangs, or is slow. Check `decode` and the "
+                "transforms, try `workers=0` to find the line, or use a longer `timeout`."
             )
 
     def _give_up(self, message: str) -> NoReturn:
@@ -284,10 +290,10 @@ def _advice(exit_code: int) -> str:
     if exit_code == -signal.SIGKILL:
         return "It was killed, most likely for memory: use fewer `workers`, or a smaller `read_ahead` or `batch_size`."
     if exit_code < 0:
-        return f"That is {signal.Signals(-exit_code).name}: a library crashed. Try `workers=0` to see where."
-    return "It said why above. A script that uses workers must start under `if __name__ == '__main__':`."
+        return f"That is {signal.Signals(-exit_code).name}: a library crashed. Try `workers=0` to find the line."
+    return "Its error is printed above. A script that uses workers must start under `if __name__ == '__main__':`."
 
 
 def _deleter() -> Any:
-    """Grain's threads that free its shared memory: started with its first worker, and never stopped (0.2.18)."""
+    """The thread pool of Grain that frees its shared memory: started with the first worker, never stopped (0.2.18)."""
     return getattr(getattr(sys.modules.get(DELETER), "SharedMemoryArray", None), "_del_thread_pool", None)

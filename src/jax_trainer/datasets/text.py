@@ -1,4 +1,4 @@
-"""A text as data for language models that predict the next character or byte."""
+"""A text file as a dataset for language models of characters or bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Share = Annotated[float, AtLeast(0), Below(1)]
 
 
 class Vocabulary:
-    """Text as numbers and back: of its characters, or of the bytes of its UTF-8.
+    """Encodes and decodes text: one token per character, or per UTF-8 byte.
 
     >>> vocabulary = Vocabulary("banana")
     >>> vocabulary.encode("nab"), vocabulary.decode([1, 0, 2])
@@ -33,27 +33,27 @@ class Vocabulary:
 
     @property
     def symbols(self) -> tuple[str, ...] | tuple[int, ...]:
-        """The characters by their number, or the bytes."""
+        """The characters, or bytes, indexed by token."""
         points = self._points.tolist()
         return tuple(chr(point) for point in points) if self.level == "char" else tuple(points)
 
     def encode(self, text: str) -> np.ndarray:
-        """The numbers of a text."""
+        """The tokens of `text`, [n] int32."""
         if self.level == "byte":
             return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
         points = _code_points(text)
         known = np.isin(points, self._points)
         if not known.all():
-            place = int(np.argmin(known))
+            index = int(np.argmin(known))
             raise ValueError(
-                f"The character {text[place]!r} at place {place} is not among the {len(self)} characters of the text "
-                "that the vocabulary was made of. Leave it out, or use `level: byte`."
+                f"The character {text[index]!r} at index {index} is not in the vocabulary of {len(self)} characters. "
+                "Remove it, or use `level: byte`."
             )
         return np.searchsorted(self._points, points).astype(np.int32)
 
-    def decode(self, numbers: Sequence[int] | np.ndarray) -> str:
-        """The text of numbers. What is no UTF-8, as bytes that a model made may be, becomes the character �."""
-        points = self._points[np.asarray(numbers, np.int64)]
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens. Bytes that are not valid UTF-8 become the character �."""
+        points = self._points[np.asarray(tokens, np.int64)]
         if self.level == "byte":
             return points.astype(np.uint8).tobytes().decode("utf-8", "replace")
         return points.astype("<u4").tobytes().decode("utf-32-le")
@@ -61,14 +61,14 @@ class Vocabulary:
 
 @dataclass
 class TextConfig(DatasetConfig):
-    """A text file, cut into pieces of `context` characters.
+    """A text file, split into examples of `context` tokens.
 
     Args:
         path: the file, relative to `data_dir`.
-        level: predict characters, or the bytes of their UTF-8.
-        context: how many of them an example has.
-        val_share, test_share: parts at the end of the text that are kept for validation and test, in this order.
-        aux: anything; it goes to the metadata.
+        level: one token per character ("char") or per UTF-8 byte ("byte").
+        context: tokens per example.
+        val_share, test_share: fractions at the end of the text for validation and test, in this order.
+        aux: anything; copied to the metadata.
     """
 
     path: str = "moby-dick.txt"
@@ -81,24 +81,24 @@ class TextConfig(DatasetConfig):
     normalize: bool = False
 
     def problems(self) -> Iterator[Problem]:
-        """What does not go together."""
+        """Settings that contradict each other."""
         if self.val_share + self.test_share >= 1:
             shares = f"`val_share` {self.val_share} and `test_share` {self.test_share}"
-            yield "val_share", f"{shares} leave nothing to train on. Together they must be below 1."
+            yield "val_share", f"{shares} leave no training data. Their sum must be below 1."
         if self.val_size:
-            text = f"Validation text is a share of the text: use `val_share`, not `val_size: {self.val_size}`."
+            text = f"The validation set is a fraction of the text: use `val_share`, not `val_size: {self.val_size}`."
             yield "val_size", text
         if self.normalize:
-            yield "normalize", "Text has no mean to take away: leave out `normalize: true`."
+            yield "normalize", "Text cannot be normalized: remove `normalize: true`."
 
 
 @register
 class TextDataset(DatasetModule):
     """Next-character or next-byte prediction on a text file.
 
-    An example is `context` numbers and, as its target, the same text one place on. Examples follow each other without
-    overlap; validation and test come from the end of the text, so that no example contains training text. The
-    characters of the whole text make the vocabulary.
+    An example is `context` tokens; its target is the same text shifted by one token. Examples do not overlap, and
+    validation and test are the end of the text, so they contain no training text. The vocabulary is that of the
+    complete text.
     """
 
     config: TextConfig
@@ -123,12 +123,12 @@ class TextDataset(DatasetModule):
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """The numbers of a text."""
+        """The tokens of `text`, [n] int32."""
         return self.vocabulary.encode(text)
 
-    def decode(self, numbers: Sequence[int] | np.ndarray) -> str:
-        """The text of numbers."""
-        return self.vocabulary.decode(numbers)
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens."""
+        return self.vocabulary.decode(tokens)
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -137,13 +137,13 @@ def _code_points(text: str) -> np.ndarray:
 
 def _read(file: Path) -> str:
     if not file.is_file():
-        raise FileNotFoundError(f"There is no text file {file}. Put it there, or set `data_dir` and `path`.")
-    data = file.read_bytes()  # not as text: that would change the ends of lines
+        raise FileNotFoundError(f"The text file {file} does not exist. Put it there, or set `data_dir` and `path`.")
+    data = file.read_bytes()  # as bytes: text mode would change line endings
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file} is not UTF-8 text: {error.reason} at byte {error.start}. Convert it first."
+            f"{file} is not UTF-8 text: {error.reason} at byte {error.start}. Convert it to UTF-8."
         ) from error
 
 
@@ -156,7 +156,7 @@ def _parts(numbers: np.ndarray, config: TextConfig, file: Path) -> dict[str, Sup
         used = name == "train" or shares[name] > 0
         if used and size <= config.context:
             raise ValueError(
-                f"{file} leaves {size} {config.level}s for the {name!r} part, and one example takes "
+                f"{file} leaves {size} {config.level}s for the {name!r} part, but one example needs "
                 f"{config.context + 1}. Use a longer text, a smaller `context`, or other shares."
             )
         limit = config.limit_train_size if name == "train" else None

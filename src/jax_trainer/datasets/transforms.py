@@ -1,10 +1,10 @@
-"""Transforms on the device, inside the compiled step: images travel as uint8, floats are made where they are used.
+"""Device transforms, applied inside the compiled step: images are transferred as uint8 and converted on the device.
 
-A transform is a function `(key, images) -> images` over a whole batch, [n, h, w, c] or [n, h, w], that JAX can trace.
-Any such function can stand beside those of this file.
+A transform is a function `(key, images) -> images` of a batch, [n, h, w, c] or [n, h, w], that JAX can trace. Custom
+functions can be combined with those of this file.
 
-Data carries its transforms as `data.transforms`, a `DeviceTransforms`: loaders of a `DatasetModule` do, and one of your
-own may. Every run and evaluation applies them, unless its program has some already (`with_transforms`).
+A loader carries its transforms as the attribute `transforms`, a `DeviceTransforms`: loaders of a `DatasetModule` do,
+and a custom loader may. Every run and evaluation applies them, unless its program has transforms (`with_transforms`).
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ PadMode = Literal["reflect", "constant", "edge", "symmetric", "wrap"]
 
 
 def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransform:
-    """Images with `mean` taken away, divided by `std`: numbers, or one per channel.
+    """Subtracts `mean` and divides by `std`: one number, or one per channel.
 
-    Both are meant for values from 0 to 1. Integers are divided by 255 first; floats are taken as they are.
+    Both refer to values from 0 to 1. Integer images are divided by 255 first; float images are used unchanged.
 
     >>> images = jnp.full((2, 4, 4, 3), 51, jnp.uint8)
     >>> float(normalize(0.5, 0.25)(jax.random.key(0), images)[0, 0, 0, 0])  # (51 / 255 - 0.5) / 0.25
@@ -33,9 +33,9 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
     """
     means, stds = _per_channel("mean", mean), _per_channel("std", std)
     if not (stds > 0).all():
-        raise ValueError(f"`std` must be above 0, got {std}. For a channel that never varies use 1.")
+        raise ValueError(f"`std` must be above 0, got {std}. For a constant channel use 1.")
     if means.ndim and stds.ndim and means.shape != stds.shape:
-        raise ValueError(f"`mean` has {len(means)} channels and `std` has {len(stds)}. Give both the same number.")
+        raise ValueError(f"`mean` has {len(means)} channels and `std` has {len(stds)}. Use the same number for both.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`dtype` must be a floating type, got {dtype}. Use jnp.float32 or jnp.bfloat16.")
 
@@ -44,7 +44,7 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         if channels and (images.ndim != 4 or images.shape[-1] != channels):
             raise ValueError(
                 f"`mean` and `std` are for {channels} channels, but the images are {list(images.shape)}. "
-                f"They must be [n, h, w, {channels}], or give one number for all channels."
+                f"Pass images [n, h, w, {channels}], or one number for all channels."
             )
         one = 255.0 if jnp.issubdtype(images.dtype, jnp.integer) else 1.0
         wide = jnp.promote_types(dtype, jnp.float32)  # bf16 would round the mean away
@@ -52,19 +52,19 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         scaled = (images.astype(wide) - jnp.asarray(one * means, wide)) * jnp.asarray(1 / (one * stds), wide)
         return scaled.astype(dtype)
 
-    return _Made(apply, "normalize", (means.tolist(), stds.tolist(), jnp.dtype(dtype).name))
+    return _BuiltinTransform(apply, "normalize", (means.tolist(), stds.tolist(), jnp.dtype(dtype).name))
 
 
 def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
-    """Images padded by `padding` pixels on every side, and a window of the old size cut out anywhere, each its own.
+    """Pads images by `padding` pixels on every side and crops each at a random position to its original size.
 
-    `mode` says what the padding shows, as for `jnp.pad`; with "constant" it is 0, which is the mean after `normalize`.
+    `mode` is that of `jnp.pad`; with "constant" the padding is 0, which is the mean after `normalize`.
 
     >>> random_crop(4)(jax.random.key(0), jnp.zeros((128, 32, 32, 3), jnp.uint8)).shape
     (128, 32, 32, 3)
     """
     if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise ValueError(f"`padding` must be a whole number of at least 0, got {padding!r}. CIFAR recipes use 4.")
+        raise ValueError(f"`padding` must be an integer of at least 0, got {padding!r}. CIFAR recipes use 4.")
     if mode not in get_args(PadMode):
         raise ValueError(f"`mode` must be one of {', '.join(get_args(PadMode))}, got {mode!r}.")
 
@@ -73,16 +73,18 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
         starts = jax.random.randint(key, (2, count, 1), -padding, padding + 1)
         rows, columns = starts[0] + jnp.arange(height), starts[1] + jnp.arange(width)
         # uint8 [128, 32, 32, 3], crop + flip + normalize, one CPU core: 190 µs; take_along_axis 310, dynamic_slice 615
-        cropped = _picked(images, _shown(rows, height, padding, mode), _shown(columns, width, padding, mode))
+        cropped = _picked(
+            images, _source_pixels(rows, height, padding, mode), _source_pixels(columns, width, padding, mode)
+        )
         if mode != "constant":
             return cropped
         return _blanked(cropped, ~_rectangle(_within(rows, height), _within(columns, width)))
 
-    return _Made(apply, "random_crop", (padding, mode))
+    return _BuiltinTransform(apply, "random_crop", (padding, mode))
 
 
 def random_flip(probability: float = 0.5) -> ImageTransform:
-    """Images mirrored left to right, each with this probability."""
+    """Flips each image horizontally with this probability."""
     _check_probability(probability)
 
     def apply(key: jax.Array, images: jax.Array) -> jax.Array:
@@ -91,16 +93,16 @@ def random_flip(probability: float = 0.5) -> ImageTransform:
         columns = jnp.where(flipped, jnp.arange(width)[::-1], jnp.arange(width))
         return _picked(images, jnp.broadcast_to(jnp.arange(height), (count, height)), columns)
 
-    return _Made(apply, "random_flip", (probability,))
+    return _BuiltinTransform(apply, "random_flip", (probability,))
 
 
 def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
-    """Images with a square of `size` pixels set to 0, each at its own place, with this probability; known as cutout.
+    """Sets a square of `size` pixels at a random position of each image to 0, with this probability (cutout).
 
-    Any pixel may be the middle, so at the border a part of the square lies outside. After `normalize`, 0 is the mean.
+    Any pixel may be the centre, so at the border a part of the square lies outside. After `normalize`, 0 is the mean.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size` must be a whole number of at least 1, got {size!r}. CIFAR recipes use 8 or 16.")
+        raise ValueError(f"`size` must be an integer of at least 1, got {size!r}. CIFAR recipes use 8 or 16.")
     _check_probability(probability)
 
     def apply(key: jax.Array, images: jax.Array) -> jax.Array:
@@ -112,12 +114,12 @@ def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
         columns = _within(jnp.arange(width) - starts[1], size)
         return _blanked(images, _rectangle(rows, columns))
 
-    return _Made(apply, "random_erase", (size, probability))
+    return _BuiltinTransform(apply, "random_erase", (size, probability))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Made:
-    """A transform of this file, equal to another one that was made with the same arguments."""
+class _BuiltinTransform:
+    """A transform of this file; equal to another one with the same arguments."""
 
     function: ImageTransform
     kind: str
@@ -127,7 +129,7 @@ class _Made:
         return self.function(key, images)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Made) and repr(self) == repr(other)
+        return isinstance(other, _BuiltinTransform) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -138,12 +140,12 @@ class _Made:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTransforms:
-    """What happens to the images of a batch on the device: one function after the other, each with a key of its own.
+    """Functions that transform the images of a batch on the device, in this order, each with its own random key.
 
     Args:
         train: applied before training steps.
-        eval: applied before evaluation, and to the example that a model is initialised from.
-        field: where the images are: an attribute or key of the batch, or an index if it is a tuple.
+        eval: applied before evaluation, and to the example batch that initializes the model.
+        field: the images in the batch: an attribute or key, or an index if the batch is a tuple.
 
     >>> cifar = normalize((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
     >>> transforms = DeviceTransforms(train=(random_crop(4), random_flip(), cifar), eval=(cifar,), field="image")
@@ -158,28 +160,30 @@ class DeviceTransforms:
 
     def __post_init__(self) -> None:
         for name in ("train", "eval"):
-            given = getattr(self, name)
-            if not isinstance(given, Sequence) or not all(map(callable, given)):
-                raise TypeError(f"`{name}` must be a sequence of functions, got {given!r}. Write `{name}=(function,)`.")
-            object.__setattr__(self, name, tuple(given))
+            functions = getattr(self, name)
+            if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+                raise TypeError(
+                    f"`{name}` must be a sequence of functions, got {functions!r}. Write `{name}=(function,)`."
+                )
+            object.__setattr__(self, name, tuple(functions))
 
     def __bool__(self) -> bool:
         return bool(self.train or self.eval)
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
-        """`batch` with its images transformed as for training or as for evaluation; the rest stays as it is."""
+        """`batch` with its images transformed, for training or for evaluation."""
         if not (self.train if train else self.eval):
             return batch
         entries = _entries(batch)
         if self.field not in entries:
             raise KeyError(
                 f"The batch, a {type(batch).__name__}, has no field {self.field!r} to transform. "
-                f"It has {', '.join(map(repr, entries)) or 'no fields'}: set `field` of the transforms accordingly."
+                f"It has {', '.join(map(repr, entries)) or 'no fields'}: set `field` of the transforms to one of them."
             )
         return _replaced(batch, {self.field: self.apply_to_images(key, entries[self.field], train=train)})
 
     def apply_to_images(self, key: jax.Array, images: Any, *, train: bool) -> jax.Array:
-        """The same for images alone."""
+        """`images` transformed, for training or for evaluation."""
         images = jnp.asarray(images)
         for position, function in enumerate(self.train if train else self.eval):
             images = function(jax.random.fold_in(key, position), images)
@@ -187,19 +191,19 @@ class DeviceTransforms:
 
 
 def transforms_of(data: Any) -> DeviceTransforms | None:
-    """The transforms on the device that data carries, as `data.transforms`; None where it says nothing about them."""
+    """The device transforms of `data`, its attribute `transforms`; None if it has none."""
     found = getattr(data, "transforms", None)
-    return found if isinstance(found, DeviceTransforms) else None  # others may mean something else by this name
+    return found if isinstance(found, DeviceTransforms) else None  # other libraries use this name for something else
 
 
-class _Batches(list):
+class _TransformedList(list):
     """A list of batches that carries transforms."""
 
     transforms: DeviceTransforms
 
 
-class CarryingIterator(Iterator[Any]):
-    """The batches of one epoch, with the transforms that their loader carries."""
+class TransformedIterator(Iterator[Any]):
+    """The batches of one epoch, with the device transforms of their loader."""
 
     def __init__(self, batches: Iterator[Any], transforms: DeviceTransforms) -> None:
         self._batches, self.transforms = batches, transforms
@@ -208,50 +212,49 @@ class CarryingIterator(Iterator[Any]):
         return next(self._batches)
 
 
-def carrying(data: Any, transforms: DeviceTransforms, name: str) -> Any:
-    """`data`, which carries `transforms` from now on: it has them as an attribute."""
-    data = _Batches(data) if type(data) in (list, tuple) else data
+def attach_transforms(data: Any, transforms: DeviceTransforms, name: str) -> Any:
+    """`data` with `transforms` as its attribute."""
+    data = _TransformedList(data) if type(data) in (list, tuple) else data
     try:
         data.transforms = transforms
     except AttributeError as error:
         raise TypeError(
-            f"`{name}` is a {type(data).__name__}, which cannot carry the device transforms of its dataset. Pass a "
+            f"`{name}` is a {type(data).__name__}, which cannot have the attribute `transforms` of its dataset. Pass a "
             "loader, a list of batches, or a function that returns an iterator."
         ) from error
     return data
 
 
-def common_transforms(trained: DeviceTransforms | None, evals: Mapping[str, Any]) -> DeviceTransforms:
-    """What all batches of a run are seen through: the transforms that the training data carries, if it does.
+def common_transforms(train: DeviceTransforms | None, evals: Mapping[str, Any]) -> DeviceTransforms:
+    """The device transforms of all batches of a run: those of the training data.
 
-    Evaluation sets that carry none are seen through the same; one that carries others is a `DataError`.
+    They apply to evaluation sets without transforms, too. Raises a `DataError` for a set with different ones.
     """
-    trained = DeviceTransforms() if trained is None else trained
+    train = DeviceTransforms() if train is None else train
     for name, data in evals.items():
         own = transforms_of(data)
-        if own is not None and own != trained:
+        if own is not None and own != train:
             raise DataError(
-                f"The {name!r} data carries the device transforms {transforms_in_words(own)}, and the training data "
-                f"{transforms_in_words(trained)}. A model must see all data in one way: give all loaders the same "
-                "`transforms`, or say which of them count, by `dataset=` of a trainer or by `with_transforms(program, "
-                "…)`."
+                f"The {name!r} data has the device transforms {describe_transforms(own)}, and the training data "
+                f"{describe_transforms(train)}. Give all loaders the same `transforms`, or set those of the run with "
+                "`dataset=` of a trainer or `with_transforms(program, …)`."
             )
-    return trained
+    return train
 
 
 class BatchTransforms(Protocol):
-    """Changes batches on the device; `DeviceTransforms` does. One that is false changes nothing."""
+    """Transforms batches on the device, such as `DeviceTransforms`. A falsy one is the identity."""
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
-        """`batch` as training or as evaluation sees it."""
+        """`batch` transformed, for training or for evaluation."""
         ...
 
 
 def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
     """`program` on transformed batches.
 
-    Keys belong to the root key and the step, in evaluation to the batch: a run that is resumed, or cut into other
-    chunks, sees the same images. Predictions are made of what evaluations see.
+    Random keys are derived from the root key and the step, in evaluation from the batch index: a run that is resumed,
+    or uses other chunks, sees the same images. Predictions use the evaluation transforms.
     """
     if not transforms:
         return program
@@ -263,28 +266,28 @@ def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
         key = stream(jax.random.fold_in(state.key, state.step), "transforms")
         return program.train_step(state, transforms.apply(key, batch, train=True))
 
-    def seen(state: TrainState, batch: Batch) -> Batch:
+    def transformed(state: TrainState, batch: Batch) -> Batch:
         # the loop has folded the number of the batch into this key
         return transforms.apply(stream(state.key, "eval transforms"), batch, train=False)
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        return program.eval_step(state, seen(state, batch))
+        return program.eval_step(state, transformed(state, batch))
 
     predict = program.predict_step
-    predict_step = None if predict is None else lambda state, batch: predict(state, seen(state, batch))
+    predict_step = None if predict is None else lambda state, batch: predict(state, transformed(state, batch))
     changed = {"init": init, "train_step": train_step, "eval_step": eval_step, "predict_step": predict_step}
     return program._replace(**changed, transforms=transforms)
 
 
-def transforms_in_words(transforms: DeviceTransforms | None) -> str:
-    """What is done to batches, for people."""
+def describe_transforms(transforms: DeviceTransforms | None) -> str:
+    """The transforms as text."""
     return f"train={transforms.train}, eval={transforms.eval}" if transforms else "none"
 
 
-def _per_channel(name: str, given: Any) -> np.ndarray:
-    values = np.asarray(given, np.float64)
+def _per_channel(name: str, value: Any) -> np.ndarray:
+    values = np.asarray(value, np.float64)
     if values.ndim > 1 or not values.size or not np.isfinite(values).all():
-        raise ValueError(f"`{name}` must be a finite number, or one per channel, got {given}.")
+        raise ValueError(f"`{name}` must be a finite number, or one per channel, got {value}.")
     return values.reshape(()) if values.size == 1 else values
 
 
@@ -295,28 +298,26 @@ def _check_probability(probability: float) -> None:
 
 def _image_shape(name: str, images: jax.Array) -> tuple[int, int, int]:
     if images.ndim not in (3, 4):
-        raise ValueError(
-            f"`{name}` works on images [n, h, w, c] or [n, h, w], got {list(images.shape)}. Reshape them first."
-        )
+        raise ValueError(f"`{name}` works on images [n, h, w, c] or [n, h, w], got {list(images.shape)}. Reshape them.")
     count, height, width, *_ = images.shape
     return count, height, width
 
 
-def _shown(places: jax.Array, length: int, padding: int, mode: PadMode) -> jax.Array:
-    """Which pixel of a line of `length` each place shows, if places outside of it show what `mode` says."""
+def _source_pixels(positions: jax.Array, length: int, padding: int, mode: PadMode) -> jax.Array:
+    """The index of the source pixel for each position of a line of `length` pixels, padded by `mode`."""
     table = np.pad(np.arange(length), padding, mode="edge" if mode == "constant" else mode)
-    return jnp.asarray(table, jnp.int32)[places + padding]
+    return jnp.asarray(table, jnp.int32)[positions + padding]
 
 
 def _picked(images: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
     def pick(image: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
         return image.at[row[:, None], column].get(mode="promise_in_bounds")
 
-    return jax.vmap(pick)(images, rows, columns)  # so that a batch spread over devices stays where it is
+    return jax.vmap(pick)(images, rows, columns)  # so that a sharded batch stays sharded
 
 
-def _within(places: jax.Array, length: int) -> jax.Array:
-    return (places >= 0) & (places < length)
+def _within(positions: jax.Array, length: int) -> jax.Array:
+    return (positions >= 0) & (positions < length)
 
 
 def _rectangle(rows: jax.Array, columns: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""When steps happen, and telling about it: the plan, the events, the two loops, predictions, and driving observers.
+"""The training and evaluation loops: the plan, the events that the loops yield, predictions, and running observers.
 
-The loops write no files and print nothing; whoever wants an effect observes events.
+The loops write no files and print nothing; side effects belong into observers of their events.
 """
 
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run

@@ -1,4 +1,4 @@
-"""What the plan takes from the data, and when."""
+"""Batches for the loops: which of them the plan uses, how they are stacked, prefetched and placed on devices."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -17,7 +17,7 @@ from jax_trainer.datasets import (
     EpochIterator,
     FirstBatches,
     StepBatch,
-    in_words,
+    describe_batch,
     nearby_multiples,
     with_transforms,
 )
@@ -26,13 +26,13 @@ from jax_trainer.engine.lockstep import LocalShards, LockstepBatches, Where
 from jax_trainer.engine.plan import Plan
 from jax_trainer.processes import process_group
 
-SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is worth a line from here on
-Ready = Callable[[StepBatch], StepBatch]
-Making = Callable[[Ready], Generator[StepBatch, None, None]]
+SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
+PlaceFn = Callable[[StepBatch], StepBatch]
+BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]
 
 
 def train_source(data: Data, plan: Plan) -> DataSource:
-    """The training data as a feed; refuses a plan under which it must run dry or never end."""
+    """The training data as a `DataSource`; raises if it would be exhausted too early or an epoch would never end."""
     options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
     data_source = DataSource(data.train, "train", steps_per_epoch=plan.steps_per_epoch, **options)
     if plan.overfit_batches:
@@ -43,37 +43,37 @@ def train_source(data: Data, plan: Plan) -> DataSource:
 
 
 def with_data_transforms(program: CompiledProgram, transforms: DeviceTransforms | None) -> CompiledProgram:
-    """`program` on batches that are transformed as their data asks, unless it transforms batches already."""
+    """`program` with the device transforms of the data, unless it has transforms already."""
     if program.transforms is not None or not transforms:
         return program
     return program.transformed(transforms, lambda plain: with_transforms(plain, transforms))
 
 
 def step_batches(
-    open_cursor: Callable[[], EpochIterator],
+    open_epoch: Callable[[], EpochIterator],
     plan: Plan,
     step: int,
     epoch_step: int,
     length: int | None,
     chunk: int,
-    ready: Ready,
-    left_out: Sequence[int] = (),
+    place: PlaceFn,
+    skipped: Sequence[int] = (),
 ) -> Generator[StepBatch, None, None]:
-    """What to dispatch in the rest of an epoch: batches without those `left_out`, cut where the state must be seen."""
-    room = 0
-    with closing(open_cursor()) as cursor:
+    """The rest of an epoch without the batches `skipped`, in chunks that end where an observer needs the state."""
+    limit = 0
+    with closing(open_epoch()) as epoch_iterator:
         while True:
-            room = room or plan.steps_until_cut(step, plan.epoch_steps(step, epoch_step, length))
-            before_next = min((number - epoch_step for number in left_out if number >= epoch_step), default=room)
-            if room and not before_next:
-                cursor.skip()
-                epoch_step, room = epoch_step + 1, 0
+            limit = limit or plan.steps_until_cut(step, plan.epoch_steps(step, epoch_step, length))
+            before_next = min((number - epoch_step for number in skipped if number >= epoch_step), default=limit)
+            if limit and not before_next:
+                epoch_iterator.skip()
+                epoch_step, limit = epoch_step + 1, 0
                 continue
-            taken = cursor.take(min(room, before_next), chunk) if room else None
-            if taken is None:
+            step_batch = epoch_iterator.take(min(limit, before_next), chunk) if limit else None
+            if step_batch is None:
                 return
-            step, epoch_step, room = step + taken.steps, epoch_step + taken.steps, room - taken.steps
-            yield ready(taken)
+            step, epoch_step, limit = step + step_batch.steps, epoch_step + step_batch.steps, limit - step_batch.steps
+            yield place(step_batch)
 
 
 def train_batches(
@@ -82,35 +82,38 @@ def train_batches(
     epoch: int,
     chunk: int,
     device_is_idle: Callable[[], bool],
-    making: Making,
+    generate: BatchGenerator,
 ) -> BatchIterator:
-    """The batches of a training epoch, made ahead where that helps; `making` makes them, given what readies them."""
+    """The batches of a training epoch, prefetched where that helps; `generate` yields them, placed on the devices."""
     depth, where = (
         0 if program.debug else data_source.prefetch(chunk),
-        partial(in_words, epoch=epoch, name=data_source.name),
+        partial(describe_batch, epoch=epoch, name=data_source.name),
     )
     if not feeds_local_shards(program) or data_source.is_shared:
-        return data_source.iterate(making(placed_for(program, where, ahead=depth > 0)), device_is_idle, depth)
+        return data_source.iterate(generate(place_fn_for(program, where, ahead=depth > 0)), device_is_idle, depth)
     parts: Any = LocalShards(program, where, process_group().index)
     return LockstepBatches(
-        data_source.iterate(making(parts.ready), device_is_idle, depth), data_source.name, process_group()
+        data_source.iterate(generate(parts.place), device_is_idle, depth), data_source.name, process_group()
     )
 
 
 def eval_batch_iterator(
     program: CompiledProgram, data_source: DataSource, limit: int | None, device_is_idle: Callable[[], bool]
 ) -> BatchIterator:
-    """The batches of an evaluation, at most `limit` of them, made ahead where that helps."""
-    depth, where = 0 if program.debug else data_source.prefetch(), partial(in_words, epoch=1, name=data_source.name)
+    """The batches of an evaluation, at most `limit` of them, prefetched where that helps."""
+    depth, where = (
+        0 if program.debug else data_source.prefetch(),
+        partial(describe_batch, epoch=1, name=data_source.name),
+    )
     is_gathered = feeds_local_shards(program) and not _is_evenly_shared(program, data_source)
-    ready: Ready = _as_it_is if is_gathered else placed_for(program, where, ahead=depth > 0)
+    place: PlaceFn = _unplaced if is_gathered else place_fn_for(program, where, ahead=depth > 0)
 
     def batches() -> Generator[StepBatch, None, None]:
         done = 0
-        with closing(data_source.open(1)) as cursor:
-            while done != limit and (taken := cursor.take(1)) is not None:
+        with closing(data_source.open(1)) as epoch_iterator:
+            while done != limit and (step_batch := epoch_iterator.take(1)) is not None:
                 done += 1
-                yield ready(taken)
+                yield place(step_batch)
 
     batch_iterator = data_source.iterate(batches(), device_is_idle, depth)
     return (
@@ -120,43 +123,45 @@ def eval_batch_iterator(
     )
 
 
-def placed_for(program: CompiledProgram, where: Where, *, ahead: bool) -> Ready:
-    """What puts batches where the program wants them."""
+def place_fn_for(program: CompiledProgram, where: Where, *, ahead: bool) -> PlaceFn:
+    """The function that places batches on the devices of `program`."""
 
-    def ready(taken: StepBatch) -> StepBatch:
+    def place(step_batch: StepBatch) -> StepBatch:
         try:
-            placed = program.place(taken.batch, stacked=taken.stacked, whole=taken.replicated, ahead=ahead)
+            placed = program.place(
+                step_batch.batch, stacked=step_batch.stacked, replicated=step_batch.replicated, prefetch=ahead
+            )
         except LayoutError as error:
-            raise DataError(f"The {where(taken.number)} cannot be fed: {error}") from error
-        return taken._replace(batch=placed)
+            raise DataError(f"The {where(step_batch.number)} cannot be placed on the devices: {error}") from error
+        return step_batch._replace(batch=placed)
 
-    return ready if ahead or program.layout is not None else _as_it_is
+    return place if ahead or program.layout is not None else _unplaced
 
 
 def feeds_local_shards(program: CompiledProgram) -> bool:
-    """Whether other processes feed the devices, too."""
+    """Whether each of several processes provides a part of every batch."""
     if program.layout is None and process_group().is_multi_process:
         raise DataError(
-            f"There are {process_group().count} processes, and the program was compiled for the devices of one. Pass "
-            "`layout=Layout(mesh=make_mesh())`, which takes those of all."
+            f"{process_group().count} processes are running, but the program was compiled for the devices of one. Pass "
+            "`layout=Layout(mesh=make_mesh())`, which uses the devices of all processes."
         )
     return program.layout is not None and program.layout.batch_placement is not None
 
 
 def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool:
-    """Whether every process can put its part of every full batch on its devices."""
+    """Whether the examples of every full batch divide evenly among the devices of all processes."""
     feeding = None if program.layout is None else program.layout.batch_placement
     if not data_source.is_shared or feeding is None or feeding.axes is None:
         return False
     return data_source.batch_size is None or data_source.batch_size % feeding.ways == 0
 
 
-def _as_it_is(taken: StepBatch) -> StepBatch:
-    return taken
+def _unplaced(step_batch: StepBatch) -> StepBatch:
+    return step_batch
 
 
 def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
-    """Refuses training batches (of all processes) that the devices cannot share evenly: each would do all the work."""
+    """Raises if a training batch does not divide evenly among the devices: each would compute all of it."""
     ways = 1 if layout is None else layout.batch_ways
     size = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
     if size % ways:
@@ -167,7 +172,7 @@ def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
 
 
 def slow_data(epoch: int, seconds: float, waited: float) -> str:
-    """One line if data was what an epoch waited for, else nothing."""
+    """A notice if an epoch waited for its data for too long; else empty."""
     if waited < SLOW_SHARE * seconds or waited < SLOW_SECONDS:
         return ""
     return (
@@ -176,15 +181,15 @@ def slow_data(epoch: int, seconds: float, waited: float) -> str:
     )
 
 
-def early_end(name: str, epoch: int, steps: int, whole: int | None) -> str:
-    """One line if the data ended before a whole epoch was over, else nothing."""
-    if whole is None or steps >= whole:
+def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
+    """A notice if the data ended before the epoch had the `expected` steps; else empty."""
+    if expected is None or steps >= expected:
         return ""
-    return f"The {name!r} data ended after {steps} of {whole} steps of epoch {epoch}; the epoch ends there."
+    return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
 
 
 def steps_per_call(plan: Plan, data_source: DataSource) -> int:
-    """How many steps go into one dispatch."""
+    """Optimizer steps per dispatch."""
     if plan.steps_per_call != "epoch":
         return plan.steps_per_call
     steps = shorter(data_source.length, plan.steps_per_epoch)
@@ -197,7 +202,7 @@ def steps_per_call(plan: Plan, data_source: DataSource) -> int:
 
 
 def shorter(a: int | None, b: int | None) -> int | None:
-    """The smaller of two lengths, either of which may be unknown."""
+    """The smaller of two lengths; None is unknown."""
     return min((n for n in (a, b) if n is not None), default=None)
 
 
@@ -206,8 +211,8 @@ def _check_stream(data_source: DataSource, plan: Plan, kind: str) -> None:
         return
     what = "an endless iterator" if data_source.is_endless else "an iterator that can be used only once"
     raise DataError(
-        f"The {data_source.name!r} data is {what} ({kind}), and the plan asks for "
+        f"The {data_source.name!r} data is {what} ({kind}), and the plan has "
         f"{plan.max_epochs} epochs: epoch {1 if data_source.is_endless else 2} would "
-        f"{'never end' if data_source.is_endless else 'find it used up'}. Set `steps_per_epoch` or `max_steps`, or "
-        "pass a list, a loader, or a function that returns a fresh iterator."
+        f"{'never end' if data_source.is_endless else 'have no batches left'}. Set `steps_per_epoch` or `max_steps`, "
+        "or pass a list, a loader, or a function that returns a fresh iterator."
     )

@@ -1,59 +1,57 @@
-"""The time by which a run decides: its own, or, of several processes, that of the lead, which all of them know."""
+"""The clock of a run: its own, or that of the primary process where several must decide alike."""
 
 import time
 
 from jax_trainer.engine.plan import Plan
 from jax_trainer.processes import ProcessGroup
 
-PAUSE = 1.0  # seconds, about, between two looks at the lead's clock
-MOST = 10_000  # dispatches between them
+SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
+MAX_DISPATCHES = 10_000  # between two synchronizations
 
 
 class RunClock:
-    """Seconds since a run began in this process."""
+    """Seconds since the run started in this process."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     def now(self) -> float:
-        """How many they are."""
-        return time.monotonic() - self._began
+        """Seconds since the run started."""
+        return time.monotonic() - self._started
 
     def dispatched(self) -> None:
-        """Something was sent to the devices."""
+        """Called after every dispatch."""
 
 
 class SyncedClock(RunClock):
-    """The same by the lead's clock, as of the last time that the processes compared: all of them see one value.
+    """Seconds on the clock of the primary process, as of the last synchronization: all processes see the same value.
 
-    Clocks differ, and a process that evaluates, saves or ends because of its own would wait for the others for ever.
+    Clocks differ, and a process that evaluates, saves or stops by its own would wait for the others forever.
     """
 
-    def __init__(self, us: ProcessGroup) -> None:
+    def __init__(self, process_group: ProcessGroup) -> None:
         super().__init__()
-        self._us, self._agreed = us, 0.0
+        self._process_group, self._synced = process_group, 0.0
         self._dispatches, self._next, self._last = 0, 1, 0
 
     def now(self) -> float:
-        """As of the last comparison."""
-        return self._agreed
+        return self._synced
 
     def dispatched(self) -> None:
-        """Compares clocks every now and then; all processes count dispatches alike."""
+        # all processes count dispatches alike, so they synchronize at the same one
         self._dispatches += 1
         if self._dispatches == self._next:
-            said = self._us.broadcast("time", self._tell)
-            seconds, following = said.split()
-            self._agreed, self._next = float.fromhex(seconds), int(following)
+            seconds, following = self._process_group.broadcast("time", self._measure).split()
+            self._synced, self._next = float.fromhex(seconds), int(following)
 
-    def _tell(self) -> str:
+    def _measure(self) -> str:
         now = super().now()
-        pace = (now - self._agreed) / max(1, self._dispatches - self._last)
+        pace = (now - self._synced) / max(1, self._dispatches - self._last)
         self._last = self._dispatches
-        return f"{now.hex()} {self._dispatches + max(1, min(MOST, round(PAUSE / max(pace, 1e-6))))}"
+        return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
 
 
-def run_time(plan: Plan, us: ProcessGroup) -> RunClock:
-    """The time that decides in a run of this plan."""
-    by_time = plan.max_seconds or plan.eval_every.minutes or any(fit_option.minutes for fit_option in plan.saves)
-    return SyncedClock(us) if us.is_multi_process and by_time else RunClock()
+def run_clock(plan: Plan, process_group: ProcessGroup) -> RunClock:
+    """The clock for a run of `plan`."""
+    by_time = plan.max_seconds or plan.eval_every.minutes or any(every.minutes for every in plan.saves)
+    return SyncedClock(process_group) if process_group.is_multi_process and by_time else RunClock()

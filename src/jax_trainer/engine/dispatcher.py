@@ -1,4 +1,4 @@
-"""Dispatching training steps and collecting what they report."""
+"""Dispatching training steps and collecting their metrics."""
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -29,41 +29,41 @@ from jax_trainer.datasets import (
     DataSource,
     RowLoader,
     StepBatch,
-    in_words,
+    describe_batch,
     resident_loader,
 )
 from jax_trainer.datasets.foreign import as_arrays
-from jax_trainer.engine.batches import Ready, check_divides, step_batches, steps_per_call, train_batches
+from jax_trainer.engine.batches import PlaceFn, check_divides, step_batches, steps_per_call, train_batches
 from jax_trainer.engine.plan import Plan
 
-READ_AFTER = 8  # steps between the end of a window of metrics and reading it: by then it is written
+READ_AFTER = 8  # steps between the end of a window of metrics and its read: by then the device has written it
 
 
 class StepDispatcher:
-    """Dispatches training steps and collects what they report."""
+    """Dispatches training steps and collects their metrics."""
 
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
         self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
         self._train_data = data.train
-        # without jit there are no dispatches to save, and user code must see values, not tracers of a loop
+        # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._advance, self._store = program.flat_train_step, ()
-        self._rows = data_source  # where what is dispatched comes from: batches, or which rows of the store make them
+        self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
         if self._loader is not None:
             self._advance, self._store = program.flat_train_step_from, (program.store(self._loader.arrays),)
             self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
         self._buffer: Any = None
         self._reader: MetricReader | None = None
-        self._meter = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
+        self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
-        """What is to be dispatched in the rest of the epoch, made ahead where that helps."""
-        self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a step's batch, less the step's
+        """The batches of the rest of the epoch, prefetched where that helps."""
+        self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
 
-        def making(ready: Ready) -> Generator[StepBatch, None, None]:
+        def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
             return step_batches(
                 lambda: self._rows.open(epoch, epoch_step),
                 self._plan,
@@ -71,39 +71,39 @@ class StepDispatcher:
                 epoch_step,
                 self._data_source.length,
                 self._chunk,
-                ready,
+                place,
                 self._plan.skipped_in(epoch),
             )
 
-        return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, making)
+        return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, generate)
 
-    def dispatch(self, held: FlatState, taken: StepBatch, step: int) -> tuple[FlatState, Any]:
-        """Sends the steps after `step` to the device; returns the state after them and their gradients."""
-        batch, steps, stacked = taken[:3]
-        self._number, self._program.describe_batch = taken.number, self.where
+    def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
+        """Dispatches the steps that follow `step`; returns the state after them and their gradients."""
+        batch, steps, stacked = step_batch[:3]
+        self._number, self._program.describe_batch = step_batch.number, self.where
         try:
-            reader = self._reader or self._prepare(held, taken)
+            reader = self._reader or self._prepare(flat_state, step_batch)
             if stacked:
-                held, buffer, (loose, grads) = self._program.flat_train_chunk(
-                    held, self._buffer, batch, steps, *self._store
+                flat_state, buffer, (loose, grads) = self._program.flat_train_chunk(
+                    flat_state, self._buffer, batch, steps, *self._store
                 )
             else:
-                held, buffer, (loose, grads) = self._advance(held, self._buffer, batch, *self._store)
+                flat_state, buffer, (loose, grads) = self._advance(flat_state, self._buffer, batch, *self._store)
         except Exception as error:
-            raise with_context(error, self.where(), self._sample(taken))  # noqa: B904 - the same error, with a note
+            raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
         self._buffer = buffer
-        reader.wrote(buffer, loose, step + steps, steps, stacked=stacked)
+        reader.record(buffer, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(buffer)
-        return held, grads
+        return flat_state, grads
 
     @property
     def last_dispatched(self) -> jax.Array:
-        """Is there when the last step that was dispatched is done."""
+        """An array that is ready when the last dispatched step has finished."""
         return self._buffer
 
     @property
     def notice(self) -> str:
-        """What else there is to say about how steps are dispatched."""
+        """A notice about how steps are dispatched; empty if there is none."""
         if self._chunk == 1 or not self._program.steps_one_by_one:
             return ""
         return (
@@ -112,35 +112,35 @@ class StepDispatcher:
         )
 
     def where(self) -> str:
-        """The batch that was dispatched last, in words."""
-        return in_words(self._number, self._epoch, self._data_source.name)
+        """The batch that was dispatched last, for messages."""
+        return describe_batch(self._number, self._epoch, self._data_source.name)
 
     @property
     def has_news(self) -> bool:
         """Whether metrics of earlier steps can be read without waiting."""
-        return self._reader is not None and self._reader.has_news
+        return self._reader is not None and self._reader.has_ready
 
     def read(self, *, wait: bool) -> Iterator[Any]:
-        """The metrics that have arrived (or all, waiting for the device), checked and added to the epoch's."""
+        """Yields the metrics that have arrived (with `wait`, all), checked and added to those of the epoch."""
         if self._reader is None:
             return
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
-            self._meter.add(rows)
+            self._accumulator.add(rows)
             yield rows
 
     def epoch_metrics(self) -> dict[str, Any]:
-        """The metrics of the epoch that ends here."""
-        return self._meter.compute()
+        """The metrics of the epoch; starts those of the next one."""
+        return self._accumulator.compute()
 
     def metrics_state(self) -> dict[str, Any]:
-        """What the epoch's metrics are folded into so far."""
-        return self._meter.state()
+        """The accumulated metrics of the epoch, to be saved."""
+        return self._accumulator.state()
 
-    def load_metrics(self, meter: Mapping[str, Any]) -> None:
-        """Goes on with the metrics of an epoch that was begun before."""
-        if meter:
-            self._meter.load(meter)
+    def load_metrics(self, state: Mapping[str, Any]) -> None:
+        """Restores the accumulated metrics of a partial epoch."""
+        if state:
+            self._accumulator.load(state)
 
     def _check(self, rows: MetricWindow) -> None:
         try:
@@ -150,33 +150,33 @@ class StepDispatcher:
             raise self._explained(error) from None
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
-        """The error, saying what is wrong with the batch, if something is and the batch can be had again."""
+        """The error with what is wrong in the batch, if the batch is at fault and can be read again."""
         number = self._opened_at + error.step - 1
-        batch = None if self._plan.skipped_in(self._epoch) else self._again(number)
+        batch = None if self._plan.skipped_in(self._epoch) else self._read_again(number)
         if batch is None:
             if self._program.index_ranges:
                 error.add_note(f"Labels and token ids out of range read NaN: {self._program.index_ranges}.")
             return error
-        wrong = batch_faults(self._program, batch)
-        if not wrong:
+        faults = batch_faults(self._program, batch)
+        if not faults:
             return error
-        where = in_words(number, self._epoch, self._data_source.name)
+        where = describe_batch(number, self._epoch, self._data_source.name)
         found, _, _ = str(error).partition(". ")  # without the advice, which is for clean data
-        return NonFiniteError(f"{found}. In {where}, {wrong}", step=error.step)
+        return NonFiniteError(f"{found}. In {where}, {faults}", step=error.step)
 
-    def _again(self, number: int) -> Batch | None:
-        """A batch of this epoch once more, where that costs next to nothing."""
+    def _read_again(self, number: int) -> Batch | None:
+        """Batch `number` of this epoch, if reading it again is cheap; else None."""
         if isinstance(self._train_data, ArrayLoader):
             return next(iter(self._train_data.epoch(self._epoch, number)), None)
         if isinstance(self._train_data, list | tuple) and number < len(self._train_data):
             return as_arrays(self._train_data[number], copy=False)
         return None
 
-    def _prepare(self, held: FlatState, taken: StepBatch) -> MetricReader:
-        """Lays out the tape for what a step on such a batch reports; once, before the first step."""
-        batch = self._sample(taken)
+    def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
+        """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
+        batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
-        fmt, self._buffer = self._program.train_buffer(held.state, batch, self._every + self._chunk - 1)
+        fmt, self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
             self._program.check_indices(self._train_data.arrays)
         self._reader = MetricReader(
@@ -184,9 +184,9 @@ class StepDispatcher:
         )
         return self._reader
 
-    def _sample(self, taken: StepBatch) -> Batch:
-        """A batch that looks like each of those in `taken`."""
-        batch = jax.tree.map(lambda x: x[0], taken.batch) if taken.stacked else taken.batch
+    def _sample(self, step_batch: StepBatch) -> Batch:
+        """One batch with the shapes and dtypes of those in `step_batch`."""
+        batch = jax.tree.map(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
         if self._loader is None:
             return batch
         # these are rows; any batch of this size will do
@@ -194,18 +194,17 @@ class StepDispatcher:
 
 
 def batch_faults(program: CompiledProgram, batch: Batch) -> str:
-    """What in a batch can make a loss not finite, and the cure; empty if nothing can."""
+    """What in a batch can make the loss non-finite, and how to fix it; empty if nothing can."""
     bad = [
         f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
     ]
-    cure = "Clean the data, or mask what is missing."
-    return f"{'; '.join(bad)}. {cure}" if bad else program.out_of_range(batch)
+    return f"{'; '.join(bad)}. Clean the data, or mask missing values." if bad else program.out_of_range(batch)
 
 
 class InFlight:
-    """Bounds how many dispatches wait for the devices: several CPU devices deadlock when too many do."""
+    """Limits the number of dispatches in flight: several CPU devices deadlock with too many."""
 
     def __init__(self, program: CompiledProgram, plan: Plan) -> None:
         several = program.layout is not None and program.layout.mesh.size > 1
@@ -214,11 +213,11 @@ class InFlight:
         self._last: Any = None
 
     def is_empty(self) -> bool:
-        """Whether the devices have nothing left to do."""
+        """Whether the devices have finished all dispatches."""
         return self._last is None or self._last.is_ready()
 
     def add(self, buffer: jax.Array) -> None:
-        """One more dispatch, which writes to `tape`."""
+        """Adds a dispatch that writes to `buffer`; waits for an earlier one at the limit."""
         self._last = buffer
         if self._limit is not None:
             self._waiting.append(buffer)
@@ -227,7 +226,7 @@ class InFlight:
 
 
 def with_context(error: Exception, where: str, batch: Batch) -> Exception:
-    """The error, saying in which line of the user's code and on which batch it happened."""
+    """The error with notes that name the user's line and the batch."""
     if isinstance(error, BatchChangedError):
         changed = DataError(f"The {where} differs from those before it: {error}")
         changed.__cause__ = error

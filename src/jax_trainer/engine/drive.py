@@ -1,4 +1,4 @@
-"""Feeds events to observers and makes sure that every one of them learns how the run ended."""
+"""Runs the training loop with observers; every observer is notified of every event and of how the run ended."""
 
 import logging
 import os
@@ -23,10 +23,11 @@ LOG = logging.getLogger("jax_trainer")
 
 
 class Observer(Protocol):
-    """Sees every event. One that must see the state between chunks also has `sees_state_every: Every`.
+    """Handles every event.
 
-    One that saves has `saves_every: Every`: so often a `SavePoint` is due. One that shows notices to people has
-    `shows_notices = True`; where nobody does, they are logged.
+    An observer that needs the state between the steps of a chunk also has `sees_state_every: Every`. One that saves
+    has `saves_every: Every`, which makes a `SavePoint` due. One that displays notices has `shows_notices = True`;
+    without any such observer, notices are logged.
     """
 
     def handle(self, event: Event) -> None:
@@ -35,7 +36,7 @@ class Observer(Protocol):
 
 
 class _Stop:
-    """Set by a signal, looked at between events: stopping in the middle of a step would lose the state."""
+    """Set by a signal handler, checked between events: stopping in the middle of a step would lose the state."""
 
     signal: int | None = None
 
@@ -52,14 +53,14 @@ def run(
 
     `data` is a `Data` with evaluation sets, or just what to train on.
     """
-    plan = plan.seen_by(observers)
+    plan = plan.with_observers(observers)
     return drive(train_events(program, state, data, plan, at), observers, state, at)
 
 
 def drive(
     events: Iterator[Event], observers: Sequence[Observer], state: TrainState, at: Position | LoopState = Position()
 ) -> TrainState:
-    """Feeds every event to every observer, in list order; returns the last state. See `driving`."""
+    """Notifies every observer of every event, in list order; returns the last state. See `driving`."""
     with closing(events), driving(observers, state, at) as driver:  # type: ignore[type-var]
         if driver.is_running:
             driver.consume(events)
@@ -70,20 +71,20 @@ def drive(
 def driving(
     observers: Sequence[Observer], state: TrainState, at: Position | LoopState = Position()
 ) -> Iterator["Driver"]:
-    """A run: observers are told of its start, of what the `Driver` is fed, and, however it ends, of its end.
+    """A run: notifies the observers of its start, of the events that the `Driver` consumes, and of its end, always.
 
     Ctrl-C and SIGTERM end the run after the current event, with `FitEnd("interrupted")`, and then raise
-    `KeyboardInterrupt` or `SystemExit(143)`. A second one of them does not wait. The handlers that were installed
-    before are back afterwards. `StopTraining` ends it with `FitEnd("stopped")`.
+    `KeyboardInterrupt` or `SystemExit(143)`; a second signal ends it immediately. The previous signal handlers are
+    restored afterwards. `StopTraining` ends the run with `FitEnd("stopped")`.
 
-    Several processes watch each other meanwhile, and fail together.
+    With several processes, each monitors the others, and a failure of one ends all.
     """
     with _signals() as stop, Watchdog(process_group()) as watch:
         epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
         driver = Driver(observers, FitStart(step_of(state), epoch, FlatState.of(state)), stop, watch)
         status: Status = "failed"
         try:
-            driver.begin()
+            driver.start()
             yield driver
             status = "completed" if driver.stopped is None else "stopped"
             status = status if stop.signal is None else "interrupted"
@@ -96,45 +97,45 @@ def driving(
             raise blamed from error
         finally:
             last, reason = driver.event, str(driver.stopped or "")
-            _tell_all(observers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
-    if stop.signal is not None:  # also one that came when everything was done: it is not ours to swallow
-        by_hand = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
-        raise (by_hand if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
+            _notify_end(observers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
+    if stop.signal is not None:  # also one that arrived after the last event: it must not be swallowed
+        interrupt = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
+        raise (interrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then
 
 
 class Driver:
-    """Tells observers of events, as many at a time as the caller wants. `event` is the last one."""
+    """Notifies observers of events, in portions that the caller chooses. `event` is the last one."""
 
     def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watchdog) -> None:
         self.event, self.stopped = first, None
         self._observers, self._stop, self._watch = observers, stop, watch
 
-    stopped: StopTraining | None  # why an observer, or what gives the events, wants the run to end
+    stopped: StopTraining | None  # raised by an observer or by the loop to end the run
     event: Event
 
     @property
     def is_running(self) -> bool:
-        """Whether nobody wants the run to end."""
+        """Whether nothing has asked the run to stop."""
         return self.stopped is None
 
-    def begin(self) -> None:
-        """Tells of the start."""
+    def start(self) -> None:
+        """Notifies the observers of the start."""
         try:
-            _tell(self._observers, self.event)
+            _notify(self._observers, self.event)
         except StopTraining as stopped:
             self.stopped = stopped
 
     def consume(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
-        """Tells of `events`, to the end or up to the first one of the kind `until`, which is returned."""
+        """Notifies the observers of `events`: all, or up to the first of type `until`, which is returned."""
         try:
             for self.event in events:
                 try:
-                    _tell(self._observers, self.event)
+                    _notify(self._observers, self.event)
                     if self._stop.signal is not None:
                         raise Interruption(self._stop.signal)
-                    self._keep_watch()
+                    self._check_processes()
                 except BaseException as reason:
                     self.close_early(events, reason)
                     raise
@@ -144,30 +145,30 @@ class Driver:
             self.stopped = stopped
         return None
 
-    def _keep_watch(self) -> None:
+    def _check_processes(self) -> None:
         self._watch.check()
         if isinstance(self.event, StepEnd):
             self._watch.report_progress(self.event.step, self.event.idle)
 
     def close_early(self, events: Iterator[Event], reason: BaseException) -> None:
-        """Lets what gives the events know why they end, and tells of what it still has to say."""
+        """Throws `reason` into the generator of the events, and notifies the observers of its last ones."""
         failures: list[Exception] = []
         try:
             last = events.throw(reason) if isinstance(events, Generator) else None
             while last is not None:
                 self.event = last
-                failures += _told(self._observers, last)[1]
+                failures += _handle_all(self._observers, last)[1]
                 last = next(events, None)
         except BaseException as end:
             if end is not reason:
                 raise end from reason
         for failure in failures:
-            reason.add_note(f"While the run ended, there was also {type(failure).__name__}: {failure}")
+            reason.add_note(f"While the run ended, this failed, too: {type(failure).__name__}: {failure}")
 
 
-def _tell(observers: Sequence[Observer], event: Event) -> None:
-    """Tells every observer, even when some fail or stop the run; then the first failure goes on, or the first stop."""
-    stops, failures = _told(observers, event)
+def _notify(observers: Sequence[Observer], event: Event) -> None:
+    """Notifies every observer, even if some fail or stop the run; then raises the first failure, or the first stop."""
+    stops, failures = _handle_all(observers, event)
     if isinstance(event, Notice):
         is_shown = any(getattr(observer, "shows_notices", False) for observer in observers)
         LOG.log(logging.INFO if is_shown else event.level, event.text)
@@ -177,14 +178,14 @@ def _tell(observers: Sequence[Observer], event: Event) -> None:
         raise failures[0] if failures else next((stop for stop in stops if stop.then is not None), stops[0])
 
 
-def _tell_all(observers: Sequence[Observer], event: FitEnd) -> None:
-    """Tells every observer of the end; then the failures go on."""
-    _, failures = _told(observers, event)
+def _notify_end(observers: Sequence[Observer], event: FitEnd) -> None:
+    """Notifies every observer of the end; then raises the failures."""
+    _, failures = _handle_all(observers, event)
     if failures:
         raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
 
 
-def _told(observers: Sequence[Observer], event: Event) -> tuple[list[StopTraining], list[Exception]]:
+def _handle_all(observers: Sequence[Observer], event: Event) -> tuple[list[StopTraining], list[Exception]]:
     stops: list[StopTraining] = []
     failures: list[Exception] = []
     for observer in observers:
@@ -203,21 +204,21 @@ def _signals() -> Iterator[_Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may install handlers
         return
-    # SIGTERM to one of several processes is a notice to all of them, which JAX passes on; see `Preemption`
+    # JAX announces a SIGTERM of one process to all of them; see `Preemption`
     is_multi_process = jax.process_count() > 1
-    heard = (signal.SIGINT,) if is_multi_process else (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT,) if is_multi_process else (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         before = previous[signal.Signals(number)]
-        signal.signal(number, before)  # the next one does what it did before
+        signal.signal(number, before)  # a second signal has its default effect
         if is_multi_process:
-            os.kill(os.getpid(), signal.SIGTERM)  # alone, this process could not stop at a step of its own
+            os.kill(os.getpid(), signal.SIGTERM)  # all processes must stop at the same step
             return
         stop.signal = number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    previous = {number: signal.getsignal(number) for number in heard}
+    previous = {number: signal.getsignal(number) for number in numbers}
     try:
         for number in previous:
             signal.signal(number, handle)

@@ -1,13 +1,13 @@
-"""What happens in a run, as values. Everything with an effect listens to these.
+"""The events of a run. Callbacks, loggers and checkpointing observe them.
 
 The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) …, EpochEnd, and last FitEnd. An
 evaluation is EvalStart, EvalStep …, EvalEnd per set, then EvalRoundEnd; it follows the StepEnd or EpochEnd that made
-it due. Where the events up to some point leave nothing open, SavePoint says so: before and after the end of an epoch
-and an evaluation, when a save is due, and last of all when a run is interrupted or fails.
-StepMetrics comes some steps after the StepEnd of the steps it tells of, but always before an evaluation and
-before the end of the epoch. Waiting may come before any StepEnd or EvalStep, Notice anywhere.
+it due. A SavePoint marks where a checkpoint is complete: before and after the end of an epoch and of an evaluation,
+when a save is due, and at the end of a run that is interrupted or fails. StepMetrics comes some steps after the
+StepEnd of its steps, but always before an evaluation and before the end of the epoch. Waiting may come before any
+StepEnd or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the others by `train_events`.
 
-Nobody should change an event. The classes are not frozen only because making a frozen one costs 0.6 µs more per step.
+Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step.
 """
 
 import logging
@@ -24,7 +24,7 @@ Status = Literal["completed", "stopped", "interrupted", "failed"]
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """Something happened. `state` is valid until the loop goes on; `epoch` counts from 1 (0: before the first)."""
+    """The base of events. `state` is valid until the loop continues; `epoch` counts from 1 (0: before the first)."""
 
     step: int
     epoch: int
@@ -32,41 +32,41 @@ class Event:
 
     @property
     def state(self) -> TrainState:
-        """The state after this event, put together when asked for."""
+        """The state after this event, unflattened on access."""
         return self.flat_state.state
 
 
 @dataclass(slots=True, eq=False)
 class FitStart(Event):
-    """Training is about to begin."""
+    """Training is about to start."""
 
 
 @dataclass(slots=True, eq=False)
 class EpochStart(Event):
-    """An epoch begins; `steps` is its number of steps where that is known."""
+    """An epoch starts; `steps` is its number of steps, None if unknown."""
 
     steps: int | None
 
 
 @dataclass(slots=True, eq=False)
 class StepEnd(Event):
-    """`steps` steps were dispatched, the last of them is `step`. They may still be running on the device."""
+    """`steps` steps were dispatched, up to `step`. They may still be running on the device."""
 
     steps: int
-    epoch_step: int  # steps taken in this epoch so far: with `epoch`, the position in the data
-    grads: PyTree  # of every step, if the program keeps them
-    data_state: Any  # the data's own word for its position, where it keeps one
-    idle: float = 0.0  # seconds, so far, for which devices waited for this one of several processes
+    epoch_step: int  # steps of this epoch so far: with `epoch`, the position in the data
+    grads: PyTree  # of every step, if the program has `keep_grads`
+    data_state: Any  # of a stateful loader, as returned by its `state_dict` or `get_state`
+    idle: float = 0.0  # seconds so far for which the devices of several processes waited for this process
 
     @property
     def position(self) -> Position:
-        """Where in the data this is, to go on from."""
+        """The position in the data, to resume from."""
         return Position(self.epoch, self.epoch_step, self.data_state)
 
 
 @dataclass(slots=True, eq=False)
 class StepMetrics(Event):
-    """The numbers of some earlier steps have arrived on the host."""
+    """The metrics of some earlier steps have arrived on the host."""
 
     rows: MetricWindow
 
@@ -75,25 +75,25 @@ class StepMetrics(Event):
 class EpochEnd(Event):
     """An epoch is over; `metrics` are its training metrics.
 
-    `seconds` is how long training took, without evaluations; for `waited` of them the device had nothing to do because
-    the next batch was not there.
+    `seconds` is the training time without evaluations; for `waited` seconds of it the device was idle, waiting for a
+    batch.
     """
 
     metrics: dict[str, Any]
     seconds: float
     waited: float
     data_state: Any
-    cut_off_after: int = 0  # steps, where the plan's end came before the epoch's
+    cut_off_after: int = 0  # steps, if the plan ended before the epoch
 
     @property
     def position(self) -> Position:
-        """Where in the data this is, to go on from."""
+        """The position in the data, to resume from."""
         return Position(self.epoch, self.cut_off_after, self.data_state)
 
 
 @dataclass(slots=True, eq=False)
 class EvalStart(Event):
-    """The evaluation set called `name` is next; `batches` is its length where that is known."""
+    """The evaluation on the set `name` starts; `batches` is its length, None if unknown."""
 
     name: str
     batches: int | None
@@ -101,7 +101,7 @@ class EvalStart(Event):
 
 @dataclass(slots=True, eq=False)
 class EvalStep(Event):
-    """`batches` batches of the evaluation set called `name` were dispatched; `rows` are numbers that have arrived."""
+    """`batches` batches of the evaluation set `name` were dispatched so far; `rows` are metrics that have arrived."""
 
     name: str
     batches: int
@@ -110,7 +110,7 @@ class EvalStep(Event):
 
 @dataclass(slots=True, eq=False)
 class EvalEnd(Event):
-    """The metrics of `state` on the evaluation set called `name`."""
+    """The metrics of `state` on the evaluation set `name`."""
 
     name: str
     metrics: dict[str, Any]
@@ -118,24 +118,23 @@ class EvalEnd(Event):
 
 @dataclass(slots=True, eq=False)
 class EvalRoundEnd(Event):
-    """All evaluation sets are done; `metrics` are those of `state` on each of them, by name."""
+    """All evaluation sets are done; `metrics` are those of `state` by set."""
 
     metrics: dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True, eq=False)
 class Waiting(Event):
-    """There is no batch yet; comes about every second, so that somebody may act."""
+    """No batch is ready yet; emitted about every second, so that observers can react."""
 
-    name: str  # of the data that is waited for
+    name: str  # of the data
 
 
 @dataclass(slots=True, eq=False)
 class SavePoint(Event):
-    """Everything about the steps so far was told: from a state that is saved now, a run can go on exactly.
+    """All events of the steps so far were emitted: a run that resumes from a state saved now is bit-identical.
 
-    `due` says that it is time to save, by the observers' `saves_every`. When the run ends before its time, `reason` is
-    why.
+    `due`: a save is due by the observers' `saves_every`. `reason` is the exception that ends the run early, if any.
     """
 
     take_loop_state: Callable[[], LoopState]
@@ -144,13 +143,13 @@ class SavePoint(Event):
 
     @property
     def loop_state(self) -> LoopState:
-        """Where the run stands. Asked for while this is told, not later."""
+        """The state of the loop. Read it while handling this event, not later."""
         return self.take_loop_state()
 
 
 @dataclass(slots=True, eq=False)
 class Notice(Event):
-    """Something that a person should know, in one line; where nobody shows it, it is logged at this `level`."""
+    """One line for the user; logged at `level` if no observer has `shows_notices`."""
 
     text: str
     level: int = logging.WARNING
@@ -160,7 +159,7 @@ class Notice(Event):
 class FitEnd(Event):
     """Training is over. `run`, `drive` and `driving` notify every observer, however it ended; `train_events` does not.
 
-    `reason` is that of whoever stopped it, such as "EarlyStopping after step 80: …".
+    `reason` is the message of `StopTraining`, such as "EarlyStopping after step 80: …".
     """
 
     status: Status

@@ -1,10 +1,10 @@
-"""Tracing an evaluation of the first batch of every evaluation set, so that mistakes show before training."""
+"""Traces an evaluation of the first batch of every evaluation set, so that mistakes show before training."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jax_trainer.core import Batch, CompiledProgram, TrainState
-from jax_trainer.core.user_frame import described, noting
+from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.datasets.peek import peeked
@@ -16,16 +16,16 @@ from jax_trainer.processes import process_group
 def checked_evals(
     program: CompiledProgram, state: TrainState, sets: Mapping[str, Any], example: Batch, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """`sets`, each of which still gives all of its batches, after an evaluation of its first one was traced.
+    """Traces an evaluation of the first batch of each set; returns the sets, with all of their batches.
 
-    A set without a batch is a `DataError`, and so is an iterator that would be used up before the last evaluation.
-    Several processes, each of which may have another part of a set or none, find such mistakes when they evaluate.
+    Raises a `DataError` for a set without a batch, and for an iterator that would be exhausted before the last
+    evaluation. With several processes, each of which may have a part of a set or none, nothing is traced here.
 
     Args:
-        state: to evaluate, or its shapes.
-        sets: by name.
+        state: the state to evaluate, or its shapes.
+        sets: evaluation sets by name.
         example: a batch of the training data, for the message.
-        plan: which says how often they are evaluated; None: once.
+        plan: how often the sets are evaluated; None: once.
     """
     if program.debug or process_group().is_multi_process:
         return dict(sets)
@@ -34,12 +34,12 @@ def checked_evals(
         _check_reuse(DataSource(data, name), name, plan)
         batch, checked[name] = peeked(data, name)
         check_batch(batch, f"first batch of the {name!r} data")
-        is_like = f"This happened on the first batch of the {name!r} data: {described(batch)}. "
-        with noting(f"{is_like}The training data has {described(example)}."):
+        note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
+        with noting(f"{note}The training data has {describe_shapes(example)}."):
             evaluating = with_data_transforms(program, DataSource(data, name).transforms)
             evaluating.eval_shapes(state, batch)
         if isinstance(data, ArrayLoader) and data.in_memory:
-            with noting(f"This happened on the {name!r} data: {described(batch)}."):
+            with noting(f"This happened on the {name!r} data: {describe_shapes(batch)}."):
                 evaluating.check_eval_indices(state, batch, data.arrays)
     return checked
 
@@ -49,6 +49,6 @@ def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:
         return
     if (plan.max_epochs or 0) > plan.eval_every.epochs:
         raise DataError(
-            f"The {name!r} data is an iterator that can be used only once, and there is more than one evaluation. Pass "
+            f"The {name!r} data is an iterator that can be used only once, but it is evaluated more than once. Pass "
             "a list, a loader, or a function that returns a fresh iterator."
         )

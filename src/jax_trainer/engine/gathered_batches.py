@@ -1,4 +1,4 @@
-"""Evaluation data of which each of several processes has its own part, whatever its size: judged in whole batches."""
+"""Evaluation data in several processes, each with its own part of any size: gathered into global batches."""
 
 import base64
 import math
@@ -12,15 +12,15 @@ from jax.experimental import multihost_utils
 
 from jax_trainer.core import Batch, CompiledProgram, leaf_path, resized
 from jax_trainer.datasets import NOT_READY, BatchIterator, DataError, StepBatch
-from jax_trainer.engine.lockstep import Where, exchanged, or_tell
+from jax_trainer.engine.lockstep import Where, exchange, or_notify
 from jax_trainer.processes import ProcessGroup
 
 
 class GatheredBatches:
-    """A supply of whole batches, put together of what the processes have; some may have less than others, or nothing.
+    """A `BatchIterator` of global batches, gathered from all processes; some may have fewer examples, or none.
 
-    Rows travel through the devices, as bytes, so that every process has all of them; in the main thread, which comes by
-    here equally often in all processes.
+    The examples are all-gathered through the devices, as bytes, in the main thread, which calls `next` equally often in
+    all processes.
     """
 
     def __init__(
@@ -43,86 +43,86 @@ class GatheredBatches:
 
     @property
     def waited(self) -> float:
-        """Seconds in which the device had nothing to do for want of a batch."""
+        """Seconds for which the device was idle, waiting for a batch."""
         return self._batch_iterator.waited
 
     def next(self, patience: float) -> Any:
-        """The next batch; None when nobody has one; `LATE` if this process waits for its part."""
-        taken = None
+        """The next global batch; None if no process has one; `NOT_READY` if this process waits for its part."""
+        step_batch = None
         if not self._has_ended:
-            taken = or_tell(lambda: self._batch_iterator.next(patience), self._name, self._process_group)
-        if taken is NOT_READY:
+            step_batch = or_notify(lambda: self._batch_iterator.next(patience), self._name, self._process_group)
+        if step_batch is NOT_READY:
             return NOT_READY
-        # what is left over of a loader that is shared goes to every process as it is
-        batch = taken.batch if taken is not None and taken.replicated else self._joined(taken)
+        # the ragged last batch of a sharded loader is complete in every process
+        batch = step_batch.batch if step_batch is not None and step_batch.replicated else self._joined(step_batch)
         if batch is None:
             return None
         self._rounds += 1
-        placed = self._program.place(batch, stacked=False, whole=True)
+        placed = self._program.place(batch, stacked=False, replicated=True)
         return StepBatch(placed, 1, False, self._rounds - 1, None, replicated=True)
 
     def close(self) -> None:
-        """Ends the making of batches."""
+        """Stops making batches."""
         self._batch_iterator.close()
 
-    def _joined(self, taken: StepBatch | None) -> Batch | None:
-        """The rows that all processes have next, those of the first one first."""
-        self._has_ended = taken is None
-        batch = None if taken is None else jax.tree.map(np.asarray, taken.batch)
-        words = exchanged(
-            self._process_group, self._name, or_tell(lambda: self._word(batch), self._name, self._process_group)
+    def _joined(self, step_batch: StepBatch | None) -> Batch | None:
+        """The next examples of all processes, ordered by process index."""
+        self._has_ended = step_batch is None
+        batch = None if step_batch is None else jax.tree.map(np.asarray, step_batch.batch)
+        messages = exchange(
+            self._process_group, self._name, or_notify(lambda: self._message(batch), self._name, self._process_group)
         )
-        told = [word["kinds"] for word in words if "kinds" in word]
-        if not told:
+        all_specs = [message["specs"] for message in messages if "specs" in message]
+        if not all_specs:
             return None
-        if any(kinds != told[0] for kinds in told):
-            here = "; ".join(f"process {index} has {_in_words(word.get('kinds'))}" for index, word in enumerate(words))
+        if any(specs != all_specs[0] for specs in all_specs):
+            found = [f"process {index} has {_describe(one.get('specs'))}" for index, one in enumerate(messages)]
             raise DataError(
-                f"The {self._where(self._rounds)} is of another kind in other processes: {here}. Give all of them the "
+                f"The {self._where(self._rounds)} differs between processes: {'; '.join(found)}. Give all of them the "
                 "same keys, dtypes and shapes of examples."
             )
-        kinds, rows = [_Kind(*kind) for kind in told[0]], [word["rows"] for word in words]
-        packed = _packed(jax.tree.leaves(batch), kinds, rows[self._process_group.index], max(rows))
-        found = multihost_utils.process_allgather(packed)
-        arrays = _unpacked(np.concatenate([found[index, :count] for index, count in enumerate(rows)]), kinds)
-        return resized(self._tree(words).unflatten(arrays), sum(rows))
+        specs, rows = [_LeafSpec(*spec) for spec in all_specs[0]], [message["rows"] for message in messages]
+        packed = _packed(jax.tree.leaves(batch), specs, rows[self._process_group.index], max(rows))
+        gathered = multihost_utils.process_allgather(packed)
+        arrays = _unpacked(np.concatenate([gathered[index, :count] for index, count in enumerate(rows)]), specs)
+        return resized(self._tree(messages).unflatten(arrays), sum(rows))
 
-    def _word(self, batch: Batch | None) -> dict[str, Any]:
+    def _message(self, batch: Batch | None) -> dict[str, Any]:
         if batch is None:
-            return {"rows": 0, "knows": self._structure is not None}
+            return {"rows": 0, "has_tree": self._structure is not None}
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         lengths = {leaf_path(path): len(leaf) for path, leaf in leaves if leaf.ndim}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise DataError(
                 f"The {self._where(self._rounds)} has arrays of the lengths {lengths}. With several processes all of "
-                "them must hold the same number of examples, and at least one."
+                "them must have the same number of examples, and at least one."
             )
         is_first, self._structure = self._structure is None, jax.tree.structure(batch)
-        kinds = [
-            _Kind(leaf_path(path), leaf.shape[1:] if leaf.ndim else None, str(leaf.dtype)) for path, leaf in leaves
+        specs = [
+            _LeafSpec(leaf_path(path), leaf.shape[1:] if leaf.ndim else None, str(leaf.dtype)) for path, leaf in leaves
         ]
         tree = _as_text(self._structure) if is_first else ""
-        return {"rows": next(iter(lengths.values())), "kinds": kinds, "tree": tree, "knows": True}
+        return {"rows": next(iter(lengths.values())), "specs": specs, "tree": tree, "has_tree": True}
 
-    def _tree(self, words: list[dict[str, Any]]) -> Any:
-        """The structure of batches; of those of another process where this one never had any."""
-        texts = [word["tree"] for word in words if word.get("tree")]
-        ignorant = [index for index, word in enumerate(words) if not word["knows"]]
-        if ignorant and not texts:  # all find out, so that nobody goes on alone
+    def _tree(self, messages: list[dict[str, Any]]) -> Any:
+        """The tree structure of batches; that of another process if this one never had a batch."""
+        texts = [message["tree"] for message in messages if message.get("tree")]
+        missing = [index for index, message in enumerate(messages) if not message["has_tree"]]
+        if missing and not texts:  # in all processes, so that none continues alone
             raise DataError(
-                f"Process {ignorant[0]} has no batch of the {self._name!r} data at all, and cannot know the class of "
-                "the batches of others. Give every process one, or use dicts or tuples of arrays."
+                f"Process {missing[0]} has no batch of the {self._name!r} data, and the batch class of the others "
+                "cannot be sent to it. Give every process a batch, or use dicts or tuples of arrays."
             )
         if self._structure is None:
             self._structure = _from_text(texts[0])
         return self._structure
 
 
-class _Kind(NamedTuple):
-    """What an array of a batch is made of."""
+class _LeafSpec(NamedTuple):
+    """The name, shape and dtype of an array of a batch."""
 
     name: str
-    shape: Sequence[int] | None  # of one example; None for a single number, which is the same in all processes
+    shape: Sequence[int] | None  # of one example; None for a scalar, which is the same in all processes
     dtype: str
 
     @property
@@ -131,34 +131,34 @@ class _Kind(NamedTuple):
         return math.prod(self.shape or ()) * jnp.dtype(self.dtype).itemsize
 
 
-def _in_words(kinds: list[Any] | None) -> str:
-    return "none" if kinds is None else ", ".join(f"{name} {dtype}{list(shape or ())}" for name, shape, dtype in kinds)
+def _describe(specs: list[Any] | None) -> str:
+    return "none" if specs is None else ", ".join(f"{name} {dtype}{list(shape or ())}" for name, shape, dtype in specs)
 
 
-def _packed(leaves: list[np.ndarray], kinds: list[_Kind], rows: int, room: int) -> np.ndarray:
-    """The bytes of this process's examples, a row for each, in an array with room for those of any process."""
-    packed = np.zeros((room, sum(kind.width for kind in kinds)), np.uint8)
+def _packed(leaves: list[np.ndarray], specs: list[_LeafSpec], rows: int, capacity: int) -> np.ndarray:
+    """The bytes of this process's examples, one row each, padded to `capacity` rows."""
+    packed = np.zeros((capacity, sum(spec.width for spec in specs)), np.uint8)
     start = 0
-    for leaf, kind in zip(leaves, kinds, strict=False):  # none, where this process has no more
-        each = np.ascontiguousarray(np.broadcast_to(leaf, (rows, *(kind.shape or ()))))
-        packed[:rows, start : start + kind.width] = each.reshape(rows, -1).view(np.uint8).reshape(rows, kind.width)
-        start += kind.width
+    for leaf, spec in zip(leaves, specs, strict=False):  # no leaves if this process has no more batches
+        each = np.ascontiguousarray(np.broadcast_to(leaf, (rows, *(spec.shape or ()))))
+        packed[:rows, start : start + spec.width] = each.reshape(rows, -1).view(np.uint8).reshape(rows, spec.width)
+        start += spec.width
     return packed
 
 
-def _unpacked(packed: np.ndarray, kinds: list[_Kind]) -> list[np.ndarray]:
-    ends = np.cumsum([kind.width for kind in kinds])
+def _unpacked(packed: np.ndarray, specs: list[_LeafSpec]) -> list[np.ndarray]:
+    ends = np.cumsum([spec.width for spec in specs])
     arrays = []
-    for kind, part in zip(kinds, np.split(packed, ends[:-1], axis=1), strict=True):
-        array = np.frombuffer(np.ascontiguousarray(part).tobytes(), jnp.dtype(kind.dtype))
-        arrays.append(array[0] if kind.shape is None else array.reshape(len(packed), *kind.shape))
+    for spec, part in zip(specs, np.split(packed, ends[:-1], axis=1), strict=True):
+        array = np.frombuffer(np.ascontiguousarray(part).tobytes(), jnp.dtype(spec.dtype))
+        arrays.append(array[0] if spec.shape is None else array.reshape(len(packed), *spec.shape))
     return arrays
 
 
 def _as_text(structure: Any) -> str:
     try:
         return base64.b64encode(structure.serialize_using_proto()).decode()
-    except ValueError:  # a class of somebody's own
+    except ValueError:  # a custom class
         return ""
 
 

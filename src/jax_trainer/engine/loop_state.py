@@ -1,4 +1,4 @@
-"""`LoopState`: where a run is, as its loop has to know it to go on as if nothing had happened."""
+"""`LoopState`: the state of the training loop, which a checkpoint saves so that a resumed run is bit-identical."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ _Seconds = Annotated[float, AtLeast(0)]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """Where a run stands: in the data, and among the ends of epochs and the evaluations.
+    """The position in the data, and which ends of epochs and evaluations were already emitted.
 
     Args:
-        position: in the data.
-        has_ended: whether everybody was told that the epoch is over. One that the plan's end has cut off has ended,
-            too, and goes on where it stands if the plan gets longer.
-        evaluated_step: the step at which evaluations were last made; None: at none.
-        seconds: that training took so far.
-        epoch_seconds: that this epoch's training took so far, without evaluations.
-        epoch_waited: for how many of them there was no batch.
-        meter: what the epoch's metrics are folded into so far.
-        batch_size: examples of a full batch, so that the position counts examples, too; None: it is not known.
+        position: the position in the data.
+        has_ended: whether the `EpochEnd` of the epoch was emitted. An epoch that the end of the plan has cut off has
+            ended, too; it continues at its position if the plan is extended.
+        evaluated_step: the step of the last evaluation; None: there was none.
+        seconds: training time so far, in seconds.
+        epoch_seconds: training time of this epoch so far, without evaluations, in seconds.
+        epoch_waited: how much of that was spent waiting for batches, in seconds.
+        metrics_state: the accumulated metrics of the epoch so far.
+        batch_size: examples per full batch, which makes `position` a number of examples; None: unknown.
     """
 
     position: Position = Position()
@@ -33,33 +33,33 @@ class LoopState:
     seconds: _Seconds = 0.0
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
-    meter: Mapping[str, object] = field(default_factory=dict)
+    metrics_state: Mapping[str, object] = field(default_factory=dict)
     batch_size: int | None = None
 
     @classmethod
     def of(cls, at: "Position | LoopState", step: int) -> "LoopState":
-        """Where a run of `step` steps stands; of a position alone, everything that was due there is done."""
+        """`at` as a `LoopState` of a run after `step` steps; at a plain position, no evaluation is due."""
         if isinstance(at, LoopState):
             return at
         return cls(position=at, has_ended=not at.epoch_step, evaluated_step=step if at.epoch else None)
 
     @classmethod
     def from_data(cls, position: Position, data: Mapping[str, Any]) -> "LoopState":
-        """What `to_data` gave, at this position; a `ValueError` for anything else."""
+        """Inverse of `to_data`, at this position; raises a `ValueError` for other data."""
         hints = {name: hint for name, hint in hints_of(cls).items() if name != "position"}
         checked(data, hints)
-        WindowAccumulator(LogMode.TRAIN).load(data["meter"])
+        WindowAccumulator(LogMode.TRAIN).load(data["metrics_state"])
         return cls(position=position, **data)
 
     def to_data(self) -> dict[str, Any]:
-        """All but the position, as plain data."""
+        """All fields but the position, as plain data."""
         return {name: value for name, value in vars(self).items() if name != "position"}
 
     def is_at(self, other: "LoopState | None") -> bool:
-        """Whether `other` is the same place: nothing was finished in between."""
-        return other is not None and self.place == other.place
+        """Whether `other` is the same point of a run: no step, epoch end or evaluation lies in between."""
+        return other is not None and self.key == other.key
 
     @property
-    def place(self) -> tuple[int, int, bool, int | None]:
-        """What tells it from other places of the same run."""
+    def key(self) -> tuple[int, int, bool, int | None]:
+        """Identifies this point of a run."""
         return self.position.epoch, self.position.epoch_step, self.has_ended, self.evaluated_step

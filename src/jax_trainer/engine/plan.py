@@ -1,4 +1,4 @@
-"""How long to train, and when to do what, as values."""
+"""`Plan`: how long to train, and when to evaluate and save. `Every`: a schedule."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from jax_trainer.core import checked_int
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """When something recurs: every so many steps, epochs or minutes. `Every()` never does.
+    """A schedule: every so many steps, epochs or minutes. `Every()` is never due.
 
     >>> Every(steps=10).at_step(30), Every(epochs=2).at_epoch(3), Every().at_step(30)
     (True, False, False)
@@ -25,7 +25,7 @@ class Every:
         for name in ("steps", "epochs", "minutes"):
             value = getattr(self, name)
             if value < 0 or (name != "minutes" and value != int(value)):
-                raise ValueError(f"`Every({name}=…)` must be a whole number of at least 0, got {value}. 0 is never.")
+                raise ValueError(f"`Every({name}=…)` must be an integer of at least 0, got {value}. 0 is never.")
 
     def at_step(self, step: int) -> bool:
         """Whether it is due after this step."""
@@ -36,11 +36,11 @@ class Every:
         return self.epochs > 0 and epoch % self.epochs == 0
 
     def after(self, seconds: float) -> bool:
-        """Whether it is due this long after the last time."""
+        """Whether it is due `seconds` after the last time."""
         return self.minutes > 0 and seconds >= 60 * self.minutes
 
     def steps_left(self, step: int) -> int | None:
-        """How many steps from `step` to the next one that is due."""
+        """Steps from `step` to the next one that is due; None if none is."""
         return self.steps - step % self.steps if self.steps else None
 
 
@@ -49,20 +49,20 @@ class Plan:
     """How long to train, and when and how much to evaluate.
 
     Args:
-        max_steps, max_epochs, max_time: where training ends, whichever comes first (time: seconds or a timedelta).
-        steps_per_epoch: an epoch is at most this many batches; what makes epochs of an endless stream.
+        max_steps, max_epochs, max_time: training ends at whichever comes first (time: seconds or a timedelta).
+        steps_per_epoch: at most this many batches per epoch; needed for endless data.
         eval_every: when to evaluate.
         eval_batches: at most this many batches of each evaluation set.
         eval_at_start, eval_at_end: evaluate before the first step; after the last, unless just done.
-        sanity_batches: run this many batches of each evaluation set before training, and forget the result.
-        steps_per_call: optimizer steps in one dispatch: 1, a number, or "epoch".
-        overfit_batches: train on the first so many batches of the first epoch, again and again.
-        fast_dev_run: take only so many training steps and evaluation batches, then evaluate: does it run?
+        sanity_batches: evaluate this many batches of each evaluation set before training, and discard the metrics.
+        steps_per_call: optimizer steps per dispatch: 1, a number, or "epoch".
+        overfit_batches: train on the first so many batches of the first epoch, in every epoch.
+        fast_dev_run: run only so many training steps and evaluation batches, as a smoke test.
         metrics_every: fetch step metrics from the device once per so many steps.
-        max_in_flight: how many dispatches may wait for several devices at once.
-        cuts: when else somebody must see the state; see `seen_by`.
-        saves: when a save is due besides epochs and evaluations; see `seen_by`.
-        left_out: batches that are not trained on: their epochs (from 1), and their numbers in these (from 0).
+        max_in_flight: maximum number of dispatches in flight on several devices.
+        cuts: when else an observer needs the state between steps; see `with_observers`.
+        saves: when a save is due besides epochs and evaluations; see `with_observers`.
+        skipped_batches: batches to skip, as (epoch from 1, index from 0).
     """
 
     max_steps: int | None = None
@@ -85,7 +85,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
-            raise ValueError("The plan has no end: set `max_steps`, `max_epochs` or `max_time`.")
+            raise ValueError("The plan never ends: set `max_steps`, `max_epochs` or `max_time`.")
         for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
             self._as_integers(name, 1)
         for name in ("max_steps", "max_epochs", "sanity_batches", "overfit_batches", "fast_dev_run"):
@@ -106,7 +106,7 @@ class Plan:
         return self.max_time.total_seconds() if isinstance(self.max_time, timedelta) else self.max_time
 
     def resolved(self) -> "Plan":
-        """The plan with `fast_dev_run` spelled out."""
+        """The plan with `fast_dev_run` expanded into the other fields."""
         if not self.fast_dev_run:
             return self
         n = self.fast_dev_run
@@ -122,30 +122,27 @@ class Plan:
             eval_at_end=True,
         )
 
-    def seen_by(self, observers: Iterable[object]) -> "Plan":
-        """The plan with chunks cut where an observer must see the state, and saves where one wants to save.
-
-        An observer says so by `sees_state_every` and `saves_every`.
-        """
+    def with_observers(self, observers: Iterable[object]) -> "Plan":
+        """The plan with the schedules of the observers: `sees_state_every` and `saves_every`."""
         observers = list(observers)
-        looks = (getattr(observer, "sees_state_every", Every()) for observer in observers)
+        cuts = (getattr(observer, "sees_state_every", Every()) for observer in observers)
         saves = (getattr(observer, "saves_every", Every()) for observer in observers)
         return replace(
             self,
-            cuts=(*self.cuts, *(fit_option for fit_option in looks if fit_option.steps)),
-            saves=(*self.saves, *(fit_option for fit_option in saves if fit_option.steps or fit_option.minutes)),
+            cuts=(*self.cuts, *(every for every in cuts if every.steps)),
+            saves=(*self.saves, *(every for every in saves if every.steps or every.minutes)),
         )
 
     def saves_at(self, step: int, seconds: float) -> bool:
-        """Whether a save is due after this step, so many seconds after the last one."""
-        return any(fit_option.at_step(step) or fit_option.after(seconds) for fit_option in self.saves)
+        """Whether a save is due after this step, `seconds` after the last save."""
+        return any(every.at_step(step) or every.after(seconds) for every in self.saves)
 
     def skipped_in(self, epoch: int) -> list[int]:
-        """The numbers of the batches of an epoch that are not trained on."""
-        return sorted(number for one, number in self.skipped_batches if one == epoch)
+        """The indices of the batches of an epoch that are skipped."""
+        return sorted(index for skipped_epoch, index in self.skipped_batches if skipped_epoch == epoch)
 
     def finished(self, step: int, epoch: int, seconds: float) -> bool:
-        """Whether training is over after this step, this many epochs and this time."""
+        """Whether training is over after `step` steps, `epoch` epochs and `seconds`."""
         return (
             (self.max_steps is not None and step >= self.max_steps)
             or (self.max_epochs is not None and epoch >= self.max_epochs)
@@ -153,11 +150,11 @@ class Plan:
         )
 
     def out_of_time(self, seconds: float) -> bool:
-        """Whether the time is up."""
+        """Whether `max_time` has passed."""
         return self.max_seconds is not None and seconds >= self.max_seconds
 
     def epoch_steps(self, step: int, epoch_step: int, length: int | None) -> int | None:
-        """How many more steps the epoch may take; `length` is that of the data where known. None: no limit."""
+        """Steps left in the epoch; `length` is that of the data, None if unknown. None: no limit."""
         limits = [
             None if self.max_steps is None else self.max_steps - step,
             None if self.steps_per_epoch is None else self.steps_per_epoch - epoch_step,
@@ -166,7 +163,7 @@ class Plan:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def ends_at(self, length: int | None) -> tuple[int | None, int | None]:
-        """The epoch and the step with which training ends, where known; `length` is that of the data, in batches."""
+        """The last epoch and the last step, None if unknown; `length` is that of the data, in batches."""
         plan = self.resolved()
         sizes = (plan.overfit_batches or None, length, plan.steps_per_epoch)
         size = min((one for one in sizes if one is not None), default=None)
@@ -176,6 +173,6 @@ class Plan:
         return epochs, min((one for one in (plan.max_steps, by_epochs) if one is not None), default=None)
 
     def steps_until_cut(self, step: int, left: int | None) -> int:
-        """How many steps may be taken before somebody must look at the state; `left` are those of the epoch."""
-        looks = (fit_option.steps_left(step) for fit_option in (self.eval_every, *self.cuts, *self.saves))
-        return max(0, min((n for n in (left, *looks) if n is not None), default=sys.maxsize))
+        """Steps until an observer needs the state; `left` is the number of steps left in the epoch."""
+        due = (every.steps_left(step) for every in (self.eval_every, *self.cuts, *self.saves))
+        return max(0, min((n for n in (left, *due) if n is not None), default=sys.maxsize))

@@ -1,4 +1,4 @@
-"""The ways in which a run is asked to end."""
+"""How a run is stopped: by an observer, by a signal, by preemption."""
 
 import signal
 import sys
@@ -9,9 +9,9 @@ from jax.experimental import multihost_utils
 
 
 class StopTraining(Exception):
-    """Raised by an observer to end training after the current event, which everybody is told first.
+    """Raised by an observer to end training after the current event, when all observers have handled it.
 
-    `then` is raised when the run has ended and everybody knows, for callers that wait for an error of their own.
+    `then` is raised after the run has ended and all observers have handled `FitEnd`.
     """
 
     def __init__(self, message: str = "", *, then: BaseException | None = None) -> None:
@@ -20,7 +20,7 @@ class StopTraining(Exception):
 
 
 class Interruption(BaseException):
-    """A signal has come, and the run ends after the current event, which everybody was told."""
+    """A signal arrived; the run ends after the current event, when all observers have handled it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -28,10 +28,10 @@ class Interruption(BaseException):
 
 
 def by_ctrl_c(message: str) -> KeyboardInterrupt:
-    """Raised when Ctrl-C has ended a run after its current step. Its `result` is what was reached, where that is known.
+    """The exception for a run that Ctrl-C ended after its current step. Its `result` is that of the run, if known.
 
-    A script that does not catch it ends with the message alone, and by the signal, as any other: nothing went wrong
-    that a traceback would explain. For the same reason it is no class of its own, for which Python would exit with 1.
+    A script that does not catch it prints the message without a traceback and ends by SIGINT. It is a plain
+    `KeyboardInterrupt` because Python exits with code 1 for a subclass.
     """
     end: Any = KeyboardInterrupt(message)
     end.result = None
@@ -42,12 +42,12 @@ def by_ctrl_c(message: str) -> KeyboardInterrupt:
 
 
 def is_by_ctrl_c(end: BaseException) -> bool:
-    """Whether `end` is one of `by_ctrl_c`: a second Ctrl-C does not wait, and ends the run wherever it is."""
+    """Whether `end` was made by `by_ctrl_c`; a second Ctrl-C, which ends the run immediately, was not."""
     return isinstance(end, KeyboardInterrupt) and hasattr(end, "result")
 
 
 class _OneLine:
-    """Shows the message of a `by_ctrl_c`, and anything else as it was shown before."""
+    """Prints only the message of a `by_ctrl_c`; passes other exceptions to the previous hook."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -60,18 +60,18 @@ class _OneLine:
 
 
 class Preemption:
-    """Several processes stop together: at the same step, after one of them was told that its machine goes away.
+    """Stops several processes at the same step after one of them received a preemption notice.
 
-    With one process a signal says so, and `driving` hears it.
+    A single process receives a signal, which `driving` handles.
     """
 
     def __init__(self) -> None:
-        self._several = jax.process_count() > 1
-        self._dispatches = 0  # counted alike in all processes, whatever goes into one
+        self._is_multi_process = jax.process_count() > 1
+        self._dispatches = 0  # equal in all processes, however many steps a dispatch has
 
     def check(self) -> None:
-        """Asked after every dispatch; raises where all processes are to stop."""
-        if self._several:
+        """Called after every dispatch; raises `Interruption` at the step where all processes stop."""
+        if self._is_multi_process:
             self._dispatches += 1
             if multihost_utils.reached_preemption_sync_point(self._dispatches):
                 raise Interruption(signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""Generative training: flow matching, EDM and consistency models. Each objective has a loss and draws samples.
+"""Generative models: flow matching, EDM and consistency models. Each objective has a loss and a sampler.
 
-A network is anything that is called `network(x, t, condition)`. What an objective does is also here as functions.
+A network is any callable `network(x, t, condition)`. The losses and samplers are also available as functions.
 """
 
-from jax_trainer.generative.conditions import dropped, guided, left_out
+from jax_trainer.generative.conditions import dropped, guided, null_condition
 from jax_trainer.generative.consistency import (
     ConsistencyConfig,
     ConsistencyObjective,
@@ -99,11 +99,11 @@ __all__ = [
     "guided",
     "heun",
     "heun_step",
-    "left_out",
     "levels_at",
     "neighbours",
     "noise_levels",
     "noise_removal",
+    "null_condition",
     "preconditioning",
     "pseudo_huber",
     "step_down",

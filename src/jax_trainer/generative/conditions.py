@@ -1,4 +1,4 @@
-"""Leaving conditions out: in training, so that a network also learns to do without, and in guidance."""
+"""Condition dropout in training, and classifier-free guidance."""
 
 import jax
 import jax.numpy as jnp
@@ -8,38 +8,37 @@ from jax_trainer.generative.networks import Condition, Network
 from jax_trainer.models.conditioning import NO_LABEL
 
 
-def left_out(condition: Num[Array, "batch *features"]) -> Num[Array, "batch *features"]:
-    """What stands for no condition: `NO_LABEL` for labels, zeros for numbers."""
+def null_condition(condition: Num[Array, "batch *features"]) -> Num[Array, "batch *features"]:
+    """The null condition: `NO_LABEL` for labels, zeros for features."""
     is_label = jnp.issubdtype(condition.dtype, jnp.integer)
     return jnp.full_like(condition, NO_LABEL if is_label else 0)
 
 
-def dropped(key: PRNGKeyArray, condition: Condition, share: float) -> Condition:
-    """`condition` with each example's left out with probability `share`."""
-    if condition is None or share == 0:
+def dropped(key: PRNGKeyArray, condition: Condition, rate: float) -> Condition:
+    """`condition`, replaced by the null condition with probability `rate` for each example."""
+    if condition is None or rate == 0:
         return condition
-    is_out = jax.random.bernoulli(key, share, (len(condition),) + (1,) * (condition.ndim - 1))
-    return jnp.where(is_out, left_out(condition), condition)
+    is_dropped = jax.random.bernoulli(key, rate, (len(condition),) + (1,) * (condition.ndim - 1))
+    return jnp.where(is_dropped, null_condition(condition), condition)
 
 
 def guided(network: Network, scale: float) -> Network:
-    """Classifier-free guidance: a network that answers `without + scale · (with − without)` the condition.
+    """Classifier-free guidance: a network with the output `uncond + scale · (cond − uncond)`.
 
-    Both are computed in one call with twice the batch. A scale of 1 is the network itself, 0 one that ignores its
-    condition.
+    Both are computed in one call with twice the batch. A scale of 1 is the network itself, 0 ignores the condition.
     """
     if scale == 1:
         return network
 
-    def without(x: Array, t: Array, condition: Condition) -> Array:
-        return network(x, t, None if condition is None else left_out(condition))
+    def unconditional(x: Array, t: Array, condition: Condition) -> Array:
+        return network(x, t, None if condition is None else null_condition(condition))
 
     def both(x: Array, t: Array, condition: Condition) -> Array:
         if condition is None:
             return network(x, t, None)
-        twice = jnp.concatenate([condition, left_out(condition)])
-        answer = network(jnp.concatenate([x, x]), jnp.concatenate([t, t]), twice)
-        with_it, without_it = jnp.split(answer, 2)
-        return without_it + scale * (with_it - without_it)
+        twice = jnp.concatenate([condition, null_condition(condition)])
+        output = network(jnp.concatenate([x, x]), jnp.concatenate([t, t]), twice)
+        conditioned, unconditioned = jnp.split(output, 2)
+        return unconditioned + scale * (conditioned - unconditioned)
 
-    return without if scale == 0 else both
+    return unconditional if scale == 0 else both

@@ -1,7 +1,7 @@
-"""Consistency models: a network learns to jump from any point of a probability flow to the data at its end.
+"""Consistency models: a network maps any point of a probability flow trajectory to the data at its end.
 
-What the two ways of training one share: two neighbouring points of one path must jump to the same data, and the one
-with less noise, which knows better, is not moved by it.
+Shared by consistency training and distillation: two adjacent points of a trajectory must map to the same data, with a
+stop-gradient on the point with less noise.
 """
 
 import math
@@ -29,13 +29,13 @@ from jax_trainer.settings import Above, AtLeast
 
 @dataclass
 class ConsistencyConfig(NoiseLevelsConfig):
-    """What both ways of training a consistency model share.
+    """Keys of consistency training and distillation.
 
     Args:
-        p_mean: the mean of the logarithm of the noise levels in training.
-        p_std: its standard deviation.
-        huber: up to which error, times the root of the number of values of an example, errors count squared.
-        steps: how many jumps a sample takes, with noise added in between.
+        p_mean: mean of the logarithm of the noise levels in training.
+        p_std: standard deviation of the logarithm of the noise levels.
+        huber: constant of the pseudo-Huber loss, multiplied by the square root of the data dimension.
+        steps: number of sampling steps, with noise added in between.
     """
 
     p_mean: float = -1.1
@@ -45,25 +45,25 @@ class ConsistencyConfig(NoiseLevelsConfig):
 
 
 def consistency_preconditioning(sigma: Float[Array, "*batch"], config: NoiseLevelsConfig) -> Preconditioning:
-    """As EDM's, but at `sigma_min` the input goes through unchanged."""
+    """The preconditioning of EDM, with the identity at `sigma_min`."""
     above, data = sigma - jnp.asarray(config.sigma_min, sigma.dtype), config.sigma_data
     _, _, into, noise = preconditioning(sigma, config)
     return Preconditioning(data**2 / (above**2 + data**2), data * above * into, into, noise)
 
 
 def consistency_function(network: Network, config: NoiseLevelsConfig) -> Denoiser:
-    """`f(x, sigma, condition)`: the data at the end of the path through `x`; at `sigma_min` it is `x` itself."""
+    """`f(x, sigma, condition)`: the data at the end of the trajectory through `x`; at `sigma_min`, `x` itself."""
 
-    def jump(x: Array, sigma: Array, condition: Condition = None) -> Array:
+    def function(x: Array, sigma: Array, condition: Condition = None) -> Array:
         return preconditioned(network, x, condition, consistency_preconditioning(sigma, config))
 
-    return jump
+    return function
 
 
 def pseudo_huber(
     a: Float[Array, "batch *features"], b: Float[Array, "batch *features"], huber: float
 ) -> Float[Array, "batch"]:
-    """A distance of whole examples: squared when they are close, the norm of the difference when they are far."""
+    """The pseudo-Huber distance of examples: quadratic for small differences, their norm for large ones."""
     squared = ((a - b) ** 2).reshape(len(a), -1)
     c = huber * math.sqrt(squared.shape[1])
     return jnp.sqrt(squared.sum(axis=1) + c**2) - c
@@ -72,9 +72,9 @@ def pseudo_huber(
 def neighbours(
     key: PRNGKeyArray, count: int, levels: int | Int[Array, ""], config: ConsistencyConfig
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
-    """The ends, lower and higher, of one of `levels` intervals of noise levels for every example.
+    """Adjacent noise levels, lower and higher, out of `levels` intervals, for every example.
 
-    A log-normal level is drawn, and the interval is the one that it lies in: each is drawn with the mass inside it.
+    The interval is that of a log-normal noise level.
     """
     low, high = ((math.log(end) - config.p_mean) / config.p_std for end in (config.sigma_min, config.sigma_max))
     sigma = jnp.exp(config.p_mean + config.p_std * jax.random.truncated_normal(key, low, high, (count,)))
@@ -83,17 +83,17 @@ def neighbours(
 
 
 class ConsistencyObjective(Objective):
-    """What the ways of training a consistency model have in common: how it is sampled from."""
+    """Base class of the consistency objectives: sampling."""
 
     config: Any
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
     ) -> Float[Array, "batch *features"]:
-        """Noise, and a jump to data; further jumps from lower and lower levels."""
+        """Multistep consistency sampling."""
         noise_key, key = jax.random.split(key)
-        jump = consistency_function(network, self.config)
-        field = lambda x, sigma: jump(x, jnp.broadcast_to(sigma, len(x)), condition)
+        function = consistency_function(network, self.config)
+        field = lambda x, sigma: function(x, jnp.broadcast_to(sigma, len(x)), condition)
         noise = jax.random.normal(noise_key, shape) * self.config.sigma_max
-        sigmas = noise_levels(steps + 1, self.config)[:-1]  # a jump from `sigma_min` would go nowhere
+        sigmas = noise_levels(steps + 1, self.config)[:-1]  # at `sigma_min` the function is the identity
         return consistency_samples(key, field, noise, sigmas, sigma_min=self.config.sigma_min)

@@ -1,4 +1,4 @@
-"""Training a consistency model from a teacher (Song et al. 2023, "Consistency Models")."""
+"""Consistency distillation (Song et al. 2023, "Consistency Models")."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -24,12 +24,12 @@ from jax_trainer.settings import AtLeast
 
 @dataclass
 class ConsistencyDistillationConfig(ConsistencyConfig):
-    """How a consistency model is trained from a teacher.
+    """Configuration of `ConsistencyDistillation`.
 
     Args:
-        levels: into how many intervals the noise levels are divided, each one step of the teacher.
-        teacher: what the teacher was trained with; `sigma_data` must be that of its training.
-        teacher_guidance: how strongly the teacher follows the condition; the student learns to do so without guidance.
+        levels: number of intervals of noise levels, each one step of the teacher.
+        teacher: objective of the teacher; `sigma_data` must be that of its training.
+        teacher_guidance: guidance scale of the teacher; the student learns the guided teacher.
     """
 
     levels: Annotated[int, AtLeast(2)] = 40
@@ -44,7 +44,7 @@ def step_down(
     lower: Float[Array, "batch"],
     condition: Condition = None,
 ) -> Float[Array, "batch *features"]:
-    """One step of Heun's along the probability flow, from each example's noise level `higher` to `lower`."""
+    """A Heun step along the probability flow, from the noise level `higher` to `lower` of each example."""
 
     def field(x: Array, sigma: Array) -> Array:
         return (x - denoise(x, sigma.reshape(len(x)), condition)) / sigma
@@ -62,24 +62,26 @@ def consistency_distillation_loss(
     levels: int | Int[Array, ""],
     config: ConsistencyConfig,
 ) -> Float[Array, "batch"]:
-    """How far jumps before and after a step of the teacher's are apart, for every example."""
+    """The consistency loss before and after a step of the teacher, for every example."""
     level_key, noise_key = jax.random.split(key)
     data = in_float32(x)
     lower, higher = neighbours(level_key, len(x), levels, config)
     noisy = data + spread(higher, x) * jax.random.normal(noise_key, x.shape, data.dtype)
 
-    def landed(network: Network, x: Array, sigma: Array) -> Array:
+    def predicted(network: Network, x: Array, sigma: Array) -> Array:
         return consistency_function(network, config)(x, sigma, condition)
 
-    # a twin, taken before either is called: both drop out the same units, and only one counts the batch
+    # copied before the first call: both have the same dropout masks, and only one updates its BatchNorm statistics
     student, follower = computing_in(x.dtype, network), computing_in(x.dtype, twin(network))
-    target = landed(follower, step_down(denoise, noisy, higher, lower, condition), lower)
-    return pseudo_huber(landed(student, noisy, higher), jax.lax.stop_gradient(target), config.huber) / (higher - lower)
+    target = predicted(follower, step_down(denoise, noisy, higher, lower, condition), lower)
+    return pseudo_huber(predicted(student, noisy, higher), jax.lax.stop_gradient(target), config.huber) / (
+        higher - lower
+    )
 
 
 @register
 class ConsistencyDistillation(ConsistencyObjective):
-    """Jumps to data, learned from a teacher (Song et al. 2023): train a network made with `distilled`."""
+    """Consistency distillation (Song et al. 2023): train a network made with `distilled`."""
 
     config: ConsistencyDistillationConfig
 
@@ -91,7 +93,7 @@ class ConsistencyDistillation(ConsistencyObjective):
         condition: Condition,
         progress: float | Float[Array, ""],
     ) -> Float[Array, "batch"]:
-        """How far jumps before and after a step of the teacher's are apart."""
+        """The consistency loss before and after a step of the teacher."""
         teacher = guided(computing_in(x.dtype, _teacher_of(network)), self.config.teacher_guidance)
         denoise = denoiser(teacher, self.config) if self.config.teacher == "edm" else flow_denoiser(teacher)
         return consistency_distillation_loss(
@@ -102,7 +104,7 @@ class ConsistencyDistillation(ConsistencyObjective):
 def _teacher_of(network: Any) -> Network:
     if not hasattr(network, "teacher"):
         raise TypeError(
-            f"A {type(network).__name__} has no teacher to learn from. Train `distilled(student, teacher)`, where "
+            f"A {type(network).__name__} has no teacher. Train `distilled(student, teacher)`, where "
             "`teacher` was trained with EDM or FlowMatching."
         )
     return network.teacher

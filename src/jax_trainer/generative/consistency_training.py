@@ -1,4 +1,4 @@
-"""Training a consistency model alone (Song & Dhariwal 2023, "Improved Techniques for Training Consistency Models")."""
+"""Consistency training (Song & Dhariwal 2023, "Improved Techniques for Training Consistency Models")."""
 
 import math
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from jax_trainer.settings import Above, AtLeast, Problem
 
 @dataclass
 class ConsistencyTrainingConfig(ConsistencyConfig):
-    """How a consistency model is trained without a teacher.
+    """Configuration of `ConsistencyTraining`.
 
     Args:
-        noise_scale: the time that the network is told is this times the logarithm of the level; networks here multiply
-            it by 1000, and with much more than this they change too fast from level to level.
-        levels_first: into how many intervals the noise levels are divided when training begins.
-        levels_last: into how many when it ends; their number doubles again and again in between.
+        noise_scale: the time input of the network is this times the logarithm of the noise level; the networks of this
+            library multiply it by 1000, so much larger values change the output too fast between levels.
+        levels_first: number of intervals of noise levels at the start of training.
+        levels_last: number of intervals at the end; it doubles repeatedly in between.
     """
 
     noise_scale: Annotated[float, Above(0)] = 0.025
@@ -37,7 +37,7 @@ class ConsistencyTrainingConfig(ConsistencyConfig):
     levels_last: Annotated[int, AtLeast(2)] = 160
 
     def problems(self) -> Iterator[Problem]:
-        """Levels that would become fewer."""
+        """Reports a decreasing number of levels."""
         yield from super().problems()
         if self.levels_last < self.levels_first:
             text = f"`levels_last` must be at least `levels_first` {self.levels_first}, got {self.levels_last}."
@@ -45,7 +45,7 @@ class ConsistencyTrainingConfig(ConsistencyConfig):
 
 
 def levels_at(progress: float | Float[Array, ""], config: ConsistencyTrainingConfig) -> Int[Array, ""]:
-    """How many intervals of noise levels there are when a share `progress` of the training is over."""
+    """The number of intervals of noise levels at the fraction `progress` of the training."""
     stages = math.floor(math.log2(config.levels_last // config.levels_first)) + 1
     doublings = jnp.floor(jnp.asarray(progress, jnp.float32) * stages).astype(jnp.int32)
     return jnp.minimum(config.levels_first * 2**doublings, config.levels_last)
@@ -60,24 +60,24 @@ def consistency_training_loss(
     levels: int | Int[Array, ""],
     config: ConsistencyConfig,
 ) -> Float[Array, "batch"]:
-    """How far jumps from neighbouring levels of the same noise are apart, for every example."""
+    """The consistency loss of adjacent noise levels with the same noise, for every example."""
     level_key, noise_key = jax.random.split(key)
     data = in_float32(x)
     lower, higher = neighbours(level_key, len(x), levels, config)
     noise = jax.random.normal(noise_key, x.shape, data.dtype)
 
-    def landed(network: Network, sigma: Array) -> Array:
-        jump = consistency_function(computing_in(x.dtype, network), config)
-        return jump(data + spread(sigma, x) * noise, sigma, condition)
+    def predicted(network: Network, sigma: Array) -> Array:
+        function = consistency_function(computing_in(x.dtype, network), config)
+        return function(data + spread(sigma, x) * noise, sigma, condition)
 
-    # a twin, taken before either is called: both drop out the same units, and only one counts the batch
-    target = jax.lax.stop_gradient(landed(twin(network), lower))
-    return pseudo_huber(landed(network, higher), target, config.huber) / (higher - lower)
+    # copied before the first call: both have the same dropout masks, and only one updates its BatchNorm statistics
+    target = jax.lax.stop_gradient(predicted(twin(network), lower))
+    return pseudo_huber(predicted(network, higher), target, config.huber) / (higher - lower)
 
 
 @register
 class ConsistencyTraining(ConsistencyObjective):
-    """Jumps to data, learned without a teacher (Song & Dhariwal 2023)."""
+    """Consistency training (Song & Dhariwal 2023)."""
 
     config: ConsistencyTrainingConfig
 
@@ -89,6 +89,6 @@ class ConsistencyTraining(ConsistencyObjective):
         condition: Condition,
         progress: float | Float[Array, ""],
     ) -> Float[Array, "batch"]:
-        """How far jumps from neighbouring levels are apart."""
+        """The consistency loss of adjacent noise levels."""
         levels = levels_at(progress, self.config)
         return consistency_training_loss(key, network, x, condition, levels=levels, config=self.config)

@@ -1,7 +1,7 @@
-"""EDM: a network learns to take noise of any level away (Karras et al. 2022, "Elucidating the Design Space").
+"""EDM: a network learns to denoise at any noise level (Karras et al. 2022, "Elucidating the Design Space").
 
-The denoiser `D(x, sigma, condition)` is the mean of the data that a noisy `x = data + sigma · noise` may come from. The
-network inside it sees inputs, and is asked for outputs, of unit variance at every level.
+The denoiser `D(x, sigma, condition)` is the posterior mean of the data given `x = data + sigma · noise`. Inputs and
+targets of the network inside of it have unit variance at every noise level.
 """
 
 import math
@@ -31,14 +31,14 @@ from jax_trainer.settings import Above, AtLeast, Problem
 
 @dataclass
 class NoiseLevelsConfig(ObjectiveConfig):
-    """The noise levels that EDM and consistency models share.
+    """Keys of the noise levels of EDM and consistency models.
 
     Args:
-        sigma_min: the lowest level of noise, at which samples count as data.
-        sigma_max: the highest level, where sampling begins.
-        sigma_data: the standard deviation of the data.
-        rho: how much closer to each other low levels are than high ones.
-        noise_scale: the time that the network is told is this times the logarithm of the level.
+        sigma_min: minimum noise level, at which sampling ends.
+        sigma_max: maximum noise level, at which sampling starts.
+        sigma_data: standard deviation of the data.
+        rho: exponent of the noise schedule; larger values put more steps at low noise levels.
+        noise_scale: the time input of the network is this times the logarithm of the noise level.
     """
 
     sigma_min: Annotated[float, Above(0)] = 0.002
@@ -48,7 +48,7 @@ class NoiseLevelsConfig(ObjectiveConfig):
     noise_scale: Annotated[float, Above(0)] = 0.25
 
     def problems(self) -> Iterator[Problem]:
-        """Levels in the wrong order."""
+        """Reports levels in the wrong order."""
         if self.sigma_min >= self.sigma_max:
             text = f"`sigma_max` must be above `sigma_min` {self.sigma_min:g}, got {self.sigma_max:g}."
             yield "sigma_max", text
@@ -56,16 +56,16 @@ class NoiseLevelsConfig(ObjectiveConfig):
 
 @dataclass
 class EDMConfig(NoiseLevelsConfig):
-    """How a denoiser is learned, and how it takes noise away.
+    """Configuration of `EDM`.
 
     Args:
-        p_mean: the mean of the logarithm of the noise levels in training.
-        p_std: its standard deviation.
-        steps: how many steps a sample takes; all but the last call the network twice.
-        s_churn: how much noise is added on the way, which undoes errors of earlier steps; 0: none.
-        s_min: the lowest level at which noise is added.
-        s_max: the highest; null: any.
-        s_noise: the standard deviation of what is added.
+        p_mean: mean of the logarithm of the noise levels in training.
+        p_std: standard deviation of the logarithm of the noise levels.
+        steps: number of sampling steps; all but the last call the network twice.
+        s_churn: amount of stochasticity in sampling, which corrects errors of earlier steps; 0: deterministic.
+        s_min: minimum noise level at which noise is added.
+        s_max: maximum noise level at which noise is added; null: no limit.
+        s_noise: standard deviation of the added noise.
     """
 
     p_mean: float = -1.2
@@ -78,12 +78,12 @@ class EDMConfig(NoiseLevelsConfig):
 
     @property
     def churn(self) -> Churn:
-        """What the sampler adds."""
+        """The churn settings of the sampler."""
         return Churn(self.s_churn, self.s_min, math.inf if self.s_max is None else self.s_max, self.s_noise)
 
 
 class Preconditioning(NamedTuple):
-    """What stands around a network: `skip · x + out · network(into · x, noise)`."""
+    """The scales of a preconditioned network: `skip · x + out · network(into · x, noise)`."""
 
     skip: Float[Array, "*batch"]
     out: Float[Array, "*batch"]
@@ -92,7 +92,7 @@ class Preconditioning(NamedTuple):
 
 
 def preconditioning(sigma: Float[Array, "*batch"], config: NoiseLevelsConfig) -> Preconditioning:
-    """EDM's: inputs and targets of the network have unit variance, and its errors count as little as they can."""
+    """The preconditioning of EDM: inputs and targets of the network have unit variance."""
     data, noise = config.sigma_data, config.noise_scale * jnp.log(sigma)
     total = jnp.sqrt(sigma**2 + data**2)
     return Preconditioning(data**2 / total**2, sigma * data / total, 1 / total, noise)
@@ -116,25 +116,25 @@ def denoiser(network: Network, config: NoiseLevelsConfig) -> Denoiser:
 
 
 def noise_removal(denoise: Denoiser, condition: Condition) -> Field:
-    """The field of the probability flow: `(x − D(x, sigma)) / sigma`, with one level for the whole batch."""
+    """The field of the probability flow: `(x − D(x, sigma)) / sigma`, with one noise level per batch."""
     return lambda x, sigma: (x - denoise(x, jnp.broadcast_to(sigma, len(x)), condition)) / sigma
 
 
 def noise_levels(steps: int, config: NoiseLevelsConfig) -> Float[Array, "steps"]:
-    """`steps` levels that fall from `sigma_max` to `sigma_min`; the only one is `sigma_max`."""
+    """`steps` decreasing levels from `sigma_max` to `sigma_min`; a single one is `sigma_max`."""
     return level_at(1 - jnp.arange(steps) / max(steps - 1, 1), config)
 
 
 def level_at(height: Float[Array, "*shape"], config: NoiseLevelsConfig) -> Float[Array, "*shape"]:
-    """The level at a height from 0, `sigma_min`, to 1, `sigma_max`."""
+    """The noise level at a height in the schedule, from 0 (`sigma_min`) to 1 (`sigma_max`)."""
     low, high = config.sigma_min ** (1 / config.rho), config.sigma_max ** (1 / config.rho)
-    # the ends exactly as configured: what is promised of `sigma_min` holds for no number beside it
+    # exact at both ends: the boundary condition holds at `sigma_min` only
     inner = jnp.clip((low + height * (high - low)) ** config.rho, config.sigma_min, config.sigma_max)
     return jnp.where(height <= 0, config.sigma_min, jnp.where(height >= 1, config.sigma_max, inner))
 
 
 def height_of(sigma: Float[Array, "*shape"], config: NoiseLevelsConfig) -> Float[Array, "*shape"]:
-    """The height at which `level_at` has `sigma`."""
+    """Inverse of `level_at`."""
     low, high = config.sigma_min ** (1 / config.rho), config.sigma_max ** (1 / config.rho)
     return (sigma ** (1 / config.rho) - low) / (high - low)
 
@@ -153,8 +153,8 @@ def edm_loss(
     sigma = jnp.exp(config.p_mean + config.p_std * jax.random.normal(level_key, (len(x),)))
     noisy = data + spread(sigma, x) * jax.random.normal(noise_key, x.shape, data.dtype)
     weight = (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data) ** 2
-    found = denoiser(computing_in(x.dtype, network), config)(noisy, sigma, condition)
-    return weight * per_example((found - data) ** 2)
+    predicted = denoiser(computing_in(x.dtype, network), config)(noisy, sigma, condition)
+    return weight * per_example((predicted - data) ** 2)
 
 
 def edm_samples(
@@ -166,7 +166,7 @@ def edm_samples(
     config: EDMConfig,
     steps: int | None = None,
 ) -> Float[Array, "batch *features"]:
-    """What becomes of `noise`, of unit variance; `key` is for the noise that is added on the way, if any."""
+    """Samples from `noise` of unit variance; `key` is for the noise of `s_churn`."""
     sigmas = jnp.append(noise_levels(config.steps if steps is None else steps, config), 0.0)
     field, x = noise_removal(denoiser(network, config), condition), noise * config.sigma_max
     if config.s_churn == 0:
@@ -176,7 +176,7 @@ def edm_samples(
 
 @register
 class EDM(Objective):
-    """Taking noise of any level away (Karras et al. 2022)."""
+    """EDM: denoising at any noise level (Karras et al. 2022)."""
 
     config: EDMConfig
 
@@ -194,7 +194,7 @@ class EDM(Objective):
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
     ) -> Float[Array, "batch *features"]:
-        """Noise, level by level taken away."""
+        """Samples by integrating the probability flow from noise."""
         noise_key, key = jax.random.split(key)
         noise = jax.random.normal(noise_key, shape)
         return edm_samples(key, network, noise, condition, config=self.config, steps=steps)

@@ -20,7 +20,7 @@ Times = Literal["uniform", "logit_normal"]
 
 
 def flow_times(key: PRNGKeyArray, count: int, times: Times = "uniform") -> Float[Array, "batch"]:
-    """The times at which a batch is looked at: all alike, or those in the middle more often."""
+    """Random training times: uniform, or logit-normal, which prefers the middle."""
     if times == "uniform":
         return jax.random.uniform(key, (count,))
     return jax.nn.sigmoid(jax.random.normal(key, (count,)))
@@ -34,7 +34,7 @@ def flow_matching_loss(
     *,
     times: Times = "uniform",
 ) -> Float[Array, "batch"]:
-    """The squared error of the velocity that `network` finds, for every example."""
+    """The mean squared error of the velocity, for every example."""
     time_key, noise_key = jax.random.split(key)
     data, t = in_float32(x), flow_times(time_key, len(x), times)
     noise = jax.random.normal(noise_key, x.shape, data.dtype)
@@ -50,7 +50,7 @@ def flow_matching_samples(
     steps: int = 50,
     sampler: Method = "heun",
 ) -> Float[Array, "batch *features"]:
-    """What becomes of `noise` along the velocity of `network`."""
+    """Samples by integrating the velocity of `network` from `noise`."""
 
     def velocity(x: Array, t: Array) -> Array:
         return network(x, jnp.broadcast_to(t, len(x)), condition)
@@ -60,9 +60,9 @@ def flow_matching_samples(
 
 
 def flow_denoiser(network: Network) -> Denoiser:
-    """`D(x, sigma, condition)`, as EDM has it, of a network that was trained with `FlowMatching`.
+    """The denoiser `D(x, sigma, condition)` of EDM for a network that was trained with `FlowMatching`.
 
-    Data with noise of level sigma is, but for its scale, a point of the flow at time 1 / (1 + sigma).
+    Data with noise of level sigma is, up to scale, a point of the flow at time 1 / (1 + sigma).
     """
 
     def denoised(x: Array, sigma: Array, condition: Condition = None) -> Array:
@@ -75,12 +75,12 @@ def flow_denoiser(network: Network) -> Denoiser:
 
 @dataclass
 class FlowMatchingConfig(ObjectiveConfig):
-    """How a velocity is learned and followed.
+    """Configuration of `FlowMatching`.
 
     Args:
-        times: at which times it is learned; uniform: all alike, logit_normal: those in the middle more often.
-        steps: how many steps a sample takes.
-        sampler: euler: one call of the network a step, heun: two, and a much smaller error.
+        times: distribution of training times: uniform, or logit_normal, which prefers the middle.
+        steps: number of sampling steps.
+        sampler: euler: one network evaluation per step; heun: two, with a much smaller error.
     """
 
     times: Times = "uniform"
@@ -90,7 +90,7 @@ class FlowMatchingConfig(ObjectiveConfig):
 
 @register
 class FlowMatching(Objective):
-    """The velocity of straight lines from noise to data (rectified flow)."""
+    """Flow matching with straight lines from noise to data (rectified flow)."""
 
     config: FlowMatchingConfig
 
@@ -102,12 +102,12 @@ class FlowMatching(Objective):
         condition: Condition,
         progress: float | Float[Array, ""],
     ) -> Float[Array, "batch"]:
-        """The squared error of the velocity."""
+        """The mean squared error of the velocity."""
         return flow_matching_loss(key, network, x, condition, times=self.config.times)
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
     ) -> Float[Array, "batch *features"]:
-        """Noise, moved along the velocity."""
+        """Samples by integrating the velocity from noise."""
         noise = jax.random.normal(key, shape)
         return flow_matching_samples(network, noise, condition, steps=steps, sampler=self.config.sampler)

@@ -1,4 +1,4 @@
-"""What a network of a generative model is, and the few ways in which objectives use one."""
+"""The network protocol of generative models, and helpers for calling and copying networks."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -17,7 +17,7 @@ AnyNetwork = TypeVar("AnyNetwork")
 
 
 class Network(Protocol):
-    """Anything that can be called so: a module, or a function."""
+    """A module or a function with this signature."""
 
     def __call__(
         self, x: Float[Array, "batch *features"], t: Float[Array, "batch"], condition: Condition, /
@@ -27,22 +27,22 @@ class Network(Protocol):
 
 
 def spread(values: Float[Array, "batch"], like: Float[Array, "batch *features"]) -> Float[Array, "batch *ones"]:
-    """One number per example, with as many axes as `like` has, so that the two can be multiplied."""
+    """One number per example, reshaped to broadcast with `like`."""
     return values.reshape(values.shape + (1,) * (like.ndim - 1))
 
 
 def per_example(values: Float[Array, "batch *features"]) -> Float[Array, "batch"]:
-    """The mean over everything but the batch."""
+    """The mean over all axes but the batch."""
     return values.reshape(len(values), -1).mean(axis=1)
 
 
 def in_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x` in float32, or as it is if it is more exact than that."""
+    """`x` in float32, or in its dtype if that is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def computing_in(dtype: Any, network: Network) -> Network:
-    """`network` given its input in `dtype`, and answering in float32; times are never rounded."""
+    """`network` with its input cast to `dtype` and its output to float32; times are not cast."""
 
     def call(x: Array, t: Array, condition: Condition) -> Array:
         return in_float32(network(x.astype(dtype), t, condition))
@@ -51,12 +51,12 @@ def computing_in(dtype: Any, network: Network) -> Network:
 
 
 def twin(network: AnyNetwork) -> AnyNetwork:
-    """`network` once more, with the same weights and random streams: what one draws or counts, the other will, too."""
+    """A copy of `network` with the same weights and the same state of its random streams."""
     return jax.tree.map(lambda leaf: leaf, network)
 
 
 def evaluating(network: AnyNetwork) -> AnyNetwork:
-    """A twin of `network` in which every module is in evaluation mode: it draws nothing and changes nothing."""
+    """A copy of `network` with every module in evaluation mode."""
     copy = twin(network)
     for part in jax.tree.leaves(copy, is_leaf=_is_module):
         if isinstance(part, nnx.Module):
@@ -65,10 +65,10 @@ def evaluating(network: AnyNetwork) -> AnyNetwork:
 
 
 def as_argument(network: Any) -> Any:
-    """`network` as a pytree, so that a compiled function can be given it with other weights.
+    """`network` as a pytree, so that other weights do not recompile a function that takes it.
 
-    Modules and `jax.tree_util.Partial` are pytrees. What another function closes over is compiled into it: a new
-    function is compiled anew, and one that closes over a module would not see that module's later weights.
+    Modules and `jax.tree_util.Partial` are pytrees. Values that another function closes over are compiled as constants:
+    a new function is compiled again, and one that closes over a module ignores later changes of its weights.
     """
     if isinstance(network, MethodType) and isinstance(network.__self__, nnx.Module):
         return jax.tree_util.Partial(network.__func__, network.__self__)

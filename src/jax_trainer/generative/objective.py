@@ -1,4 +1,4 @@
-"""What a generative network learns, and how samples are drawn from it: the interface of all objectives."""
+"""The interface of generative objectives: loss and sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from jax_trainer.settings import AtLeast, AtMost, ValueSettings, config_of
 
 @dataclass
 class ObjectiveConfig(ValueSettings):
-    """The keys that every objective has.
+    """The keys of every objective.
 
     Args:
-        condition_dropout: the share of examples whose condition is left out in training; guidance needs some.
-        guidance: how strongly samples follow their condition; 1: as trained, 0: not at all, more: more than trained.
-        steps: how many steps a sample takes.
+        condition_dropout: probability of dropping the condition in training; guidance needs it to be above 0.
+        guidance: scale of classifier-free guidance; 1: no guidance, 0: unconditional.
+        steps: number of sampling steps.
     """
 
     condition_dropout: Annotated[float, AtLeast(0), AtMost(1)] = 0.1
@@ -33,12 +33,12 @@ class ObjectiveConfig(ValueSettings):
 
 @register_interface
 class Objective(RegistrableConfigInterface):
-    """What a network `network(x, t, condition)` learns: implement `losses` and `draw`, annotate `config`.
+    """The objective of a network `network(x, t, condition)`: implement `losses` and `draw`, annotate `config`.
 
-    Two with equal configurations are equal.
+    Objectives with equal configurations are equal.
     """
 
-    config: Any  # the class of an objective's own configuration, which derives from `ObjectiveConfig`
+    config: Any  # a subclass of `ObjectiveConfig`
 
     def __init__(self, config: ObjectiveConfig | None = None) -> None:
         self.config = config_of(type(self))() if config is None else config
@@ -52,14 +52,14 @@ class Objective(RegistrableConfigInterface):
         *,
         progress: float | Float[Array, ""] | None = None,
     ) -> Float[Array, "batch"]:
-        """The loss of every example. The network is called in the type of `x`; all else is float32.
+        """The loss of every example. The network is called in the dtype of `x`; everything else is float32.
 
         Args:
-            key: what noise, times and left out conditions are drawn with.
-            network: the network, in the mode it should be in.
+            key: random key of noise, times and condition dropout.
+            network: the network, in training or evaluation mode.
             x: the data.
-            condition: labels, or numbers; None: none for any example.
-            progress: which share of the training is over, from 0 to 1; None: all of it.
+            condition: labels or features; None: unconditional.
+            progress: fraction of the training that is over, from 0 to 1; None: 1.
         """
         drop_key, key = jax.random.split(key)
         condition = dropped(drop_key, condition, self.config.condition_dropout)
@@ -75,24 +75,24 @@ class Objective(RegistrableConfigInterface):
         steps: int | None = None,
         guidance: float | None = None,
     ) -> Float[Array, "batch *features"]:
-        """Samples of this shape, one for each condition. Compiled once for a shape, not for new weights.
+        """Draws samples of this shape, one for each condition. Compiled once per shape; new weights do not recompile.
 
         Args:
-            key: what the noise is drawn with.
-            network: a module, whichever mode it is in: it is not changed; or a function, see `as_argument`.
-            shape: the number of samples, and the shape of one.
-            condition: as in `loss`.
-            steps: None: as the configuration says.
-            guidance: None: as the configuration says.
+            key: random key of the noise.
+            network: a module, which is copied and used in evaluation mode; or a function, see `as_argument`.
+            shape: number of samples, followed by the shape of one.
+            condition: labels or features; None: unconditional.
+            steps: number of sampling steps; None: that of the configuration.
+            guidance: guidance scale; None: that of the configuration.
         """
-        chosen = int(self.config.steps if steps is None else steps)
-        given = None if condition is None else jnp.asarray(condition)
-        _check_request(tuple(shape), given, chosen)
+        num_steps = int(self.config.steps if steps is None else steps)
+        conditions = None if condition is None else jnp.asarray(condition)
+        _check_arguments(tuple(shape), conditions, num_steps)
         return _compiled_draw(
-            *(key, as_argument(network), given),
+            *(key, as_argument(network), conditions),
             objective=self,
             shape=tuple(shape),
-            steps=chosen,
+            steps=num_steps,
             guidance=float(self.config.guidance if guidance is None else guidance),
         )
 
@@ -104,13 +104,13 @@ class Objective(RegistrableConfigInterface):
         condition: Condition,
         progress: float | Float[Array, ""],
     ) -> Float[Array, "batch"]:
-        """The loss of every example, with the conditions that are left out left out already."""
+        """The loss of every example, after condition dropout."""
         raise NotImplementedError(f"{type(self).__name__} has no `losses`.")
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
     ) -> Float[Array, "batch *features"]:
-        """Samples from a network that is in evaluation mode and guided; pure, so that it can be compiled."""
+        """Samples from a guided network in evaluation mode; a pure function, which is compiled."""
         raise NotImplementedError(f"{type(self).__name__} has no `draw`.")
 
     def __eq__(self, other: object) -> bool:
@@ -133,20 +133,18 @@ def _draw(
     return objective.draw(key, guided(evaluating(network), guidance), shape, condition, steps)
 
 
-# one for all objectives and networks: what was compiled for a shape serves whoever asks for it again
+# shared by all objectives and networks, so that each shape is compiled once
 _compiled_draw = compiled_function(_draw, static=("objective", "shape", "steps", "guidance"))
 
 
-def _check_request(shape: tuple[int, ...], condition: Condition, steps: int) -> None:
+def _check_arguments(shape: tuple[int, ...], condition: Condition, steps: int) -> None:
     if len(shape) < 2 or min(shape) < 1:
         raise ValueError(
-            f"`shape` must be the number of samples and then the shape of one, got {shape}. "
+            f"`shape` must be the number of samples followed by the shape of one, got {shape}. "
             "For 16 samples of 8 × 8 pixels write (16, 8, 8, 1)."
         )
     if condition is not None and (condition.ndim < 1 or len(condition) != shape[0]):
         found = f"{len(condition)} conditions" if condition.ndim else "a single condition"
-        raise ValueError(
-            f"{found} for {shape[0]} samples of `shape` {shape}. Give one for each sample, or None for none at all."
-        )
+        raise ValueError(f"{found} for {shape[0]} samples of `shape` {shape}. Pass one for each sample, or None.")
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")

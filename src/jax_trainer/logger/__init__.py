@@ -1,4 +1,4 @@
-"""Logging: what is reported how (the enums of a metric), a run's own record, and the tools that show it."""
+"""Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, TensorBoard and Weights & Biases."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
 from jax_trainer.logger.backend import (
@@ -12,7 +12,7 @@ from jax_trainer.logger.backend import (
     WandbToolLogger,
 )
 from jax_trainer.logger.jsonl import RecordMark
-from jax_trainer.logger.logger import Logger, LoggerConfig, placing_tool, run_place, tools_of
+from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
 from jax_trainer.logger.writers import JsonlWriter, MetricWriter, ToolLoggerInterface
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "WandBToolLogger",
     "WandbConfig",
     "WandbToolLogger",
-    "placing_tool",
-    "run_place",
+    "folder_tool",
+    "run_path_parts",
     "tools_of",
 ]

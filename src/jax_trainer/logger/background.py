@@ -1,4 +1,4 @@
-"""A tool in a thread of its own: training never waits for it, and whatever it does costs a warning and a count."""
+"""Runs a logging tool in a background thread: training never waits for it; failures cost a warning and are counted."""
 
 import threading
 import time
@@ -9,38 +9,38 @@ from typing import Any, NamedTuple
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.writers import ToolLoggerInterface
 
-MOST_ENTRIES = 10_000  # that wait for a tool
-MOST_BYTES = 256 * 2**20  # of images and the like among them
-FAILURES_IN_A_ROW = 10  # after so many, a tool is given up on
-_LONGEST = 300  # characters of an error that a message repeats
+MOST_ENTRIES = 10_000  # in the queue of a tool
+MOST_BYTES = 256 * 2**20  # of images and arrays in the queue
+FAILURES_IN_A_ROW = 10  # after which a tool is disabled
+_LONGEST = 300  # characters of an error in a message
 
 Entry = Callable[[ToolLoggerInterface], None]
 
 
 class DroppedRecords:
-    """Counts what was lost, and tells of the first loss.
+    """Counts dropped entries, and logs a warning for the first one.
 
     Args:
-        name: whose losses they are.
-        consolation: what the message says after "training goes on".
+        name: the tool that dropped them.
+        consequence: the end of the warning, after "Training continues".
     """
 
-    def __init__(self, name: str, consolation: str) -> None:
+    def __init__(self, name: str, consequence: str) -> None:
         self.name, self.count = name, 0
-        self._consolation = consolation
-        self._is_told = False
+        self._consequence = consequence
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def add(self, what: str, entries: int = 1) -> None:
-        """Counts `entries`; `what` says what happened to them."""
+        """Counts `entries`; `what` is the reason."""
         with self._lock:
             self.count += entries
-            is_first, self._is_told = not self._is_told, True
+            is_first, self._has_warned = not self._has_warned, True
         if is_first:
-            LOG.warning(f"{self.name} {what.rstrip('.')}. Training goes on; {self._consolation}.")
+            LOG.warning(f"{self.name} {what.rstrip('.')}. Training continues; {self._consequence}.")
 
     def add_failure(self, failure: BaseException, what: str = "failed", entries: int = 1) -> None:
-        """Counts what an error cost."""
+        """Counts entries that an error dropped."""
         self.add(f"{what}: {type(failure).__name__}: {_on_a_line(failure)}", entries)
 
 
@@ -49,8 +49,8 @@ def _on_a_line(failure: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-class _Waiting(NamedTuple):
-    """What waits for a tool: something to do, about how many bytes it holds, how many entries it is."""
+class _Queued(NamedTuple):
+    """A queue item: what to call, its approximate bytes, and the number of entries."""
 
     entry: Entry
     size: int
@@ -58,88 +58,88 @@ class _Waiting(NamedTuple):
 
 
 class BackgroundWriter:
-    """Makes a tool in a thread of its own and hands it entries there, in order.
+    """Creates a tool in a background thread and calls it there with entries, in order.
 
-    The thread begins with the first entry, if not by `start`: a run that ends before, as it cannot be resumed, leaves
+    The thread starts with the first entry or by `start`: a run that fails before, because it cannot be resumed, leaves
     nothing in any tool.
 
-    Where more entries wait than fit, the newest are dropped. Dropped entries, failing ones, and failing to begin or to
-    end count as losses.
+    If the queue is full, new entries are dropped. Dropped and failing entries, and failures to start or to close, are
+    counted.
 
     Args:
-        losses: where it counts, and how it is called.
-        make: makes the tool, in the thread.
-        check: is called here and now; if it raises, the tool is lost from the beginning.
-        most_entries: that may wait.
-        patience: seconds to wait for room before something is dropped. A tool that has written nothing since it was
-            waited for in vain is not waited for again.
+        dropped: counts dropped entries, and has the tool's name.
+        make: creates the tool, in the thread.
+        check: called immediately; if it raises, the tool is disabled.
+        most_entries: capacity of the queue.
+        patience: seconds to wait for space in the queue before an entry is dropped. After a timeout, there is no
+            further wait until the tool has made progress.
     """
 
     def __init__(
         self,
-        losses: DroppedRecords,
+        dropped: DroppedRecords,
         make: Callable[[], ToolLoggerInterface],
         *,
         check: Callable[[], None] = lambda: None,
         most_entries: int = MOST_ENTRIES,
         patience: float = 0.0,
     ) -> None:
-        self.losses = losses
+        self.dropped = dropped
         self._make, self._most_entries, self._patience = make, most_entries, patience
         self._changed = threading.Condition()
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
-        self._given = self._done = 0  # how many of all, flushing included
-        self._owed = 0  # how many entries it was given and has not tried to write
-        self._stuck_at = -1  # how many entries were done when waiting for the rest of them was in vain
+        self._queue: deque[_Queued] = deque()
+        self._queued_bytes = 0
+        self._submitted = self._done = 0  # items, flushes included
+        self._pending = 0  # entries that the tool has not tried to write
+        self._stuck_at = -1  # the value of `_done` at the last timeout
         self._status: str | None = None  # how the run ended
-        self._is_given_up = self._is_abandoned = False
-        self._thread = threading.Thread(target=self._work, name=f"jax-trainer {losses.name}", daemon=True)
+        self._is_disabled = self._is_abandoned = False
+        self._thread = threading.Thread(target=self._work, name=f"jax-trainer {dropped.name}", daemon=True)
         try:
             check()
         except Exception as failure:
-            self._is_given_up = True
-            losses.add_failure(failure)
+            self._is_disabled = True
+            dropped.add_failure(failure)
 
     def start(self) -> None:
-        """Makes the tool now; again it does nothing."""
-        if self._thread.ident is None and not self._is_given_up:
+        """Creates the tool now; a second call does nothing."""
+        if self._thread.ident is None and not self._is_disabled:
             self._thread.start()
 
-    def give(self, entry: Entry, size: int = 0) -> None:
-        """Hands over an entry that holds about `size` bytes. After the end it is ignored."""
+    def submit(self, entry: Entry, size: int = 0) -> None:
+        """Queues an entry of about `size` bytes. After `finish` it is ignored."""
         with self._changed:
             if self._status is not None:
                 return
-            is_taken = self._wait_for(lambda: self._has_room_for(size), self._patience) and not self._is_given_up
-            if is_taken:
-                self._append(_Waiting(entry, size, 1))
-        if not is_taken:
-            self.losses.add(f"is slow or blocks, and {self._most_entries} entries wait for it: newer ones are dropped")
+            is_queued = self._wait_for(lambda: self._has_space_for(size), self._patience) and not self._is_disabled
+            if is_queued:
+                self._append(_Queued(entry, size, 1))
+        if not is_queued:
+            self.dropped.add(f"is slow or blocks: its queue of {self._most_entries} entries is full: new ones are lost")
 
     def flush(self, deadline: float) -> bool:
-        """Whether all that was given so far is written; waits for it until `deadline`, by the monotonic clock.
+        """Waits until all queued entries are written, or `deadline` of the monotonic clock; returns whether they are.
 
-        A tool that has written nothing since it was waited for in vain is not waited for again.
+        After a timeout, there is no further wait until the tool has made progress.
         """
         with self._changed:
-            if self._thread.is_alive() and not self._is_given_up and self._stuck_at != self._done:
-                self._append(_Waiting(lambda tool: tool.flush(), 0, 0))
-                given = self._given
-                self._wait_for(lambda: self._done >= given, _seconds_until(deadline))
-            return self._done == self._given and not self.losses.count
+            if self._thread.is_alive() and not self._is_disabled and self._stuck_at != self._done:
+                self._append(_Queued(lambda tool: tool.flush(), 0, 0))
+                target = self._submitted
+                self._wait_for(lambda: self._done >= target, _seconds_until(deadline))
+            return self._done == self._submitted and not self.dropped.count
 
     def ask(self, question: Callable[[Any], Any]) -> Callable[[float], Any]:
-        """Asks the tool something once it has been handed all that was given so far.
+        """Queues a call of `question` with the tool, after all entries so far.
 
-        The answer comes from the function that is returned, in whatever thread; it waits at most the seconds that it is
-        given. None: the tool has failed to answer, or to live.
+        Returns a function for the result, which waits at most the given seconds, in any thread. None: the tool failed
+        or timed out.
         """
         answers: list[Any] = []
         with self._changed:
-            if self._status is None and not self._is_given_up:
-                self._append(_Waiting(lambda tool: answers.append(question(tool)), 0, 0))
-            number = self._given
+            if self._status is None and not self._is_disabled:
+                self._append(_Queued(lambda tool: answers.append(question(tool)), 0, 0))
+            number = self._submitted
 
         def answer(seconds: float) -> Any:
             with self._changed:
@@ -149,44 +149,44 @@ class BackgroundWriter:
         return answer
 
     def finish(self, status: str) -> None:
-        """Nothing more will come: the tool is closed once it has written what waits. Does not wait for that."""
+        """Closes the tool once its queue is written. Does not wait for that."""
         with self._changed:
             self._status = status
             self._changed.notify_all()
 
     def join(self, deadline: float) -> None:
-        """Waits for the end until `deadline`. A tool that still blocks then is left behind, and ends when it can."""
-        if self._thread.ident is None:  # it was never started
+        """Waits until `deadline` for the thread to end. A tool that still blocks then is abandoned."""
+        if self._thread.ident is None:  # never started
             return
         self._thread.join(_seconds_until(deadline))
         with self._changed:
             self._is_abandoned = self._thread.is_alive()
             left = self._emptied()
         if self._is_abandoned:
-            self.losses.add("blocks, and the run does not wait any longer for it", max(left, 1))
+            self.dropped.add("blocks, and the run no longer waits for it", max(left, 1))
 
-    def _wait_for(self, holds: Callable[[], bool], seconds: float) -> bool:
-        if holds() or not seconds or self._stuck_at == self._done:
-            return holds()
-        self._stuck_at = -1 if self._changed.wait_for(holds, seconds) else self._done
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        if condition() or not seconds or self._stuck_at == self._done:
+            return condition()
+        self._stuck_at = -1 if self._changed.wait_for(condition, seconds) else self._done
         return self._stuck_at == -1
 
-    def _has_room_for(self, size: int) -> bool:
-        fits = self._waiting_bytes + size <= MOST_BYTES or not self._waiting
-        return (fits and len(self._waiting) < self._most_entries) or self._is_given_up
+    def _has_space_for(self, size: int) -> bool:
+        fits = self._queued_bytes + size <= MOST_BYTES or not self._queue
+        return (fits and len(self._queue) < self._most_entries) or self._is_disabled
 
-    def _append(self, one: _Waiting) -> None:
+    def _append(self, one: _Queued) -> None:
         self.start()
-        self._waiting.append(one)
-        self._waiting_bytes += one.size
-        self._given += 1
-        self._owed += one.entries
+        self._queue.append(one)
+        self._queued_bytes += one.size
+        self._submitted += 1
+        self._pending += one.entries
         self._changed.notify_all()
 
     def _emptied(self) -> int:
-        """How many entries will never be written, now that none wait any more."""
-        left, self._owed, self._waiting_bytes = self._owed, 0, 0
-        self._waiting.clear()
+        """Clears the queue; returns how many entries will never be written."""
+        left, self._pending, self._queued_bytes = self._pending, 0, 0
+        self._queue.clear()
         return left
 
     # in the thread
@@ -196,10 +196,10 @@ class BackgroundWriter:
         try:
             tool = self._make()
         except BaseException as failure:
-            self._lose(failure)
+            self._count_failure(failure)
         else:
             self._write_with(tool)
-        self._give_up_on_the_rest()
+        self._drop_queue()
         if tool is not None:
             self._close(tool)
 
@@ -210,41 +210,41 @@ class BackgroundWriter:
                 one.entry(tool)
                 failures = 0
             except BaseException as failure:
-                self._lose(failure)
+                self._count_failure(failure)
                 failures += 1
             with self._changed:
                 self._done += 1
-                self._owed = max(0, self._owed - one.entries)  # 0 when it has been abandoned meanwhile
+                self._pending = max(0, self._pending - one.entries)  # 0 if it was abandoned
                 self._changed.notify_all()
 
-    def _next(self) -> _Waiting | None:
-        """The next entry; None when there will be none."""
+    def _next(self) -> _Queued | None:
+        """The next queue item; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._status is not None)
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._queue or self._status is not None)
+            if not self._queue:
                 return None
-            one = self._waiting.popleft()
-            self._waiting_bytes -= one.size
+            one = self._queue.popleft()
+            self._queued_bytes -= one.size
             return one
 
-    def _give_up_on_the_rest(self) -> None:
+    def _drop_queue(self) -> None:
         with self._changed:
             left = self._emptied()
-            self._done = self._given
-            self._is_given_up = True  # what still comes is lost
+            self._done = self._submitted
+            self._is_disabled = True  # later entries are dropped
             self._changed.notify_all()
         if left:
-            self.losses.add("was given up on", left)
+            self.dropped.add("was disabled", left)
 
     def _close(self, tool: ToolLoggerInterface) -> None:
         try:
             tool.close(self._status or "failed")
         except BaseException as failure:
-            self._lose(failure)
+            self._count_failure(failure)
 
-    def _lose(self, failure: BaseException) -> None:
-        if not self._is_abandoned:  # then everything is counted, and the run's log is closed
-            self.losses.add_failure(failure, entries=getattr(failure, "entries", 1))
+    def _count_failure(self, failure: BaseException) -> None:
+        if not self._is_abandoned:  # then all entries are counted, and run.log is closed
+            self.dropped.add_failure(failure, entries=getattr(failure, "entries", 1))
 
 
 def _seconds_until(deadline: float) -> float:

@@ -1,4 +1,4 @@
-"""The small files of a run: names that stay in their folder, and contents that are whole or not there."""
+"""Small files of a run: safe names and atomic writes."""
 
 import contextlib
 import hashlib
@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 _ODD = re.compile(r"[^\w.\-]")
-_MOST_BYTES = 150  # file systems take 255, and a number and an ending are added
+_MOST_BYTES = 150  # file systems allow 255; a number and a suffix are added
 
 
 def file_name_of(name: str) -> str:
-    """A name that people chose, as part of the name of a file: "/" and whatever is odd become "_".
+    """A user's name as part of a file name: "/" and special characters become "_".
 
     >>> file_name_of("val/confusion matrix"), file_name_of("../../x")
     ('val_confusion_matrix', '_.._x')
@@ -24,9 +24,9 @@ def file_name_of(name: str) -> str:
 
 
 def write_atomically(file: Path, data: bytes) -> None:
-    """Puts `data` into `file`, whose folder is made where only that is missing.
+    """Writes `data` to `file` atomically; creates its folder, but not the parents of that.
 
-    The file never is half written, and a link in its place is replaced, not followed.
+    A link at this path is replaced, not followed.
     """
     file.parent.mkdir(exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
@@ -41,6 +41,6 @@ def write_atomically(file: Path, data: bytes) -> None:
 
 
 def sync(file: Path) -> None:
-    """Waits until `file` is on the disk as it is now, where the file system can do that."""
-    with contextlib.suppress(OSError), file.open("rb") as there:
-        os.fsync(there.fileno())
+    """Waits until the content of `file` is on disk, if the file system supports that."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        os.fsync(opened.fileno())

@@ -1,4 +1,4 @@
-"""The run's own record: every row as a line of `metrics.jsonl`, pictures as files beside it."""
+"""The metrics file of a run: one JSON line per row in `metrics.jsonl`, images as files in `media`."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ METRICS_FILE, METRICS, MEDIA = "metrics.jsonl", "metrics", "media"
 
 
 class RecordMark(NamedTuple):
-    """Where a record stands: the size of the file in bytes, and the lines behind it that wait for room on the disk."""
+    """A position in `metrics.jsonl`: its size in bytes, and the lines that a full disk has refused."""
 
     size: int
     unwritten: tuple[str, ...] = ()
@@ -28,16 +28,16 @@ class RecordMark(NamedTuple):
 
 @dataclass
 class JSONLConfig(Settings):
-    """The run's own record, which has nothing to choose and is always there."""
+    """The run's `metrics.jsonl`, which is always written and has no options."""
 
 
 @register
 class JSONLToolLogger(ToolLoggerInterface):
-    """Writes all that is logged to `metrics.jsonl` in the run's folder. Every run has it, named or not.
+    """Writes everything that is logged to `metrics.jsonl` in the run folder. Every run has it.
 
     A line is a row: `{"step": 8, "epoch": 2, "val/loss": 0.31}`. Pictures are files in `media`, and their row is
-    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; there are such rows of
-    `histograms`, `text` and `hparams`, too.
+    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; `histograms`, `text` and
+    `hparams` have such rows, too.
     """
 
     config: JSONLConfig
@@ -47,68 +47,60 @@ class JSONLToolLogger(ToolLoggerInterface):
         self._writer = JsonlWriter(folder / METRICS_FILE)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the row as it is."""
         self._append({"step": step, **values})
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Writes the image to a file, and its row."""
         self.figure(step, name, png_of(pixels))
 
     def figure(self, step: int, name: str, png: bytes) -> None:
-        """Writes the figure to a file, and its row."""
-        place = f"{MEDIA}/{file_name_of(name)}_{step}.png"
-        write_atomically(self.folder / place, png)
-        self._append({"step": step, "media": {name: place}})
+        path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
+        write_atomically(self.folder / path, png)
+        self._append({"step": step, "media": {name: path}})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Appends counts and edges of bins; `left_out` are not finite."""
         self._append({"step": step, "histograms": {name: bins_of(values)._asdict()}})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Appends the text."""
         self._append({"step": step, "text": {name: text}})
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Appends both."""
         self._append({"step": step, "hparams": params, "metrics": metrics})
 
     def save(self, file_name: str, data: Mapping[str, Any]) -> None:
-        """Writes plain data to a file of its own, `metrics/<file_name>.json`."""
+        """Writes plain data to `metrics/<file_name>.json`."""
         save_metrics(self.folder, file_name, data)
 
     def mark(self) -> RecordMark:
-        """Where the record stands now."""
-        self._check_it_is_there()
+        """The current position in the file."""
+        self._check_exists()
         self._writer.catch_up()
         return RecordMark(self._writer.size, self._writer.unwritten)
 
     def cut(self, mark: RecordMark | None) -> None:
-        """Returns to `mark`."""
+        """Truncates the file to `mark`."""
         if cut(self._writer.path, None if mark is None else mark.size) and mark is not None:
             self._writer.replace_unwritten(mark.unwritten)
 
     def flush(self) -> None:
-        """Writes the rows that wait for room, if there is some now."""
         self._writer.catch_up()
 
     def is_written(self) -> bool:
-        """Whether no row waits."""
+        """Whether all rows are written."""
         return not self._writer.unwritten
 
     def close(self, status: str) -> None:
-        """Closes the file."""
         self._writer.close(status)
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        self._check_it_is_there()
+        self._check_exists()
         self._writer.append(row)
 
-    def _check_it_is_there(self) -> None:
+    def _check_exists(self) -> None:
         if self._writer.is_deleted:
             raise FileNotFoundError(f"{self._writer.path} was deleted while the run wrote to it.")
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
-    """Writes metrics, arrays among them, to `metrics/<file_name>.json` in the folder of a run."""
+    """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
     text = json.dumps(json_safe(plain_of(metrics)), allow_nan=False, indent=1)
     write_atomically(folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())

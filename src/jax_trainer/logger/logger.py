@@ -1,4 +1,4 @@
-"""`Logger`: a run's own record of its numbers and messages, and the tools that show them."""
+"""`Logger`: writes metrics and messages of a run to its folder and to logging tools."""
 
 import contextlib
 import time
@@ -24,21 +24,21 @@ from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import AtLeast, Settings
 
 LOG_FILE = "run.log"
-CLOSING_SECONDS = 5.0  # what all tools together may take to finish
-# how long the record may hold up the run when thousands of rows come at once; any other tool drops them
+CLOSING_SECONDS = 5.0  # timeout for closing all tools
+# how long `metrics.jsonl` may block training when thousands of rows arrive at once; other tools drop them
 RECORD_SECONDS = 2.0
-MARK_SECONDS = 30.0  # how long whoever saves a checkpoint waits for the record to have come so far
+MARK_SECONDS = 30.0  # how long a checkpoint waits for the rows so far to be written
 
 
 @dataclass
 class LoggerConfig(Settings):
-    """What is recorded of a run, and where.
+    """What is logged of a run, and where.
 
     Args:
-        log_steps_every: training steps between two rows of step metrics; 0: only per epoch.
-        log_dir: the folder in which the run's folder is made, unless a tool has a `save_dir`; empty: "runs/<model>".
-        log_file_verbosity: from which level on messages are kept in the run's `run.log`.
-        tool_config: the tool that shows the numbers, or a list of tools; null: only the run's own `metrics.jsonl`.
+        log_steps_every: log step metrics every this many training steps; 0: only per epoch.
+        log_dir: the parent folder of the run folder, unless a tool has a `save_dir`; empty: "runs/<model>".
+        log_file_verbosity: minimum level of the messages in `run.log`.
+        tool_config: the logging tool, or a list of tools; null: only `metrics.jsonl`.
     """
 
     log_steps_every: Annotated[int, AtLeast(0)] = 50
@@ -50,21 +50,21 @@ class LoggerConfig(Settings):
 @register
 @register_interface
 class Logger(RegistrableConfigInterface):
-    """Writes all that is logged to `metrics.jsonl` in the run's folder, and to the tools where there are some.
+    """Writes everything that is logged to `metrics.jsonl` in the run folder, and to the configured tools.
 
-    Every row has its step, and those of training and evaluation their epoch. All curves of a tool share one x-axis, the
-    step; "epoch" is a curve of its own.
+    Every row has its step, and rows of training and evaluation their epoch. All curves of a tool share one x-axis, the
+    step; "epoch" is a separate curve.
 
-    Each tool works in a thread of its own, the record, too. Nothing that is logged can end a run: what fails, blocks or
-    is not installed costs one warning, and `failures` counts what was lost. Only the lead process writes; elsewhere
-    every method does nothing.
+    Each tool runs in its own thread, and so does the writer of `metrics.jsonl`. Logging never ends a run: a tool that
+    fails, blocks or is not installed costs one warning, and `failures` counts the dropped entries. Only the primary
+    process writes; in others every method does nothing.
 
     Values may be arrays on a device: logging them waits until they are computed.
 
     Args:
-        config: what is recorded.
-        folder: the run's own folder.
-        is_primary: whether this process writes; None: the first one does.
+        config: what is logged.
+        folder: the run folder.
+        is_primary: whether this process writes; None: the process with index 0 does.
     """
 
     config: LoggerConfig
@@ -74,85 +74,85 @@ class Logger(RegistrableConfigInterface):
         self.is_primary = jax.process_index() == 0 if is_primary is None else is_primary
         self._step = 0
         self._is_closed = not self.is_primary
-        self._own = DroppedRecords("Logger", "what could not be logged is left out")
+        self._own = DroppedRecords("Logger", "such values are not logged")
         self._messages: RunLog | None = None
         self._tools: list[BackgroundWriter] = []
         if self.is_primary:
             reserve_standard_streams()
-            with contextlib.suppress(OSError):  # whoever writes there says that it cannot
+            with contextlib.suppress(OSError):  # the writers report it
                 self.folder.mkdir(parents=True, exist_ok=True)
-            self._step = last_step(self.folder / METRICS_FILE)  # of a run that goes on
+            self._step = last_step(self.folder / METRICS_FILE)  # of a resumed run
             self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
-            self._tools = _begun(tools_of(config), self.folder)
+            self._tools = _start_tools(tools_of(config), self.folder)
 
     @property
     def log_dir(self) -> Path:
-        """The run's own folder."""
+        """The run folder."""
         return self.folder
 
     @property
     def failures(self) -> dict[str, int]:
-        """How much each tool lost, by its name; "Logger": what could not be handed to any. Nothing lost, no name."""
-        return {losses.name: losses.count for losses in self._all_losses() if losses.count}
+        """Number of dropped entries by tool, without zeros; "Logger": values that could not be converted."""
+        return {dropped.name: dropped.count for dropped in self._all_dropped() if dropped.count}
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records those of `values` that are single numbers; an "epoch" among them says which epoch that was."""
+        """Logs the scalars of `values`; an "epoch" among them is the epoch of the row."""
         self._log("a row", lambda: self._row(step, numbers_of(values)))
 
     def log_scalar(self, name: str, value: Any, step: int) -> None:
-        """Records one number; `step` is where it stands on the x-axis."""
+        """Logs a scalar at `step`, its position on the x-axis."""
         self._log(name, lambda: self._row(step, {name: _single(value)}))
 
     def log_image(self, name: str, image: Any, step: int) -> None:
-        """Records an image: [height, width] or [height, width, channels], bytes or floats from 0 to 1."""
+        """Logs an image: [height, width] or [height, width, channels], uint8 or floats from 0 to 1."""
         self._log(name, lambda: self._sized("image", step, name, pixels_of(image)))
 
     def log_figure(self, name: str, figure: Any, step: int) -> None:
-        """Records a figure of matplotlib as it is now; it is drawn before this returns."""
+        """Logs a matplotlib figure; it is rendered before this returns."""
         self._log(name, lambda: self._sized("figure", step, name, drawn(figure)))
 
     def log_histogram(self, name: str, values: Any, step: int) -> None:
-        """Records how `values`, of any shape, are distributed."""
+        """Logs a histogram of `values`, which may have any shape."""
         self._log(name, lambda: self._sized("histogram", step, name, np.array(values)))
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """Records a text."""
+        """Logs a text."""
         self._log(name, lambda: self._sized("text", step, name, str(text)))
 
     def log_hparams(self, params: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
-        """Records what the run was made of, nested data by names with dots, and what came out of it."""
+        """Logs hyperparameters, flattened to dotted names, and final metrics."""
         self._log("hparams", lambda: self._hparams(flat(params), numbers_of(metrics or {})))
 
     def save_metrics(self, file_name: str, metrics: Mapping[str, Any]) -> None:
-        """Writes metrics, arrays among them, to a file of their own, `metrics/<file_name>.json` in the run's folder."""
+        """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
         self._log(file_name, lambda: self._save(file_name, plain_of(metrics)))
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Whether all that was logged so far is written, by every tool; waits for it at most `timeout` seconds.
+        """Waits at most `timeout` seconds until every tool has written all entries; returns whether they have.
 
-        A tool that blocks is waited for once, and again only when it has gone on.
+        A tool that blocks is waited for once, and again only after it has made progress.
         """
         deadline = time.monotonic() + timeout
-        written = [tool.flush(deadline) for tool in self._tools]  # each of them, whatever another one says
+        written = [tool.flush(deadline) for tool in self._tools]  # all of them, also after a False
         if not all(written) or self._own.count or self._is_closed:
             return all(written) and not self._own.count
         return bool(self._tools[0].ask(lambda tool: tool.is_written())(max(0.0, deadline - time.monotonic())))
 
     def mark(self) -> Callable[[], RecordMark | None]:
-        """Notes where the record stands; costs next to nothing and does not wait.
+        """Marks the current position in `metrics.jsonl`; cheap, and does not wait.
 
-        The function, called later in any thread, waits until all that was logged before is on the disk, and gives the
-        size of `metrics.jsonl` at exactly that point, with the rows for which there was no room: a run that is resumed
-        from there cuts it to that size, and adds these. None if the record cannot tell within half a minute or has been
-        given up on, or where another process writes.
+        The returned function, called later in any thread, waits until all earlier rows are on disk and returns the size
+        of the file at this position, with the rows that a full disk refused: a run that resumes from here truncates the
+        file to that size, and adds these rows. None if that takes over half a minute, if the writer is disabled, or in
+        a process that does not write.
         """
         if self._is_closed:
             return lambda: None
         record: Any = self._tools[0]
-        place = record.ask(lambda tool: tool.mark())
+        position = record.ask(lambda tool: tool.mark())
 
         def on_disk() -> RecordMark | None:
-            found = place(MARK_SECONDS)
+            found = position(MARK_SECONDS)
             if found is not None:
                 sync(self.folder / METRICS_FILE)
             return found
@@ -160,9 +160,9 @@ class Logger(RegistrableConfigInterface):
         return on_disk
 
     def cut(self, mark: RecordMark | None) -> None:
-        """Takes what was logged after a checkpoint out of `metrics.jsonl`, which stood at `mark` then.
+        """Truncates `metrics.jsonl` to `mark`, its position at a checkpoint, and waits until that is done.
 
-        Waits until that is done. Where the mark is not known (None), the file stays as it is, with a warning.
+        If the mark is unknown (None), the file is unchanged, with a warning.
         """
         if self._is_closed:
             return
@@ -171,9 +171,9 @@ class Logger(RegistrableConfigInterface):
         self._step = last_step(self.folder / METRICS_FILE)
 
     def close(self, status: str) -> None:
-        """Nothing more will come; `status` says how the run ended. Closing again does nothing.
+        """Closes all tools; `status` is how the run ended. A second call does nothing.
 
-        Waits a few seconds at most. A tool that blocks longer is left behind.
+        Waits a few seconds at most. A tool that blocks longer is abandoned.
         """
         if self._is_closed:
             return
@@ -190,7 +190,7 @@ class Logger(RegistrableConfigInterface):
                 self._messages.close()
 
     def _log(self, name: str, log: Callable[[], None]) -> None:
-        """Calls `log`, which makes what is logged into something that nobody else changes, and hands it over."""
+        """Calls `log`, which copies the values and queues them; errors are counted."""
         if self._is_closed:
             return
         try:
@@ -200,55 +200,55 @@ class Logger(RegistrableConfigInterface):
 
     def _row(self, step: int, numbers: dict[str, float]) -> None:
         self._step = step
-        self._hand_over(lambda tool: tool.write(step, numbers))
+        self._submit(lambda tool: tool.write(step, numbers))
 
     def _sized(self, kind: str, step: int, name: str, thing: Any) -> None:
         size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing)
-        self._hand_over(lambda tool: getattr(tool, kind)(step, name, thing), size)
+        self._submit(lambda tool: getattr(tool, kind)(step, name, thing), size)
 
     def _hparams(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
         step = self._step
-        self._hand_over(lambda tool: tool.hparams(step, params, metrics))
+        self._submit(lambda tool: tool.hparams(step, params, metrics))
 
     def _save(self, file_name: str, data: Any) -> None:
         record: Any = self._tools[0]
-        record.give(lambda tool: tool.save(file_name, data))
+        record.submit(lambda tool: tool.save(file_name, data))
 
-    def _hand_over(self, entry: Entry, size: int = 0) -> None:
+    def _submit(self, entry: Entry, size: int = 0) -> None:
         for tool in self._tools:
-            tool.give(entry, size)
+            tool.submit(entry, size)
 
-    def _all_losses(self) -> list[DroppedRecords]:
-        return [self._own, *(tool.losses for tool in self._tools)]
+    def _all_dropped(self) -> list[DroppedRecords]:
+        return [self._own, *(tool.dropped for tool in self._tools)]
 
     def _report(self, status: str) -> None:
         line = f"Run {status}. Metrics: {self.folder / METRICS_FILE}."
-        lost = [f"{name} lost {count} of what it was given." for name, count in self.failures.items()]
-        (LOG.warning if lost else LOG.info)(" ".join([line, *lost]))
+        dropped = [f"{name} dropped {count} entries." for name, count in self.failures.items()]
+        (LOG.warning if dropped else LOG.info)(" ".join([line, *dropped]))
 
 
 def _single(value: Any) -> float:
     number = number_of(value)
     if number is None:
-        raise ValueError(f"a scalar is a single number, this is of type {type(value).__name__}.")
+        raise ValueError(f"a scalar must be a single number, got a {type(value).__name__}.")
     return number
 
 
-def _begun(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
-    """The tools at work, the run's own record first, whether it is among them or not."""
+def _start_tools(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
+    """The tools in their threads; the writer of `metrics.jsonl` always comes first."""
     others = [config for config in configs if not isinstance(config, JSONLConfig)]
     names: list[str] = []
-    begun: list[BackgroundWriter] = []
+    tools: list[BackgroundWriter] = []
     for config in [JSONLConfig(), *others]:
         twins = names.count(config.class_name)
         names.append(config.class_name)
         name = f"{config.class_name} {twins + 1}" if twins else config.class_name
-        consolation = f"{METRICS_FILE} has every number" if begun else "what it was given is lost"
+        consequence = f"{METRICS_FILE} has all metrics" if tools else "its entries are lost"
         make, check = partial(config.instantiate, ToolLoggerInterface, folder), partial(_require, config)
-        patience = 0.0 if begun else RECORD_SECONDS
-        begun.append(BackgroundWriter(DroppedRecords(name, consolation), make, check=check, patience=patience))
-    begun[0].start()  # the record is there, whether anything is logged or not
-    return begun
+        patience = 0.0 if tools else RECORD_SECONDS
+        tools.append(BackgroundWriter(DroppedRecords(name, consequence), make, check=check, patience=patience))
+    tools[0].start()  # the file exists even if nothing is logged
+    return tools
 
 
 def _require(config: Any) -> None:
@@ -256,24 +256,24 @@ def _require(config: Any) -> None:
 
 
 def tools_of(config: LoggerConfig) -> list[Any]:
-    """The configurations of the tools, in order, whether there is none, one or a list of them."""
+    """The configurations of the tools as a list: none, one or several."""
     tools = config.tool_config
     return list(tools) if isinstance(tools, list | tuple) else [] if tools is None else [tools]
 
 
-def placing_tool(config: LoggerConfig) -> Any | None:
-    """The configuration of the tool that says where the run's folder belongs: the first one that says anything."""
-    places = [tool for tool in tools_of(config) if hasattr(tool, "save_dir")]
-    return next((tool for tool in places if tool.save_dir or tool.name or tool.version), next(iter(places), None))
+def folder_tool(config: LoggerConfig) -> Any | None:
+    """The tool configuration that determines the run folder: the first with `save_dir`, `name` or `version`."""
+    tools = [tool for tool in tools_of(config) if hasattr(tool, "save_dir")]
+    return next((tool for tool in tools if tool.save_dir or tool.name or tool.version), next(iter(tools), None))
 
 
-def run_place(config: LoggerConfig, model_name: str) -> tuple[Path, str, str | None]:
-    """Where the run's folder belongs: the folder around it, the experiment's name, the version (None: the time).
+def run_path_parts(config: LoggerConfig, model_name: str) -> tuple[Path, str, str | None]:
+    """The parts of the run folder's path: parent folder, experiment name, version (None: the current time).
 
-    The first tool's `save_dir`, `name` and `version` count where one has them, then the logger's `log_dir`, then "runs"
-    and the model's name.
+    `save_dir`, `name` and `version` of the first tool that has them come first, then the logger's `log_dir`, then
+    "runs" and the model's name.
     """
-    tool = placing_tool(config)
+    tool = folder_tool(config)
     parent = getattr(tool, "save_dir", "") or config.log_dir
     name = getattr(tool, "name", "") or ("" if parent else model_name)
     version = getattr(tool, "version", "") or (None if getattr(tool, "use_timestamp_version", True) else "0")

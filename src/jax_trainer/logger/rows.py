@@ -1,4 +1,4 @@
-"""A run's record when the run is resumed: what it wrote after its checkpoint will be written again."""
+"""Truncates `metrics.jsonl` on resume: rows after the checkpoint are written again."""
 
 import json
 import os
@@ -7,27 +7,26 @@ from typing import Any
 
 from jax_trainer.logger.run_log import LOG
 
-TAIL = 2**20  # bytes in which the last row of numbers is looked for; pictures and texts may follow it
+TAIL = 2**20  # bytes searched for the last row of metrics; rows of images and texts may follow it
 
 
 def cut(file: Path, size: int | None) -> bool:
-    """Takes what was written after a checkpoint out of a `metrics.jsonl`, which had `size` bytes then; durably.
+    """Truncates a `metrics.jsonl` to the `size` bytes that it had at a checkpoint, and syncs it.
 
-    Returns whether that was possible. Where the size is not known (None), or the file is not the one that it was taken
-    of, it stays as it is.
+    Returns whether that was possible. If the size is unknown (None) or does not fit the file, the file is unchanged.
     """
     problem = _cut(file, size)
     if problem:
         LOG.warning(
-            f"{file} {problem}, so it stays as it is. Rows of steps that are trained again may be in it twice; "
-            "the later ones belong to this run."
+            f"{file} {problem}, so it is not truncated. Steps that are trained again may have two rows; the later one "
+            "is of this run."
         )
     return not problem
 
 
 def last_step(file: Path) -> int:
-    """The step of the last row of numbers in a `metrics.jsonl`; 0 where there is none."""
-    if not file.is_file():  # of a device, say, reading might not end
+    """The step of the last row of metrics in a `metrics.jsonl`; 0 if there is none."""
+    if not file.is_file():  # reading a device might not end
         return 0
     try:
         with file.open("rb") as record:
@@ -41,27 +40,27 @@ def last_step(file: Path) -> int:
 
 
 def _cut(file: Path, size: int | None) -> str:
-    """Cuts `file`; otherwise says why not."""
+    """Truncates `file`; returns why not, or ""."""
     if size is None:
-        return "was not followed by the checkpoint" if file.exists() else ""
+        return "has no position in the checkpoint" if file.exists() else ""
     try:
         with file.open("rb+") as record:
             if (found := record.seek(0, os.SEEK_END)) < size:
-                return f"has {found} bytes, and had {size} at the checkpoint"
+                return f"has {found} bytes, fewer than the {size} at the checkpoint"
             record.seek(max(0, size - 1))
             if size and record.read(1) != b"\n":
                 return f"has no line that ends after {size} bytes, where the checkpoint was saved"
             record.truncate(size)
             os.fsync(record.fileno())
     except FileNotFoundError:
-        return f"is gone, and had {size} bytes at the checkpoint" if size else ""
+        return f"is missing, and had {size} bytes at the checkpoint" if size else ""
     except OSError as problem:
-        return f"cannot be cut ({problem})"
+        return f"cannot be truncated ({problem})"
     return ""
 
 
 def _row(line: str) -> dict[str, Any]:
-    """What a line says; nothing if the process was killed while it wrote it."""
+    """The row of a line; empty if the process was killed while writing it."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The messages of a run in a file beside its numbers."""
+"""`run.log`: the log messages of a run."""
 
 import contextlib
 import logging
@@ -10,46 +10,45 @@ Verbosity = Literal["debug", "info", "warning", "error"]
 
 
 class _File(logging.FileHandler):
-    """A file of messages that may fail."""
+    """A log file whose failures cost one warning."""
 
     _has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a message, if that is possible."""
         try:
             super().emit(record)
-        except OSError:  # it cannot be opened, for its folder is gone
+        except OSError:  # it cannot be opened: its folder was deleted
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says so once, instead of showing where in the library it happened every time."""
+        """Warns once, instead of printing a traceback for every message."""
         if not self._has_failed:
             self._has_failed = True
-            LOG.warning(f"{self.baseFilename} cannot be written, and messages are missing in it.")
+            LOG.warning(f"{self.baseFilename} cannot be written: it lacks messages.")
 
     def close(self) -> None:
-        """Closes the file; what is then still to be written may be lost."""
+        """Closes the file; buffered messages may be lost."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 class _Fork(logging.Filter):
-    """Gives every message to the files that want it, and lets others hear what they would hear without the files."""
+    """Passes every message to the open files, and to other handlers only what they would get without the files."""
 
-    heard = logging.NOTSET  # from which level on
+    level = logging.NOTSET  # of the other handlers
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether others hear of `record`."""
+        """Whether other handlers get `record`."""
         for log in RunLog._open:
             log.take(record)
-        return record.levelno >= self.heard
+        return record.levelno >= self.level
 
 
 class RunLog:
     """Appends the messages of the logger "jax_trainer", from the level `verbosity` on, to `path` until it is closed.
 
-    The file appears with the first message. What is shown elsewhere stays shown there, and no more than that. Where
-    nothing can be written, that is said once, elsewhere, and is nobody's failure.
+    The file is created by the first message. Other handlers get the same messages as without it. If the file cannot be
+    written, other handlers get one warning, and the run continues.
     """
 
     _open: ClassVar[list["RunLog"]] = []  # several runs of a process may overlap
@@ -62,16 +61,16 @@ class RunLog:
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         if not RunLog._open:
             RunLog._level_before = LOG.level
-        RunLog._open = [*RunLog._open, self]  # another list: messages may come from other threads meanwhile
+        RunLog._open = [*RunLog._open, self]  # a new list: other threads may be logging
         self._let_through()
 
     def take(self, record: logging.LogRecord) -> None:
-        """Writes a message, if it is important enough."""
+        """Writes a message of at least the file's level."""
         if record.levelno >= self._file.level:
             self._file.handle(record)
 
     def close(self) -> None:
-        """Leaves the logger as it was; closing again does nothing."""
+        """Closes the file and restores the level of the logger; a second call does nothing."""
         if self in RunLog._open:
             RunLog._open = [log for log in RunLog._open if log is not self]
             self._file.close()
@@ -79,10 +78,10 @@ class RunLog:
 
     @classmethod
     def _let_through(cls) -> None:
-        """Opens the logger as far as the files want."""
+        """Sets the level of the logger to the lowest level of the files."""
         LOG.setLevel(cls._level_before)
         LOG.removeFilter(cls._fork)
         if cls._open:
-            cls._fork.heard = LOG.getEffectiveLevel()
-            LOG.setLevel(min(cls._fork.heard, *(log._file.level for log in cls._open)))
+            cls._fork.level = LOG.getEffectiveLevel()
+            LOG.setLevel(min(cls._fork.level, *(log._file.level for log in cls._open)))
             LOG.addFilter(cls._fork)

@@ -1,4 +1,4 @@
-"""What people log, as plain numbers and plain data that no longer change."""
+"""Converts logged values to plain numbers and plain data, as copies."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ BINS = 30
 
 
 def number_of(value: Any) -> float | int | None:
-    """`value` as a plain number; None if it is not a single one. An array on a device is waited for.
+    """`value` as a plain number; None if it is not a scalar. Waits for an array on a device.
 
     >>> number_of(np.float32(0.5)), number_of(np.array([3])), number_of([1, 2])
     (0.5, 3, None)
@@ -25,7 +25,7 @@ def number_of(value: Any) -> float | int | None:
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `values` that are single numbers."""
+    """The scalars of `values`."""
     found = ((name, number_of(value)) for name, value in values.items())
     return {name: number for name, number in found if number is not None}
 
@@ -49,7 +49,7 @@ def plain_of(value: Any) -> Any:
 
 
 def json_safe(data: Any) -> Any:
-    """Plain data as JSON can hold it: what is not finite becomes text.
+    """Plain data for JSON: NaN and infinities become strings.
 
     >>> json_safe({"loss": float("nan"), "all": [1, float("inf")]})
     {'loss': 'nan', 'all': [1, 'inf']}
@@ -62,7 +62,7 @@ def json_safe(data: Any) -> Any:
 
 
 def flat(data: Any) -> dict[str, Any]:
-    """Nested data by names with dots, as in overrides of a configuration; what is empty has no name.
+    """Nested data flattened to dotted names, as in overrides of a configuration; empty parts are omitted.
 
     >>> flat({"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "seed": 1})
     {'optimizer.lr': 0.1, 'optimizer.betas.0': 0.9, 'optimizer.betas.1': 0.99, 'seed': 1}
@@ -79,7 +79,7 @@ def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class Bins(NamedTuple):
-    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`; `left_out` are not finite."""
+    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`; `left_out`: non-finite ones."""
 
     counts: list[int]
     edges: list[float]
@@ -87,13 +87,13 @@ class Bins(NamedTuple):
 
 
 def bins_of(values: np.ndarray) -> Bins:
-    """The finite ones of `values` in bins of equal width."""
+    """A histogram of the finite values, in bins of equal width."""
     kept = finite(values)
     counts, edges = np.histogram(kept, bins=BINS)
     return Bins(counts.tolist(), edges.tolist(), values.size - kept.size)
 
 
 def finite(values: np.ndarray) -> np.ndarray:
-    """The finite ones of `values`, exactly, in one row."""
+    """The finite values as a flat float64 array."""
     exact = values.reshape(-1).astype(np.float64)
     return exact[np.isfinite(exact)]

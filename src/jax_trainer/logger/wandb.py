@@ -1,4 +1,4 @@
-"""Weights & Biases: what a run logs as a run of wandb, with its files in the run's folder. Needs the extra `wandb`."""
+"""Logs to Weights & Biases, with its files in the run folder. Needs the extra `wandb`."""
 
 import html
 import io
@@ -26,19 +26,19 @@ _ID = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 @dataclass
 class WandBConfig(Settings):
-    """How wandb shows the run. It logs in as `wandb login` or WANDB_API_KEY say, never as a configuration does.
+    """Options of the wandb run. Log in with `wandb login` or WANDB_API_KEY, never in a configuration.
 
     Args:
-        save_dir: the folder in which the run's folder is made; empty: as the logger's `log_dir` says.
-        version: the name of the run's own folder; empty: see `use_timestamp_version`.
-        name: what wandb calls the run, and a folder in `save_dir`; null: it is called as the run's own folder.
-        project: of wandb; null: as its settings say.
-        entity: the user or team of wandb; null: as its settings say.
-        use_timestamp_version: where `version` is empty, name the run after the time it begins; otherwise it is "0".
-        mode: online, offline (files that `wandb sync` uploads) or disabled; null: as WANDB_MODE says, else online.
-        group: runs that belong together have the same one.
-        tags: words to find the run by.
-        timeout: seconds that wandb may take to begin, and to upload the rest when the process ends.
+        save_dir: the parent folder of the run folder; empty: the logger's `log_dir`.
+        version: the name of the run folder; empty: see `use_timestamp_version`.
+        name: the name of the run in wandb, and a folder in `save_dir`; null: the name of the run folder.
+        project: the wandb project; null: from the settings of wandb.
+        entity: the wandb user or team; null: from the settings of wandb.
+        use_timestamp_version: if `version` is empty, use the start time as version; otherwise it is "0".
+        mode: online, offline (files for `wandb sync`) or disabled; null: WANDB_MODE, else online.
+        group: the group of runs that this run belongs to.
+        tags: tags of the run.
+        timeout: seconds that wandb may take to start, and to upload the rest when the process ends.
     """
 
     save_dir: str = ""
@@ -55,11 +55,11 @@ class WandBConfig(Settings):
 
 @register
 class WandBToolLogger(ToolLoggerInterface):
-    """Shows the run in Weights & Biases; also spelled WandbToolLogger.
+    """Logs to Weights & Biases; also spelled WandbToolLogger.
 
-    wandb has one counter of its own, so every row brings its x-axis along: "axis/step". A run that is resumed
-    stays the same run of wandb. Nothing of the machine, the command line and the environment is sent, and wandb shows
-    and asks nothing on the screen.
+    wandb's step counter cannot go back, so every row has its own x-axis: "axis/step". A resumed run continues the same
+    wandb run. Nothing about the machine, the command line and the environment is uploaded, and wandb prints and asks
+    nothing on the terminal.
     """
 
     config: WandBConfig
@@ -91,7 +91,6 @@ class WandBToolLogger(ToolLoggerInterface):
         lazy_import("wandb", extra="wandb")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Logs `values` with their step."""
         for name in values.keys() - self._known:
             self._run.define_metric(AXIS, hidden=True)
             self._run.define_metric(name, step_metric=AXIS)
@@ -99,40 +98,38 @@ class WandBToolLogger(ToolLoggerInterface):
         self._run.log({AXIS: step, **values})
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Logs the image."""
         self.figure(step, name, png_of(pixels))
 
     def figure(self, step: int, name: str, png: bytes) -> None:
-        """Logs the figure, as an image. Needs pillow, which comes with the extra `plots`."""
+        """Logs the figure as an image. Needs pillow, which comes with the extra `plots`."""
         image = lazy_import("PIL.Image", extra="plots").open(io.BytesIO(png))  # wandb would rescale bare numbers
         self.write(step, {name: self._wandb.Image(image)})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Logs counts and edges of bins."""
         bins = bins_of(values)
         self.write(step, {name: self._wandb.Histogram(np_histogram=(bins.counts, bins.edges))})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Logs the text as a page that shows it as it is."""
+        """Logs the text as preformatted HTML."""
         self.write(step, {name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Puts both into the run's config and summary."""
+        """Adds both to the wandb run's config and summary."""
         self._run.config.update(dict(params), allow_val_change=True)
         self._run.summary.update(dict(metrics))
 
     def close(self, status: str) -> None:
-        """Ends the run, in wandb's eyes well unless it failed or was interrupted."""
+        """Finishes the wandb run, with exit code 1 if it failed or was interrupted."""
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
 
     def _silence(self) -> None:
-        """Without it, wandb would ask on the screen for an account, and wait for an answer."""
+        """Keeps wandb from prompting for an account."""
         silent = self._wandb.Settings(silent=True)
         self._wandb.setup(silent)
-        self._wandb.termsetup(silent, None)  # a session that was there before keeps its voice otherwise
+        self._wandb.termsetup(silent, None)  # applies it to an existing wandb session
 
     def _private_settings(self) -> dict[str, Any]:
-        """Several runs in a process, no word on the screen, and nothing of the machine or the command line."""
+        """Settings for several runs per process, no output, and no metadata of the machine or the command line."""
         settings = {
             "silent": True,
             "console": "off",
@@ -148,29 +145,29 @@ class WandBToolLogger(ToolLoggerInterface):
             "x_save_requirements": False,
             "init_timeout": self.config.timeout,
         }
-        if "finish_timeout" in self._wandb.Settings.model_fields:  # older ones wait for ever when the network is gone
+        if "finish_timeout" in self._wandb.Settings.model_fields:  # older versions wait forever without network
             settings["finish_timeout"] = self.config.timeout
         return settings
 
 
 @dataclass
 class WandbConfig(WandBConfig):
-    """How wandb shows the run."""
+    """Options of the wandb run."""
 
 
 @register
 class WandbToolLogger(WandBToolLogger):
-    """Shows the run in Weights & Biases; another spelling of WandBToolLogger."""
+    """Logs to Weights & Biases; another spelling of WandBToolLogger."""
 
     config: WandbConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def _run_id(folder: Path) -> str:
-    """By what wandb knows the run; a run that is resumed finds it in its folder."""
+    """The wandb id of the run; a resumed run reads it from its folder."""
     file = folder / ID_FILE
     known = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if _ID.fullmatch(known):
         return known
-    made = uuid4().hex[:12]
-    write_atomically(file, f"{made}\n".encode())
-    return made
+    new_id = uuid4().hex[:12]
+    write_atomically(file, f"{new_id}\n".encode())
+    return new_id

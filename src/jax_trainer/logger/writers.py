@@ -1,4 +1,4 @@
-"""Where numbers go: one small protocol, the writer that needs no tool, and what a tool's writer is."""
+"""The protocol of metric writers, the JSON-lines writer, and the interface of logging tools."""
 
 import contextlib
 import errno
@@ -15,28 +15,27 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import json_safe
 
-MOST_UNWRITTEN = 10_000  # lines that wait for room on the disk
+MOST_UNWRITTEN = 10_000  # lines in memory while the disk is full
 
 
 class MetricWriter(Protocol):
-    """Takes numbers by name."""
+    """Writes metrics by name."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Records `values` at `step`."""
+        """Writes `values` at `step`."""
         ...
 
     def close(self, status: str) -> None:
-        """Nothing more will come; `status` says how the run ended."""
+        """Closes the writer; `status` is how the run ended."""
         ...
 
 
 @register_interface
 class ToolLoggerInterface(RegistrableConfigInterface):
-    """A `MetricWriter` that hands numbers to a tool; made of its configuration and the run's folder.
+    """A `MetricWriter` for a logging tool, created from its configuration and the run folder.
 
-    `step` is the place on the x-axis, which all curves share. A tool has to have `write`; what else it cannot show, it
-    ignores. All of it is called in one thread, which is not that of the training. Whatever a tool raises costs the run
-    one warning, and the tool what it was given.
+    `step` is the position on the x-axis, which all curves share. A tool must have `write`; the other methods do nothing
+    by default. All methods are called in one background thread. An error of a tool costs one warning and the entry.
     """
 
     config: Any
@@ -46,36 +45,36 @@ class ToolLoggerInterface(RegistrableConfigInterface):
 
     @classmethod
     def require(cls) -> None:
-        """Raises `ImportError` if a package is missing; called before training, in its thread."""
+        """Raises `ImportError` if a package is missing; called before training, in the main thread."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows `values`, a row of the run, at `step`; its epoch is among them as "epoch"."""
-        raise NotImplementedError(f"{type(self).__name__} has no `write(step, values)`.")
+        """Logs a row of metrics at `step`; it may contain the epoch as "epoch"."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `write(step, values)`.")
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Shows an image: bytes, [height, width, 1, 3 or 4 channels]."""
+        """Logs an image: uint8 [height, width, 1, 3 or 4 channels]."""
 
     def figure(self, step: int, name: str, png: bytes) -> None:
-        """Shows a figure, drawn as a PNG file."""
+        """Logs a figure, rendered as a PNG file."""
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Shows how `values`, of any shape, are distributed."""
+        """Logs a histogram of `values`, which may have any shape."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Shows a text."""
+        """Logs a text."""
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Shows what the run was made of, by names with dots, and what came out of it."""
+        """Logs hyperparameters by dotted name, and final metrics."""
 
     def flush(self) -> None:
-        """Brings what it was given to where it belongs."""
+        """Writes buffered entries."""
 
     def close(self, status: str) -> None:
-        """Nothing more will come."""
+        """Closes the tool; `status` is how the run ended."""
 
 
 class UnwrittenError(OSError):
-    """Rows that waited for room on the disk to the end."""
+    """Rows that were never written, because the disk was full."""
 
     def __init__(self, entries: int, path: Path) -> None:
         super().__init__(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {entries} rows", str(path))
@@ -85,8 +84,8 @@ class UnwrittenError(OSError):
 class JsonlWriter:
     """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings.
 
-    It appends to a file that is there. A last line that was cut off stays a line of its own. Lines that cannot be
-    written, as the disk is full, wait: they are written before the next one, as soon as that is possible.
+    Appends to an existing file; an incomplete last line stays a separate line. Lines that a full disk refuses are kept
+    in memory, and written before the next one once there is space.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,36 +99,38 @@ class JsonlWriter:
                 self._file.write(b"\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a line; it is on its way to the disk when this returns."""
+        """Appends a line, unbuffered."""
         self.append({"step": step, **values})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Appends a line with this row, after those that wait."""
+        """Appends a row as a line, after unwritten ones."""
         if len(self._unwritten) >= MOST_UNWRITTEN:
-            raise OSError(errno.ENOSPC, f"{len(self._unwritten)} rows wait for room already", str(self.path))
+            raise OSError(errno.ENOSPC, f"{len(self._unwritten)} rows are waiting for disk space", str(self.path))
         self._unwritten.append(json.dumps(json_safe(row), allow_nan=False).encode() + b"\n")
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Writes the lines that wait, as far as that is possible."""
+        """Writes unwritten lines, if possible."""
         try:
             while self._unwritten:
                 self._put(self._unwritten[0])
                 self._unwritten.popleft()
         except OSError as error:
             if not self._has_warned:
-                LOG.warning(f"{self.path} cannot be written ({error.strerror}): rows wait until it can. Make room.")
+                LOG.warning(
+                    f"{self.path} cannot be written ({error.strerror}): rows are kept in memory. Free disk space."
+                )
             self._has_warned = True
         else:
             self._has_warned = False
 
     @property
     def unwritten(self) -> tuple[str, ...]:
-        """The lines that wait."""
+        """The lines that could not be written yet."""
         return tuple(line.decode() for line in self._unwritten)
 
     def replace_unwritten(self, lines: Iterable[str]) -> None:
-        """These lines wait, instead of those that do; they are written if that is possible."""
+        """Replaces the unwritten lines, and writes them if possible."""
         self._unwritten = deque(line.encode() for line in lines)
         self.catch_up()
 
@@ -140,21 +141,21 @@ class JsonlWriter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         except OSError:
             with contextlib.suppress(OSError):
-                self._file.truncate(before)  # half a line would be in the way of the next one
+                self._file.truncate(before)  # removes the incomplete line
             raise
 
     @property
     def size(self) -> int:
-        """How many bytes the file has."""
+        """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the file was deleted: what is written goes nowhere, and nothing else would tell."""
+        """Whether the file was deleted, in which case writes are lost without an error."""
         return os.fstat(self._file.fileno()).st_nlink == 0
 
     def close(self, status: str) -> None:
-        """Closes the file; an `UnwrittenError` where lines still wait."""
+        """Closes the file; raises an `UnwrittenError` if lines could not be written."""
         self.catch_up()
         self._file.close()
         if self._unwritten:

@@ -1,7 +1,7 @@
-"""Networks that are ready to train: perceptrons, convolutional and residual nets, transformers, a recurrent one.
+"""Models: MLPs, convolutional and residual networks, transformers, a recurrent language model.
 
-They register themselves when this room is imported, so that a file's `model:` section can name them. `ConditionalMLP`
-and `DiT` are networks of generative models: they are called with a time and labels besides their input.
+They are registered when this package is imported, so that the `model:` section of a file can name them.
+`ConditionalMLP` and `DiT` are networks for generative models: they take a time and labels besides their input.
 """
 
 from jax_trainer.models.classifier import (

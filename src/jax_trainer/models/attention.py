@@ -1,4 +1,4 @@
-"""Attention, fused where the device can do that; positions as rotations; and what attention remembers of a text."""
+"""Dot-product attention, fused where possible, rotary position embeddings, and the KV cache."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
-FUSED_SIZE = 128  # the largest head that every GPU with fused attention can take, forwards and backwards
+FUSED_SIZE = 128  # maximum head size of fused attention on every GPU, forward and backward
 ROTARY_BASE = 10_000.0
 
 
@@ -21,14 +21,14 @@ def attend(
     is_causal: bool = False,
     mask: Bool[Array, "#batch #heads #time seen"] | None = None,
 ) -> Float[Array, "batch time heads dim"]:
-    """What each place takes from those that it may see; fused on a GPU, where type, head size and mask allow it.
+    """Dot-product attention; fused (cuDNN) on a GPU if dtype, head size and mask allow it.
 
     Args:
-        is_causal: a place sees itself and those before it.
-        mask: true where a place may look.
+        is_causal: a position attends to itself and to earlier positions.
+        mask: True where a position may attend.
     """
     fused = mask is None and _can_be_fused(query)
-    # left to itself, JAX never takes the fused attention
+    # by default, JAX never uses fused attention
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn" if fused else None
     )
@@ -37,19 +37,19 @@ def attend(
 def rotated(
     x: Float[Array, "batch time heads dim"], positions: Int[Array, "*#batch time"]
 ) -> Float[Array, "batch time heads dim"]:
-    """`x` with each head turned by angles that grow with the position, so that products tell distances only.
+    """Applies rotary position embeddings (RoPE) to `x`.
 
-    The first half of a head's numbers is paired with the second half.
+    The first half of the features of a head is paired with the second half.
     """
     size = x.shape[-1]
     if size % 2:
-        raise ValueError(f"Rotary positions turn pairs of numbers: the head size must be even, got {size}.")
+        raise ValueError(f"Rotary position embeddings need an even head size, got {size}.")
     rates = ROTARY_BASE ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     angles = positions[..., None, None].astype(jnp.float32) * rates  # the same for all heads
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated_x = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated_x.astype(x.dtype)
 
 
 def _can_be_fused(query: jax.Array) -> bool:
@@ -61,12 +61,12 @@ def _can_be_fused(query: jax.Array) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of the tokens so far, so that a text goes on without computing them again; a pytree.
+    """The keys and values of all previous tokens, for autoregressive decoding; a pytree.
 
     Args:
-        keys: of every layer; places from `position` on mean nothing yet.
-        values: the same.
-        position: how many tokens there are so far.
+        keys: keys of every layer; entries from `position` on are unused.
+        values: values of every layer, likewise.
+        position: number of tokens so far.
     """
 
     keys: Float[Array, "layers batch context heads dim"]
@@ -75,18 +75,18 @@ class KVCache:
 
     @classmethod
     def empty(cls, layers: int, batch: int, context: int, heads: int, dim: int, dtype: Any) -> "KVCache":
-        """One that knows no token, for texts of up to `context` of them."""
-        nothing = jnp.zeros((layers, batch, context, heads, dim), dtype)
-        return cls(nothing, nothing, jnp.zeros((), jnp.int32))
+        """An empty cache for up to `context` tokens."""
+        zeros = jnp.zeros((layers, batch, context, heads, dim), dtype)
+        return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 
-    def places(self, time: int) -> Int[Array, "time"]:
-        """Where in the text the next `time` tokens stand."""
+    def positions(self, time: int) -> Int[Array, "time"]:
+        """The positions of the next `time` tokens."""
         return self.position + jnp.arange(time, dtype=jnp.int32)
 
     def written(
         self, layer: int, key: Float[Array, "batch time heads dim"], value: Float[Array, "batch time heads dim"]
     ) -> "KVCache":
-        """With the keys and values that a layer has for the next tokens; `position` stays."""
+        """The cache with the keys and values of the next tokens in a layer; `position` is unchanged."""
 
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), (layer, 0, self.position, 0, 0))
@@ -94,11 +94,11 @@ class KVCache:
         return replace(self, keys=put(self.keys, key), values=put(self.values, value))
 
     def attended(self, layer: int, query: Float[Array, "batch time heads dim"]) -> Float[Array, "batch time heads dim"]:
-        """What the next tokens take from a layer, which knows them already: of themselves and those before."""
-        seen = jnp.arange(self.keys.shape[2]) <= self.places(query.shape[1])[:, None]
+        """Causal attention of the next tokens in a layer; `written` must have stored their keys and values."""
+        mask = jnp.arange(self.keys.shape[2]) <= self.positions(query.shape[1])[:, None]
         key, value = (kept[layer].astype(query.dtype) for kept in (self.keys, self.values))
-        return attend(query, key, value, mask=seen[None, None])
+        return attend(query, key, value, mask=mask[None, None])
 
     def advanced(self, time: int) -> "KVCache":
-        """After `time` more tokens."""
+        """The cache with `position` advanced by `time` tokens."""
         return replace(self, position=self.position + jnp.int32(time))

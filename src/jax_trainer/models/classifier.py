@@ -1,4 +1,4 @@
-"""The classifier of the introduction, for nnx and for linen."""
+"""A classifier with one hidden layer, for nnx and for linen."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,13 +15,13 @@ from jax_trainer.settings import AtLeast
 
 @dataclass
 class SimpleClassifierConfig(BaseModelConfig):
-    """The sizes of a classifier with one hidden layer.
+    """Configuration of `SimpleClassifier`.
 
     Args:
-        c_hid: the width of the hidden layer.
-        num_classes: how many classes there are.
-        act_fn: the activation of the hidden layer.
-        batch_norm: normalise the hidden layer over the batch, before its activation.
+        c_hid: width of the hidden layer.
+        num_classes: number of classes.
+        act_fn: activation of the hidden layer.
+        batch_norm: apply BatchNorm before the activation.
     """
 
     c_hid: Annotated[int, AtLeast(1)] = 32
@@ -50,12 +50,12 @@ class SimpleClassifier(BaseModelNNX):
 
 @dataclass
 class SimpleClassifierLinenConfig(SimpleClassifierConfig):
-    """The same keys, for linen."""
+    """Configuration of `SimpleClassifierLinen`."""
 
 
 @register
 class SimpleClassifierLinen(BaseModelLinen):
-    """The same classifier for linen: [batch, …] → [batch, num_classes]."""
+    """`SimpleClassifier` for linen: [batch, …] → [batch, num_classes]."""
 
     config: SimpleClassifierLinenConfig
 

@@ -18,17 +18,17 @@ from jax_trainer.settings import AtLeast, Below
 
 @dataclass
 class CNNConfig(BaseModelConfig):
-    """The sizes of a small convolutional network.
+    """Configuration of `CNN`.
 
     Args:
-        channels: how many channels each convolution makes.
-        kernel: the side of every convolution's window, in pixels.
-        pooling: after each convolution, the largest of so many × so many pixels is kept; 1 keeps all.
-        hidden: the width of the layer before the last.
-        num_classes: how many classes there are.
-        act_fn: the activation after each convolution and in the hidden layer.
-        dropout: the share of the hidden layer's units that a training step leaves out.
-        batch_norm: normalise channels and hidden units over the batch, before their activation.
+        channels: output channels of each convolution.
+        kernel: kernel size of the convolutions, in pixels.
+        pooling: window size and stride of the max pooling after each convolution; 1: no pooling.
+        hidden: width of the hidden layer.
+        num_classes: number of classes.
+        act_fn: activation after each convolution and in the hidden layer.
+        dropout: dropout rate of the hidden layer.
+        batch_norm: apply BatchNorm before each activation.
     """
 
     channels: tuple[Annotated[int, AtLeast(1)], ...] = (16, 32)
@@ -42,9 +42,9 @@ class CNNConfig(BaseModelConfig):
 
 
 class Convolution(nnx.Module):
-    """Convolution, pooling, BatchNorm if wanted, activation: [batch, h, w, inputs] → [batch, h / p, w / p, outputs].
+    """Convolution, max pooling, optional BatchNorm, activation: [batch, h, w, inputs] → [batch, h / p, w / p, outputs].
 
-    Pixels that pooling drops are dropped first: normalising and activating them would cost the most of all.
+    Pooling comes first, because BatchNorm and activation of all pixels would be the most expensive part.
     """
 
     def __init__(self, config: CNNConfig, inputs: int, outputs: int, *, rngs: nnx.Rngs) -> None:
@@ -93,19 +93,19 @@ class CNN(BaseModelNNX):
 def max_pool(
     x: Float[Array, "batch height width channels"], size: int
 ) -> Float[Array, "batch pooled_height pooled_width channels"]:
-    """The largest of every `size` × `size` pixels; those that are left over at the far edges are dropped.
+    """Max pooling with a window and stride of `size`; remaining pixels at the edges are dropped.
 
-    On the CPU three times as fast as a reduction over windows, whose gradient has to search for the place again.
+    On the CPU three times as fast as `reduce_window`, whose gradient has to search for the maximum again.
     """
     for axis in (1, 2):
-        whole = x.shape[axis] // size * size
-        every = [jax.lax.slice_in_dim(x, first, whole, size, axis) for first in range(size)]
-        x = reduce(jnp.maximum, every)
+        end = x.shape[axis] // size * size
+        slices = [jax.lax.slice_in_dim(x, first, end, size, axis) for first in range(size)]
+        x = reduce(jnp.maximum, slices)
     return x
 
 
 def _pooled_shape(config: CNNConfig, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """What the last convolution makes of one image."""
+    """Height, width and channels after the last convolution."""
     if len(shape) != 4:
         raise ValueError(f"CNN takes images [batch, height, width, channels], got an input of shape {shape}.")
     shrink = config.pooling ** len(config.channels)

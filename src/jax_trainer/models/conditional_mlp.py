@@ -1,4 +1,4 @@
-"""A perceptron that knows the time and a label: a network for generative models of points and small images."""
+"""An MLP conditioned on the time and a label, for generative models of points and small images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from jax_trainer.settings import AtLeast, Problem
 
 @dataclass
 class ConditionalMLPConfig(BaseModelConfig):
-    """The sizes of a perceptron that knows the time and a label.
+    """Configuration of `ConditionalMLP`.
 
     Args:
-        hidden: the width of each hidden layer.
-        num_classes: how many labels there are; 0 makes a network without labels.
-        act_fn: the activation after each hidden layer.
+        hidden: width of each hidden layer.
+        num_classes: number of labels; 0: no label conditioning.
+        act_fn: activation after each hidden layer.
     """
 
     hidden: tuple[Annotated[int, AtLeast(1)], ...] = (128, 128, 128)
@@ -30,13 +30,13 @@ class ConditionalMLPConfig(BaseModelConfig):
     act_fn: ActFn = "silu"
 
     def problems(self) -> Iterator[Problem]:
-        """Time and label enter in hidden layers."""
+        """Reports a network without hidden layers, in which time and label are added."""
         if not self.hidden:
-            yield "hidden", "`hidden` must have one layer at least: that is where time and label come in."
+            yield "hidden", "`hidden` must have at least one layer: time and label are added there."
 
 
 class ConditionedLayer(nnx.Module):
-    """A linear layer of the input plus one of what is known: [batch, inputs], [batch, known] → [batch, outputs]."""
+    """A linear layer of the input plus one of the condition: [batch, inputs], [batch, known] → [batch, outputs]."""
 
     def __init__(self, inputs: int, known: int, outputs: int, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(inputs, outputs, rngs=rngs)
@@ -51,9 +51,9 @@ class ConditionedLayer(nnx.Module):
 
 @register
 class ConditionalMLP(BaseModelNNX):
-    """A perceptron that knows time and label: x [batch, …], t [batch], labels [batch] or None → like x.
+    """An MLP conditioned on time and label: x [batch, …], t [batch], labels [batch] or None → like x.
 
-    Time and label are added in every hidden layer. It begins as the network that always answers zero.
+    Time and label are added in every hidden layer. The output layer is initialized to zero.
     """
 
     config: ConditionalMLPConfig

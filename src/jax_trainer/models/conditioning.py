@@ -1,4 +1,4 @@
-"""What networks of generative models are told besides their input: the time of the noise, and a label."""
+"""Embeddings of the conditions of generative networks: the diffusion time, and a label."""
 
 import math
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-NO_LABEL = -1  # the label of an example that has none, or whose label is left out
+NO_LABEL = -1  # the label of an example without one, or whose label was dropped
 
 WAVES = 256
-TIME_SCALE = 1000.0  # times go from 0 to 1, and the sinusoids were made for steps from 0 to 1000
+TIME_SCALE = 1000.0  # times are from 0 to 1, the sinusoids are for steps from 0 to 1000
 LONGEST_WAVE = 10_000.0
 INIT_STD = 0.02
 
@@ -25,7 +25,7 @@ class TimeEmbedding(nnx.Module):
 
     def __call__(self, t: Float[Array, "batch"]) -> Float[Array, "batch width"]:
         """[batch] → [batch, width]."""
-        # in bfloat16 the angle itself would be rounded by whole turns: only the wave that comes out may be
+        # in float32: bfloat16 would round the angle by more than 2π
         waves = sinusoids(TIME_SCALE * t.astype(jnp.promote_types(t.dtype, jnp.float32)), WAVES)
         return self.out(jax.nn.silu(self.hidden(waves.astype(self.hidden.kernel.dtype))))
 
@@ -38,7 +38,7 @@ class LabelEmbedding(nnx.Module):
         self.table = nnx.Param(nnx.initializers.normal(INIT_STD)(rngs.params(), (num_classes + 1, width)))
 
     def __call__(self, labels: Int[Array, "batch"] | None, batch: int) -> Float[Array, "batch width"]:
-        """[batch] → [batch, width]; None is `NO_LABEL` for all `batch` of them. A number that is no label gives NaN."""
+        """[batch] → [batch, width]; None is `NO_LABEL` for all `batch` examples. An invalid label gives NaN."""
         labels = jnp.full(batch, NO_LABEL) if labels is None else labels.astype(jnp.int32)
         row = jnp.where(labels == NO_LABEL, self.num_classes, labels)
         is_label = (labels >= NO_LABEL) & (labels < self.num_classes)
@@ -47,7 +47,7 @@ class LabelEmbedding(nnx.Module):
 
 
 class Conditioning(nnx.Module):
-    """Time and label as one vector: [batch], [batch] or None → [batch, width]."""
+    """The sum of time and label embeddings: [batch], [batch] or None → [batch, width]."""
 
     def __init__(self, num_classes: int, width: int, *, rngs: nnx.Rngs) -> None:
         self.time = TimeEmbedding(width, rngs=rngs)
@@ -58,25 +58,25 @@ class Conditioning(nnx.Module):
     ) -> Float[Array, "batch width"]:
         """[batch], [batch] or None → [batch, width]."""
         if t.ndim != 1:
-            raise ValueError(f"The time must be [batch], one for each example, got shape {t.shape}.")
+            raise ValueError(f"The time must have the shape [batch], got {t.shape}.")
         if self.labels is None:
-            _refuse_condition(condition)
+            _check_no_condition(condition)
             return self.time(t)
         _check_condition(condition, len(t))
         return self.time(t) + self.labels(condition, len(t))
 
 
 def sinusoids(positions: Float[Array, "*shape"], count: int) -> Float[Array, "*shape count"]:
-    """Cosines and sines of `count` / 2 frequencies, from 1 downwards, at each of these positions."""
+    """Sinusoidal embeddings: cosines and sines of `count` / 2 frequencies, from 1 downwards."""
     steps = jnp.arange(count // 2, dtype=positions.dtype) / (count // 2)
     angles = positions[..., None] * jnp.exp(-math.log(LONGEST_WAVE) * steps)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-def _refuse_condition(condition: jax.Array | None) -> None:
+def _check_no_condition(condition: jax.Array | None) -> None:
     if condition is not None:
         raise ValueError(
-            f"This network has `num_classes: 0`, it knows no labels, and got a condition of shape {condition.shape}. "
+            f"This network has `num_classes: 0`, but got a condition of shape {condition.shape}. "
             "Set `num_classes`, or call it without a condition."
         )
 
@@ -86,6 +86,6 @@ def _check_condition(condition: jax.Array | None, batch: int) -> None:
         return
     if condition.shape != (batch,) or not jnp.issubdtype(condition.dtype, jnp.integer):
         raise ValueError(
-            f"The condition must be a whole number for each of {batch} examples, its label, "
+            f"The condition must be an integer label for each of {batch} examples, "
             f"got {condition.dtype} of shape {condition.shape}."
         )

@@ -1,4 +1,4 @@
-"""A transformer on patches of images that knows the time and a label: a network for generative models of images.
+"""A diffusion transformer, conditioned on the time and a label, for generative models of images.
 
 The architecture of "Scalable Diffusion Models with Transformers" (Peebles and Xie, 2023), with adaLN-Zero.
 """
@@ -23,7 +23,7 @@ Size = Literal["small", "base", "large", "xl"]
 
 
 class Sizes(NamedTuple):
-    """How deep and how wide a transformer is."""
+    """The depth, the number of heads and the width of a transformer."""
 
     layers: int
     heads: int
@@ -40,18 +40,18 @@ SIZES: dict[Size, Sizes] = {
 
 @dataclass
 class DiTConfig(BaseModelConfig):
-    """The sizes of a transformer on patches of images.
+    """Configuration of `DiT`.
 
     Args:
-        size: the published size that gives `layers`, `heads` and `width`.
-        patch: the side of a patch, in pixels; a patch is what a token is in a text.
-        num_classes: how many labels there are; 0 makes a network without labels.
-        out_channels: how many channels come out; null for as many as come in.
-        layers: how many blocks follow each other; null for those of `size`.
-        heads: how many attentions a block has side by side; null for those of `size`.
-        width: how many numbers stand for a patch between blocks; null for those of `size`.
-        dropout: the share of numbers that a training step leaves out, of what blocks add.
-        remat: compute blocks again in the backward pass rather than remember them: less memory, a third more work.
+        size: published size, the default of `layers`, `heads` and `width`.
+        patch: patch size, in pixels.
+        num_classes: number of labels; 0: no label conditioning.
+        out_channels: number of output channels; null: that of the input.
+        layers: number of transformer blocks; null: that of `size`.
+        heads: number of attention heads; null: that of `size`.
+        width: embedding dimension; null: that of `size`.
+        dropout: dropout rate of the residual branches.
+        remat: rematerialize blocks in the backward pass: less memory, a third more compute.
     """
 
     size: Size = "small"
@@ -66,12 +66,14 @@ class DiTConfig(BaseModelConfig):
 
     @property
     def sizes(self) -> Sizes:
-        """Those of `size`, but for what is given."""
-        given = (self.layers, self.heads, self.width)
-        return Sizes(*(usual if own is None else own for usual, own in zip(SIZES[self.size], given, strict=True)))
+        """The published sizes of `size`, with `layers`, `heads` and `width` where they are set."""
+        overrides = (self.layers, self.heads, self.width)
+        return Sizes(
+            *(default if own is None else own for default, own in zip(SIZES[self.size], overrides, strict=True))
+        )
 
     def problems(self) -> Iterator[Problem]:
-        """Heads must share the width evenly, and so must the waves of two coordinates."""
+        """Reports a width that does not divide evenly into heads, or into sinusoids of two coordinates."""
         _, heads, width = self.sizes
         if width % heads:
             yield "heads", f"`heads` must divide `width` {width} evenly, got {heads}."
@@ -80,7 +82,7 @@ class DiTConfig(BaseModelConfig):
 
 
 class Attention(nnx.Module):
-    """Every patch looks at all of them: [batch, patches, width] → the same."""
+    """Self-attention: [batch, patches, width] → [batch, patches, width]."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
         self.heads = sizes.heads
@@ -88,30 +90,30 @@ class Attention(nnx.Module):
         self.out = linear(sizes.width, sizes.width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
-        """[batch, patches, width] → the same."""
+        """[batch, patches, width] → [batch, patches, width]."""
         batch, patches, width = x.shape
-        # heads first: devices that share the width then have whole heads, and gather nothing
+        # heads first: with tensor parallelism each device has complete heads, without a gather
         split = self.into_heads(x).reshape(batch, patches, self.heads, 3, width // self.heads)
         query, key, value = (split[:, :, :, part] for part in range(3))
         return self.out(attend(query, key, value).reshape(x.shape))
 
 
 class Perceptron(nnx.Module):
-    """Each patch by itself, through a layer four times as wide: [batch, patches, width] → the same."""
+    """An MLP with a hidden layer of 4 × width: [batch, patches, width] → [batch, patches, width]."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.hidden = linear(width, 4 * width, rngs=rngs)
         self.out = linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
-        """[batch, patches, width] → the same."""
+        """[batch, patches, width] → [batch, patches, width]."""
         return self.out(jax.nn.gelu(self.hidden(x), approximate=True))
 
 
 class Modulation(nnx.Module):
-    """What time and label say to a part of the network: [batch, width] → `count` times [batch, 1, width].
+    """The adaLN-Zero modulation of a block by time and label: [batch, width] → `count` times [batch, 1, width].
 
-    It begins by saying nothing (zeros): this is the "Zero" of adaLN-Zero.
+    It is initialized to zero.
     """
 
     def __init__(self, width: int, count: int, *, rngs: nnx.Rngs) -> None:
@@ -124,7 +126,7 @@ class Modulation(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and perceptron, shifted, scaled and weighed by time and label: [batch, patches, width] → the same."""
+    """A transformer block with adaLN-Zero: [batch, patches, width] → [batch, patches, width]."""
 
     def __init__(self, sizes: Sizes, dropout: float, *, rngs: nnx.Rngs) -> None:
         self.modulation = Modulation(sizes.width, 6, rngs=rngs)
@@ -143,7 +145,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From what stands for a patch to its pixels: [batch, patches, width] → [batch, patches, pixels × channels]."""
+    """The output layer: [batch, patches, width] → [batch, patches, pixels × channels]."""
 
     def __init__(self, width: int, outputs: int, *, rngs: nnx.Rngs) -> None:
         self.modulation = Modulation(width, 2, rngs=rngs)
@@ -160,10 +162,10 @@ class Head(nnx.Module):
 
 @register
 class DiT(BaseModelNNX):
-    """A transformer on patches that knows time and label: images [batch, h, w, c], t, labels → [batch, h, w, channels].
+    """A diffusion transformer: images [batch, h, w, c], t, labels → [batch, h, w, channels].
 
-    Height and width may be any that patches divide, and other ones than those of the example. It begins as the network
-    that always answers zero.
+    Height and width must be multiples of the patch size, and may differ from those of the example. The output layer is
+    initialized to zero.
     """
 
     config: DiTConfig
@@ -201,7 +203,7 @@ class DiT(BaseModelNNX):
 
 
 def patchify(images: Float[Array, "batch height width channels"], patch: int) -> Float[Array, "batch patches pixels"]:
-    """Images cut into patches, row by row, and so are their pixels: [batch, h, w, c] → [batch, patches, p·p·c]."""
+    """Splits images into patches, in row-major order: [batch, h, w, c] → [batch, patches, p·p·c]."""
     batch, height, width, channels = images.shape
     cut = images.reshape(batch, height // patch, patch, width // patch, patch, channels)
     return cut.swapaxes(2, 3).reshape(batch, -1, patch * patch * channels)
@@ -210,21 +212,21 @@ def patchify(images: Float[Array, "batch height width channels"], patch: int) ->
 def unpatchify(
     patches: Float[Array, "batch patches pixels"], patch: int, rows: int, columns: int
 ) -> Float[Array, "batch height width channels"]:
-    """The images that `patchify` cut into `rows` × `columns` patches: [batch, patches, p·p·c] → [batch, h, w, c]."""
+    """Inverse of `patchify` for `rows` × `columns` patches: [batch, patches, p·p·c] → [batch, h, w, c]."""
     cut = patches.reshape(len(patches), rows, columns, patch, patch, -1)
     return cut.swapaxes(2, 3).reshape(len(patches), rows * patch, columns * patch, cut.shape[-1])
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "patches width"]:
-    """What tells patches where they are: waves along rows in the first half, and along columns in the second."""
-    place = lambda count: sinusoids(jnp.arange(count, dtype=jnp.float32), width // 2)
-    down = jnp.broadcast_to(place(rows)[:, None], (rows, columns, width // 2))
-    across = jnp.broadcast_to(place(columns)[None], (rows, columns, width // 2))
+    """Sinusoidal position embeddings of patches: of the row in the first half, of the column in the second."""
+    embed = lambda count: sinusoids(jnp.arange(count, dtype=jnp.float32), width // 2)
+    down = jnp.broadcast_to(embed(rows)[:, None], (rows, columns, width // 2))
+    across = jnp.broadcast_to(embed(columns)[None], (rows, columns, width // 2))
     return jnp.concatenate([down, across], axis=-1).reshape(rows * columns, width)
 
 
 def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """A linear layer as the paper begins it."""
+    """A linear layer with the Xavier initialization of the paper."""
     return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.xavier_uniform(), rngs=rngs)
 
 
@@ -234,12 +236,12 @@ def plain_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def _channels(config: DiTConfig, shape: tuple[int, ...]) -> int:
-    """How many channels images of this shape have, if they can be cut into patches."""
+    """The number of channels of images of this shape; raises if they cannot be split into patches."""
     if len(shape) != 4:
         raise ValueError(f"DiT takes images [batch, height, width, channels], got an input of shape {shape}.")
     if shape[1] % config.patch or shape[2] % config.patch:
         raise ValueError(
-            f"Images of {shape[1]} × {shape[2]} pixels cannot be cut into patches of {config.patch} × {config.patch}. "
+            f"Images of {shape[1]} × {shape[2]} pixels do not split into patches of {config.patch} × {config.patch}. "
             "Use a `patch` that divides both."
         )
     return shape[3]

@@ -1,4 +1,4 @@
-"""Texts that a language model goes on with: token by token, with what attention remembers kept in between."""
+"""Autoregressive generation with a language model, with a KV cache."""
 
 import operator
 from typing import Any
@@ -24,32 +24,32 @@ def generate(
     top_p: float | None = None,
     among: int | None = None,
 ) -> Int[Array, "batch total"]:
-    """`prompt` and the `length` tokens that the model goes on with, each drawn from what it predicts.
+    """Samples `length` tokens after `prompt`; returns the prompt followed by them.
 
-    Compiled once for the shape of the prompt, `length`, `top_k` and `among`: other weights, keys, temperatures and
-    values of `top_p` compile nothing. The model is used in evaluation mode, and stays in the mode that it is in.
+    Compiled once per prompt shape, `length`, `top_k` and `among`: other weights, keys, temperatures and values of
+    `top_p` need no compilation. The model runs in evaluation mode; its own mode is not changed.
 
     Args:
-        model: one with `context`, `empty_cache` and `extend`, such as `GPT`.
-        key: decides what is drawn.
-        prompt: what the text begins with; at least one token.
-        length: how many tokens follow; with the prompt, at most the model's context.
-        temperature: below 1 the likely gets likelier, above 1 less so; 0 always takes the likeliest.
-        top_k: draw among so many of the likeliest tokens only.
-        top_p: draw among the fewest tokens that are together at least so likely.
-        among: draw among the first so many tokens of the vocabulary only.
+        model: a model with `context`, `empty_cache` and `extend`, such as `GPT`.
+        key: random key of the sampling.
+        prompt: tokens to continue; at least one.
+        length: number of tokens to sample; with the prompt, at most the context of the model.
+        temperature: sampling temperature; 0 is greedy decoding.
+        top_k: sample from the `top_k` most likely tokens only.
+        top_p: nucleus sampling: sample from the smallest set of tokens with at least this probability.
+        among: sample from the first `among` tokens of the vocabulary only.
     """
     tokens, length = _checked(model, prompt, length)
     vocabulary = model.config.vocab_size
     _require(0 <= temperature < float("inf"), f"`temperature` must be a number of at least 0, got {temperature}.")
     _require(top_p is None or 0 < top_p <= 1, f"`top_p` must be above 0 and at most 1, got {top_p}.")
     for name, count in (("top_k", top_k), ("among", among)):
-        known = count is None or 1 <= operator.index(count) <= vocabulary
-        _require(known, f"`{name}` must be from 1 to the {vocabulary} tokens of the vocabulary, got {count}.")
+        is_valid = count is None or 1 <= operator.index(count) <= vocabulary
+        _require(is_valid, f"`{name}` must be from 1 to the {vocabulary} tokens of the vocabulary, got {count}.")
     total = tokens.shape[1] + length
     _require(
         total <= model.context,
-        f"{tokens.shape[1]} tokens of prompt and {length} more are {total}, and the model's context is "
+        f"{tokens.shape[1]} prompt tokens and {length} more are {total}, but the context of the model is "
         f"{model.context}. Use a smaller `length`, a shorter prompt, or `generate_in_rounds`.",
     )
     evaluating = nnx.clone(model)  # shares the weights
@@ -61,16 +61,16 @@ def generate(
 def generate_in_rounds(
     model: Any, key: PRNGKeyArray, prompt: Int[Array, "batch prompt"] | np.ndarray, length: int, **options: Any
 ) -> np.ndarray:
-    """As `generate`, for a text of any length: int32 [batch, prompt + length], on the host.
+    """`generate` for texts longer than the context: int32 [batch, prompt + length], on the host.
 
-    What does not fit into the context is written in rounds, each of which sees the last half of a context and fills
-    the other half. All rounds but the first share one compilation.
+    Beyond the context, it generates in rounds, each of which conditions on the last half of a context and fills the
+    other half. All rounds but the first share one compilation.
     """
     text, length = _checked(model, prompt, length)
     total, half = text.shape[1] + length, max(1, model.context // 2)
     if total <= model.context:
         return np.asarray(generate(model, key, text, length, **options))
-    _require(model.context > 1, "A model whose context is 1 cannot go on with a text.")
+    _require(model.context > 1, "A model with a context of 1 cannot continue a text.")
     number = 0
     while text.shape[1] < total:
         seen = text if text.shape[1] <= half else text[:, -half:]
@@ -89,7 +89,7 @@ def next_tokens(
     top_p: float | Float[Array, ""] | None = None,
     among: int | None = None,
 ) -> Int[Array, "batch"]:
-    """A token for each row, drawn as `generate` says; for use in functions that are compiled."""
+    """Samples a token for each row, as `generate` does; can be used inside compiled functions."""
     if among is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < among, logits, -jnp.inf)
     cold = jnp.asarray(temperature, logits.dtype)
@@ -103,17 +103,17 @@ def next_tokens(
 
 
 def _likeliest(logits: jax.Array, count: int) -> Bool[Array, "batch vocab"]:
-    """Which are the `count` largest of each row; of equal ones the first."""
-    _, places = lax.top_k(logits, count)
+    """A mask of the `count` largest logits of each row; ties go to the first."""
+    _, indices = lax.top_k(logits, count)
     rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, places].set(True)
+    return jnp.zeros(logits.shape, bool).at[rows, indices].set(True)
 
 
-def _nucleus(logits: jax.Array, share: float | jax.Array) -> Bool[Array, "batch vocab"]:
-    """Which are the fewest of each row that are together at least so likely: never none."""
+def _nucleus(logits: jax.Array, probability: float | jax.Array) -> Bool[Array, "batch vocab"]:
+    """A mask of the smallest set of tokens of each row with at least this probability; never empty."""
     order = jnp.argsort(logits, axis=-1, descending=True)
     ranked = jax.nn.softmax(jnp.take_along_axis(logits, order, -1), axis=-1)
-    needed = jnp.cumsum(ranked, -1) - ranked < share  # what the likelier ones lack
+    needed = jnp.cumsum(ranked, -1) - ranked < probability  # of the likelier tokens
     rows = jnp.arange(len(logits))[:, None]
     return jnp.zeros(logits.shape, bool).at[rows, order].set(needed.at[:, 0].set(True))
 
@@ -141,23 +141,23 @@ _generated = compiled_function(_generate, static=("length", "top_k", "among"))
 
 
 def _checked(model: Any, prompt: Any, length: int) -> tuple[np.ndarray, int]:
-    """The prompt on the host, and the length, after everything that can be wrong with them was looked for."""
+    """The prompt on the host, and the length; raises if either is invalid."""
     if not all(hasattr(model, name) for name in ("extend", "empty_cache", "context")):
         raise TypeError(
-            f"{type(model).__name__} cannot go on with a text: it has no `extend` and `empty_cache`, as `GPT` has."
+            f"{type(model).__name__} cannot generate text: it has no `extend` and `empty_cache`, as `GPT` has."
         )
     tokens, length = np.asarray(prompt), operator.index(length)
     _require(length >= 1, f"`length` must be at least 1, got {length}.")
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"A prompt is made of whole numbers, got an array of {tokens.dtype}.")
+        raise TypeError(f"`prompt` must be an integer array, got {tokens.dtype}.")
     fits = tokens.ndim == 2 and tokens.size > 0
-    _require(fits, f"A prompt is [batch, time] with at least one token, got an array of shape {tokens.shape}.")
+    _require(fits, f"`prompt` must be [batch, time] with at least one token, got the shape {tokens.shape}.")
     vocabulary = model.config.vocab_size
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    _require(not wrong.size, f"Tokens are from 0 to {vocabulary - 1}, and the prompt has {wrong[:1].tolist()}.")
+    _require(not wrong.size, f"Tokens must be from 0 to {vocabulary - 1}, but `prompt` has {wrong[:1].tolist()}.")
     return tokens.astype(np.int32), length
 
 
-def _require(is_right: bool, text: str) -> None:
-    if not is_right:
+def _require(condition: bool, text: str) -> None:
+    if not condition:
         raise ValueError(text)

@@ -16,8 +16,8 @@ from jax_trainer.models.layers import recomputed
 from jax_trainer.models.token_loss import logits_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
-INIT_STD = 0.02  # small: first predictions are then nearly uniform, although the embedding is the head as well
-# with `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`, the models called GPT-2
+INIT_STD = 0.02  # small: initial predictions are nearly uniform, although the embedding is also the head
+# GPT-2 also has `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`
 GPT2_SIZES: dict[str, dict[str, Any]] = {
     "124M": {"layers": 12, "heads": 12, "width": 768},
     "355M": {"layers": 24, "heads": 16, "width": 1024},
@@ -28,21 +28,21 @@ GPT2_SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class GPTConfig(BaseModelConfig):
-    """The sizes of a causal transformer.
+    """Configuration of `GPT`.
 
     Args:
-        vocab_size: how many different tokens there are.
-        context: the longest text that it can be given; null takes the length of the examples.
-        layers: how many blocks of attention and perceptron follow each other.
-        heads: how many attentions a block has side by side; they share its width.
-        width: how many numbers stand for a token between blocks.
-        dropout: the share of numbers that a training step leaves out, of embeddings and of what blocks add to them.
-        positions: learned: a vector for every place, added to the token's; rotary: attention turns by the distance.
-        tied: use the vectors of the tokens as the head as well; false: the head has its own.
-        bias: give linear layers and norms a bias, as GPT-2 has.
-        remat: compute blocks again when gradients are taken, for less memory; the numbers differ by rounding only.
-        hidden: how wide the perceptrons are inside; null: four times `width`.
-        norm_epsilon: what norms add to the variance; GPT-2 has 1e-5.
+        vocab_size: size of the vocabulary.
+        context: maximum number of tokens; null: the length of the examples.
+        layers: number of transformer blocks.
+        heads: number of attention heads per block.
+        width: embedding dimension.
+        dropout: dropout rate of the embeddings and of the residual branches.
+        positions: learned: learned position embeddings; rotary: rotary position embeddings (RoPE).
+        tied: tie the token embedding and the output head.
+        bias: use biases in linear layers and LayerNorm, as GPT-2 does.
+        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
+        hidden: width of the hidden layers of the MLPs; null: four times `width`.
+        norm_epsilon: epsilon of LayerNorm; GPT-2 has 1e-5.
     """
 
     vocab_size: Annotated[int, AtLeast(2)]
@@ -59,7 +59,7 @@ class GPTConfig(BaseModelConfig):
     norm_epsilon: Annotated[float, Above(0)] = 1e-6
 
     def problems(self) -> Iterator[Problem]:
-        """Heads must share the width evenly; rotary positions turn pairs of numbers."""
+        """Reports a width that does not divide evenly into heads, or an odd head size with rotary positions."""
         if self.width % self.heads:
             yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
         elif self.positions == "rotary" and self.head_size % 2:
@@ -68,12 +68,12 @@ class GPTConfig(BaseModelConfig):
 
     @property
     def head_size(self) -> int:
-        """How many numbers each attention works with."""
+        """The dimension of each attention head."""
         return self.width // self.heads
 
 
 class Attention(nnx.Module):
-    """Every token looks at itself and at those before it: [batch, time, width] → the same."""
+    """Causal self-attention: [batch, time, width] → [batch, time, width]."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.heads = config.heads
@@ -82,30 +82,30 @@ class Attention(nnx.Module):
         self.out = linear(config.width, config.width, bias=config.bias, std=_branch_std(config), rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """[batch, time, width] → the same."""
+        """[batch, time, width] → [batch, time, width]."""
         query, key, value = self._split(x, jnp.arange(x.shape[1]))
         return self.out(attend(query, key, value, is_causal=True).reshape(x.shape))
 
     def extend(
         self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
     ) -> tuple[Float[Array, "batch time width"], KVCache]:
-        """The same of tokens that go on where `cache` ends, and the cache with them."""
-        query, key, value = self._split(x, cache.places(x.shape[1]))
+        """The output for tokens that follow those in `cache`, and the extended cache."""
+        query, key, value = self._split(x, cache.positions(x.shape[1]))
         cache = cache.written(layer, key, value)
         return self.out(cache.attended(layer, query).reshape(x.shape)), cache
 
-    def _split(self, x: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _split(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         batch, time, width = x.shape
-        # heads first: devices that share the width then have whole heads, and gather nothing
+        # heads first: with tensor parallelism each device has complete heads, without a gather
         split = self.into_heads(x).reshape(batch, time, self.heads, 3, width // self.heads)
         query, key, value = (split[:, :, :, part] for part in range(3))
         if self.is_rotary:
-            query, key = rotated(query, places), rotated(key, places)
+            query, key = rotated(query, positions), rotated(key, positions)
         return query, key, value
 
 
 class Perceptron(nnx.Module):
-    """Each token by itself, through a wider layer: [batch, time, width] → the same."""
+    """An MLP with one hidden layer: [batch, time, width] → [batch, time, width]."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         hidden = 4 * config.width if config.hidden is None else config.hidden
@@ -113,12 +113,12 @@ class Perceptron(nnx.Module):
         self.out = linear(hidden, config.width, bias=config.bias, std=_branch_std(config), rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """[batch, time, width] → the same."""
+        """[batch, time, width] → [batch, time, width]."""
         return self.out(jax.nn.gelu(self.hidden(x)))
 
 
 class Block(nnx.Module):
-    """Attention and perceptron, each of which adds to what it is given: [batch, time, width] → the same."""
+    """A pre-norm transformer block: [batch, time, width] → [batch, time, width]."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = layer_norm(config, rngs=rngs)
@@ -128,16 +128,16 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """[batch, time, width] → the same."""
+        """[batch, time, width] → [batch, time, width]."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.perceptron(self.perceptron_norm(x)))
 
     def extend(
         self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
     ) -> tuple[Float[Array, "batch time width"], KVCache]:
-        """The same of tokens that go on where `cache` ends, and the cache with them."""
-        seen, cache = self.attention.extend(self.attention_norm(x), cache, layer)
-        x = x + self.dropout(seen)
+        """The output for tokens that follow those in `cache`, and the extended cache."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer)
+        x = x + self.dropout(attended)
         return x + self.dropout(self.perceptron(self.perceptron_norm(x))), cache
 
 
@@ -145,7 +145,7 @@ class Block(nnx.Module):
 class GPT(BaseModelNNX):
     """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
 
-    Normalises before each part. Its positions and its head are as the configuration says; `GPT2_SIZES` has known sizes.
+    A pre-norm transformer. `GPT2_SIZES` has the sizes of GPT-2.
     """
 
     config: GPTConfig
@@ -166,9 +166,9 @@ class GPT(BaseModelNNX):
         return logits_of(self.last_hidden(tokens), self.head)
 
     def last_hidden(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
-        """What the head is given: its product with `head` gives the logits."""
+        """The input of the head: its product with `head` gives the logits."""
         _, time = tokens.shape
-        _refuse_longer(time, self.context)
+        _check_length(time, self.context)
         x = self._embedded(tokens, slice(time))
         for block in self.blocks:
             x = recomputed(block, x) if self.config.remat else block(x)
@@ -176,36 +176,36 @@ class GPT(BaseModelNNX):
 
     @property
     def head(self) -> Float[Array, "vocab width"]:
-        """The vectors whose products with the last hidden ones are the logits."""
+        """The weights of the output head."""
         return (self.tokens if self.own_head is None else self.own_head)[...]
 
     def empty_cache(self, batch: int, dtype: Any = None) -> KVCache:
-        """What `extend` begins a text with; `dtype` is that of keys and values, if it is not that of the weights."""
+        """An empty cache for `extend`; `dtype` is that of keys and values, by default that of the weights."""
         config, dtype = self.config, self.tokens[...].dtype if dtype is None else dtype
         return KVCache.empty(config.layers, batch, self.context, config.heads, config.head_size, dtype)
 
     def extend(
         self, tokens: Int[Array, "batch time"], cache: KVCache
     ) -> tuple[Float[Array, "batch time vocab"], KVCache]:
-        """The logits of tokens that go on where `cache` ends, and the cache with them.
+        """The logits of tokens that follow those in `cache`, and the extended cache.
 
-        A text that gets longer than the context, which cannot be told before it is computed, has logits of NaN.
+        Logits are NaN if the text gets longer than the context, which is not known during tracing.
         """
         _, time = tokens.shape
-        _refuse_longer(time, self.context)
-        x = self._embedded(tokens, cache.places(time))
+        _check_length(time, self.context)
+        x = self._embedded(tokens, cache.positions(time))
         for layer, block in enumerate(self.blocks):
             x, cache = block.extend(x, cache, layer)
         cache = cache.advanced(time)
         x = jnp.where(cache.position <= self.context, self.norm(x), jnp.nan)
         return logits_of(x, self.head), cache
 
-    def _embedded(self, tokens: jax.Array, places: Any) -> jax.Array:
+    def _embedded(self, tokens: jax.Array, positions: Any) -> jax.Array:
         table = self.tokens[...]
-        # not `[tokens]`, which takes a wrong one for the last; and a token that comes a thousand times has a thousand
-        # gradients, whose sum needs the precision of float32
+        # not `[tokens]`, which clamps invalid tokens; and the gradient of a frequent token is a long sum, which needs
+        # float32
         x = jnp.take(table.astype(_at_least_float32(table)), tokens, axis=0).astype(table.dtype)
-        return self.dropout(x if self.positions is None else x + self.positions[places])
+        return self.dropout(x if self.positions is None else x + self.positions[positions])
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
@@ -214,12 +214,12 @@ def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_S
 
 
 def layer_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """LayerNorm as `config` has it."""
+    """LayerNorm with the settings of `config`."""
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_bias=config.bias, rngs=rngs)
 
 
 def vectors(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
-    """A vector for each of `count` things. (`nnx.Embed` would give them in the type that it was made with.)"""
+    """An embedding table, [count, width]. (The output dtype of `nnx.Embed` is fixed at construction.)"""
     return nnx.Param(nnx.initializers.normal(INIT_STD)(rngs.params(), (count, width)))
 
 
@@ -228,25 +228,25 @@ def _at_least_float32(x: jax.Array) -> Any:
 
 
 def _branch_std(config: GPTConfig) -> float:
-    """What 2 × layers branches add up to is then as large for any depth."""
+    """Scaled so that the sum of 2 × layers residual branches has the same variance for any depth."""
     return INIT_STD / (2 * config.layers) ** 0.5
 
 
 def _context(config: GPTConfig, exmp_input: Any) -> int:
     if exmp_input is None:
         if config.context is None:
-            raise ValueError("GPT needs `context`, or an `exmp_input` to take it from.")
+            raise ValueError("GPT needs `context`, or an `exmp_input` that determines it.")
         return config.context
     if len(exmp_input.shape) != 2:
         raise ValueError(f"GPT takes tokens [batch, time], got an input of shape {exmp_input.shape}.")
     context = exmp_input.shape[1] if config.context is None else config.context
-    _refuse_longer(exmp_input.shape[1], context)
+    _check_length(exmp_input.shape[1], context)
     return context
 
 
-def _refuse_longer(time: int, context: int) -> None:
+def _check_length(time: int, context: int) -> None:
     if time > context:
         raise ValueError(
-            f"This text has {time} tokens, and GPT was built for at most {context}. "
-            "Cut the text, or build it with a larger `context`."
+            f"The text has {time} tokens, but the context of this GPT is {context}. "
+            "Truncate the text, or use a larger `context`."
         )

@@ -1,4 +1,4 @@
-"""The small parts that networks share, and how a network finds its sizes in an example of its input."""
+"""Layers and helpers that several models share."""
 
 import math
 from collections.abc import Callable
@@ -22,24 +22,24 @@ ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
     "tanh": jax.nn.tanh,
 }
 
-# of the running statistics: those of an epoch of a dozen steps must not be mostly their initial values
+# low, so that the running statistics forget their initial values within a dozen steps
 BATCH_NORM_MOMENTUM = 0.9
 
 
 def unchanged(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """What stands where a layer was not asked for."""
+    """The identity, in place of an optional layer."""
     return x
 
 
 def batch_norm(
     features: int,
-    wanted: bool = True,
+    enabled: bool = True,
     *,
     scale_init: Callable[..., jax.Array] = nnx.initializers.ones,
     rngs: nnx.Rngs,
 ) -> Callable[[jax.Array], jax.Array]:
-    """BatchNorm over the last axis, or nothing. It computes in float32 and answers in the type that it is given."""
-    if not wanted:
+    """BatchNorm over the last axis, or the identity. It computes in float32 and returns the dtype of its input."""
+    if not enabled:
         return unchanged
     return nnx.BatchNorm(
         features, momentum=BATCH_NORM_MOMENTUM, promote_dtype=_not_promoted, scale_init=scale_init, rngs=rngs
@@ -47,12 +47,12 @@ def batch_norm(
 
 
 def _not_promoted(arrays: Arrays, /, *, dtype: Any = None, inexact: bool = True) -> Arrays:
-    # the running statistics are float32 always, and everything after them would be so too
+    # the running statistics are float32, and would promote everything after them
     return arrays
 
 
 class Hidden(nnx.Module):
-    """Linear, BatchNorm if wanted, activation, dropout: [batch, inputs] → [batch, outputs]."""
+    """Linear, optional BatchNorm, activation, dropout: [batch, inputs] → [batch, outputs]."""
 
     def __init__(
         self,
@@ -75,29 +75,29 @@ class Hidden(nnx.Module):
 
 
 def precise(layer: nnx.Linear, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
-    """What a linear layer answers, in float32 at least: with small weights, sums are not rounded to their type."""
-    wanted = jnp.promote_types(x.dtype, jnp.float32)
-    product = jnp.matmul(x, layer.kernel[...], preferred_element_type=wanted)
-    return product if layer.bias is None else product + layer.bias[...].astype(wanted)
+    """The output of a linear layer, accumulated and returned in float32 at least."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    product = jnp.matmul(x, layer.kernel[...], preferred_element_type=dtype)
+    return product if layer.bias is None else product + layer.bias[...].astype(dtype)
 
 
 def recomputed(block: Any, *inputs: jax.Array) -> jax.Array:
-    """What a block answers, without what its gradient needs: that is computed again when it is needed.
+    """The output of a block, rematerialized in the backward pass.
 
-    `nnx.remat` would write to the block even where nothing in it changes, and nobody may do that in a loop of JAX which
-    the block was made outside of, such as one that draws samples. What is random in the block is its `dropout`.
+    `nnx.remat` writes to the block even if nothing in it changes, which is an error inside a JAX loop if the block was
+    created outside of it, such as in sampling. The only random part of a block is its `dropout`.
     """
     graph, random, rest = nnx.split(block, nnx.RngState, ...)
 
     @jax.checkpoint
     def call(random: nnx.State, rest: nnx.State, *inputs: jax.Array) -> tuple[jax.Array, nnx.State]:
-        own = nnx.merge(graph, random, rest, copy=True)
-        return own(*inputs), nnx.state(own, nnx.RngState)
+        copied = nnx.merge(graph, random, rest, copy=True)
+        return copied(*inputs), nnx.state(copied, nnx.RngState)
 
-    answer, random = call(random, rest, *inputs)
+    output, random = call(random, rest, *inputs)
     if block.dropout.rate and not block.dropout.deterministic:
         nnx.update(block, random)
-    return answer
+    return output
 
 
 def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
@@ -106,13 +106,13 @@ def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
 
 
 def flat_size(exmp_input: Any) -> int:
-    """How many features each example of a batch has when it is flat.
+    """Number of features of each flattened example of a batch.
 
     >>> flat_size(jax.ShapeDtypeStruct((128, 28, 28, 1), "float32"))
     784
     """
     if len(exmp_input.shape) < 2:
         raise ValueError(
-            f"An input of shape {exmp_input.shape} has no features. It must be [batch, …], with one axis more at least."
+            f"An input of shape {exmp_input.shape} has no features. Pass [batch, …], with at least two axes."
         )
     return math.prod(exmp_input.shape[1:])

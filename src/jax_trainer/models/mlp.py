@@ -1,4 +1,4 @@
-"""A multilayer perceptron of any depth."""
+"""A multilayer perceptron."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,14 +15,14 @@ from jax_trainer.settings import AtLeast, Below
 
 @dataclass
 class MLPConfig(BaseModelConfig):
-    """The sizes of a multilayer perceptron.
+    """Configuration of `MLP`.
 
     Args:
-        hidden: the width of each hidden layer; an empty list makes a linear model.
-        num_classes: how many numbers come out, one per class; 1 for a single quantity.
-        act_fn: the activation after each hidden layer.
-        dropout: the share of hidden units that a training step leaves out.
-        batch_norm: normalise each hidden layer over the batch, before its activation.
+        hidden: width of each hidden layer; an empty list makes a linear model.
+        num_classes: number of outputs, one per class; 1 for scalar regression.
+        act_fn: activation after each hidden layer.
+        dropout: dropout rate of the hidden layers.
+        batch_norm: apply BatchNorm before each activation.
     """
 
     hidden: tuple[Annotated[int, AtLeast(1)], ...] = (128, 128)

@@ -26,20 +26,20 @@ BLOCKS: dict[Depth, tuple[int, ...]] = {
     152: (3, 8, 36, 3),
 }
 FIRST_WITH_BOTTLENECKS = 50
-BOTTLENECK = 4  # how many times as many channels come out of a bottleneck as are inside
+BOTTLENECK = 4  # output channels of a bottleneck, as a multiple of its inner channels
 
 
 @dataclass
 class ResNetConfig(BaseModelConfig):
-    """The sizes of a residual network.
+    """Configuration of `ResNet`.
 
     Args:
-        depth: how many layers with weights it has, as published: 18 and 34 have basic blocks, the others bottlenecks.
-        stem: what comes first: "cifar" looks at small images in full, "imagenet" quarters the side of large ones.
-        num_classes: how many classes there are.
-        width: how many channels the first stage has; each further one has twice as many.
-        act_fn: the activation after each normalisation.
-        zero_init: begin with blocks that change nothing, which lets deep networks learn from the first step on.
+        depth: published depth: 18 and 34 have basic blocks, the others bottleneck blocks.
+        stem: "cifar": a 3 × 3 convolution; "imagenet": a 7 × 7 convolution with stride 2, and max pooling.
+        num_classes: number of classes.
+        width: channels of the first stage; each further stage doubles them.
+        act_fn: activation after each BatchNorm.
+        zero_init: initialize the last BatchNorm scale of each block to zero, so that blocks start as the identity.
     """
 
     depth: Depth = 18
@@ -56,7 +56,7 @@ class NormedConvolution(nnx.Module):
     def __init__(
         self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, zero: bool = False, rngs: nnx.Rngs
     ) -> None:
-        around = (kernel // 2, kernel // 2)  # on both sides alike, as published: "SAME" has more on the far side
+        around = (kernel // 2, kernel // 2)  # symmetric, as published: "SAME" pads more at the end
         he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
         self.conv = nnx.Conv(
             *(inputs, outputs, (kernel, kernel), stride),
@@ -76,7 +76,7 @@ class NormedConvolution(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Convolutions that add to what they get: [batch, h, w, inputs] → [batch, h / stride, w / stride, outputs]."""
+    """A residual block: [batch, h, w, inputs] → [batch, h / stride, w / stride, outputs]."""
 
     def __init__(self, config: ResNetConfig, inputs: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
         outputs = width * _widening(config)
@@ -134,7 +134,7 @@ def _outputs(config: ResNetConfig) -> int:
 
 
 def _block_sizes(config: ResNetConfig) -> list[tuple[int, int, int]]:
-    """The channels that come in, the channels inside, and the stride of every block."""
+    """The input channels, inner channels and stride of every block."""
     found, inputs = [], config.width
     for stage, count in enumerate(BLOCKS[config.depth]):
         for number in range(count):
@@ -152,7 +152,7 @@ def _steps(config: ResNetConfig, inputs: int, width: int, stride: int) -> list[t
 
 
 def _pooled(x: jax.Array) -> jax.Array:
-    """The largest of every 3 × 3 pixels around every second one."""
+    """Max pooling with a 3 × 3 window and stride 2."""
     around: Any = ((1, 1), (1, 1))
     return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
 

@@ -23,15 +23,15 @@ _CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
 
 @dataclass
 class RNNLMConfig(BaseModelConfig):
-    """The sizes of a recurrent language model.
+    """Configuration of `RNNLM`.
 
     Args:
-        vocab_size: how many different tokens there are.
-        d_model: how many numbers stand for a token, and for what a layer remembers.
-        n_layers: how many recurrent layers follow each other.
-        dropout_rate: the share of numbers that a training step leaves out, of what the layers give.
-        rnn_type: the kind of cell.
-        shifted: predict each token from those before it, rather than the next one: for data whose target is its input.
+        vocab_size: size of the vocabulary.
+        d_model: dimension of the embeddings and of the hidden states.
+        n_layers: number of recurrent layers.
+        dropout_rate: dropout rate after the last recurrent layer.
+        rnn_type: type of the recurrent cell.
+        shifted: shift the inputs by one token, for data whose target is its input.
     """
 
     vocab_size: Annotated[int, AtLeast(2)]
@@ -46,8 +46,8 @@ class RNNLMConfig(BaseModelConfig):
 class RNNLM(BaseModelLinen):
     """A recurrent language model on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
 
-    Made with a configuration, it predicts at each place the token after it. Made with keywords, it is `shifted`: it
-    predicts the token of that place, and sees only those before it. Train it with a text as its own target.
+    Built from a configuration, it predicts at each position the next token. Built from keywords, it is `shifted`: it
+    predicts the token at each position from the tokens before it. Train it with the inputs as targets.
 
     >>> model = RNNLM(vocab_size=256, d_model=128)
     >>> variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
@@ -55,18 +55,18 @@ class RNNLM(BaseModelLinen):
     328960
 
     Args:
-        config: all of the following but `deterministic`, in place of keywords.
-        vocab_size: how many different tokens there are.
-        d_model: how many numbers stand for a token, and for what a layer remembers.
-        n_layers: how many recurrent layers follow each other.
-        dropout_rate: the share of numbers that a training step leaves out, of what the layers give.
-        rnn_type: the kind of cell: "lstm", "gru" or "simple"; or the class of a linen cell.
-        shifted: predict each token from those before it, rather than the next one.
-        deterministic: leave nothing out, unless it is called with `train=True`. False is for training without that.
-            What leaves out needs the random stream "dropout".
+        config: configuration with the following arguments but `deterministic`, instead of keywords.
+        vocab_size: size of the vocabulary.
+        d_model: dimension of the embeddings and of the hidden states.
+        n_layers: number of recurrent layers.
+        dropout_rate: dropout rate after the last recurrent layer.
+        rnn_type: type of the recurrent cell: "lstm", "gru" or "simple"; or a linen cell class.
+        shifted: shift the inputs by one token, for data whose target is its input.
+        deterministic: disable dropout, unless it is called with `train=True`. Dropout needs the random stream
+            "dropout".
     """
 
-    config: RNNLMConfig = None  # type: ignore[assignment]  # with keywords there is none
+    config: RNNLMConfig = None  # type: ignore[assignment]  # None with keywords
     vocab_size: int | None = None
     d_model: int = 512
     n_layers: int = 2
@@ -77,10 +77,10 @@ class RNNLM(BaseModelLinen):
 
     def __post_init__(self) -> None:
         if self.config is not None:
-            self._take_config()
+            self._apply_config()
         elif self.vocab_size is None:
-            raise TypeError("RNNLM was made without sizes. Write `RNNLM(config)`, or `RNNLM(vocab_size=…)`.")
-        nn.Module.__post_init__(self)  # not that of models which always have a configuration
+            raise TypeError("RNNLM needs `vocab_size`. Write `RNNLM(config)`, or `RNNLM(vocab_size=…)`.")
+        nn.Module.__post_init__(self)  # not that of `BaseModelLinen`, which requires a configuration
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "batch time"], train: bool = False) -> Float[Array, "batch time vocab_size"]:
@@ -92,20 +92,20 @@ class RNNLM(BaseModelLinen):
         x = nn.Dropout(self.dropout_rate, deterministic=self.deterministic and not train)(x)
         return nn.Dense(vocab_size, name="out")(x)
 
-    def _take_config(self) -> None:
-        """The configuration's values become the module's own, as if they had been given as keywords."""
+    def _apply_config(self) -> None:
+        """Copies the values of the configuration to the attributes of the module."""
         if not isinstance(self.config, RNNLMConfig):
             raise TypeError(f"RNNLM takes an RNNLMConfig, or keywords (`vocab_size=…`) only, got {self.config!r}.")
-        usual = {field.name: field.default for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         for name, value in self.config.stored().items():
-            given = getattr(self, name)
-            if given not in (usual[name], value):  # a copy that Flax makes of a module gets all of its values again
-                raise TypeError(f"`{name}` is {given!r}, and {value!r} in the configuration. Give it once.")
+            own = getattr(self, name)
+            if own not in (defaults[name], value):  # Flax copies a module with all of its values
+                raise TypeError(f"`{name}` is {own!r}, but {value!r} in the configuration. Set it once.")
             object.__setattr__(self, name, value)
 
 
 def _shifted(tokens: jax.Array) -> jax.Array:
-    """Each token's place taken by the one before it; 0 comes first."""
+    """The tokens shifted right by one position, with 0 first."""
     return jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
 
 
@@ -114,5 +114,5 @@ def _cell(rnn_type: str | Callable[..., Any]) -> Callable[..., Any]:
         return rnn_type
     if rnn_type not in _CELLS:
         known = ", ".join(map(repr, get_args(RnnType)))
-        raise ValueError(f"`rnn_type` must be one of {known}, or the class of a linen cell, got {rnn_type!r}.")
+        raise ValueError(f"`rnn_type` must be one of {known}, or a linen cell class, got {rnn_type!r}.")
     return _CELLS[rnn_type]

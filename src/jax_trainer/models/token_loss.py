@@ -1,4 +1,4 @@
-"""The logits of a large vocabulary and their cross entropy, without more memory and precision than they need."""
+"""Memory-efficient logits and cross entropy for large vocabularies."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 
 def logits_of(hidden: Float[Array, "*batch width"], head: Float[Array, "vocab width"]) -> Float[Array, "*batch vocab"]:
-    """The products of hidden vectors with those of the head, in float32 at least, which the loss that follows needs.
+    """The logits of hidden vectors, in float32 at least.
 
-    Vectors of bfloat16 are multiplied as such, and so are they backwards: gradients are rounded to their type first.
+    The matmuls of bfloat16 inputs are in bfloat16, also in the backward pass, where gradients are cast to the input
+    dtype first.
     """
     if hidden.dtype == head.dtype and hidden.dtype.itemsize < 4:
         return _half_logits(hidden, head)
@@ -19,9 +20,9 @@ def logits_of(hidden: Float[Array, "*batch width"], head: Float[Array, "vocab wi
 
 
 def cross_entropy(logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """In nats, of the logits of every place; NaN for a target that is not in the vocabulary.
+    """The cross entropy of every position, in nats; NaN for a target outside of the vocabulary.
 
-    Looks for the target by comparing, which needs no second array as large as the logits when gradients are taken.
+    Selects the target by comparison, which needs no second array of the size of the logits in the backward pass.
     """
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     is_known = (targets >= 0) & (targets < logits.shape[-1])
@@ -36,21 +37,21 @@ def next_token_loss(
     *,
     chunk: int | None = None,
 ) -> Float[Array, "batch time"]:
-    """The cross entropy of every place, in nats: that of `logits_of(hidden, head)`.
+    """The cross entropy of every position, in nats, with the logits `logits_of(hidden, head)`.
 
     Args:
-        hidden: what the head is given.
-        head: a vector for every token.
-        targets: the tokens that come next.
-        chunk: how many places have logits at a time, which must divide their number; they are computed again when
-            gradients are taken. None: all at once.
+        hidden: inputs of the head.
+        head: weights of the head.
+        targets: the next tokens.
+        chunk: number of positions whose logits are computed at a time, a divisor of their number; they are
+            rematerialized in the backward pass. None: all at once.
     """
     if chunk is None:
         return cross_entropy(logits_of(hidden, head), targets)
     if chunk < 1 or targets.size % chunk:
-        raise ValueError(f"`chunk` must divide the {targets.size} places evenly, got {chunk}.")
-    places = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
-    losses = lax.map(jax.checkpoint(lambda part: cross_entropy(logits_of(part[0], head), part[1])), places)
+        raise ValueError(f"`chunk` must divide the {targets.size} positions evenly, got {chunk}.")
+    chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
+    losses = lax.map(jax.checkpoint(lambda part: cross_entropy(logits_of(part[0], head), part[1])), chunks)
     return losses.reshape(targets.shape)
 
 
@@ -62,16 +63,16 @@ def _products(hidden: jax.Array, head: jax.Array) -> jax.Array:
 _half_logits = jax.custom_vjp(_products)
 
 
-def _forwards(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, Any]:
     return _products(hidden, head), (hidden, head)
 
 
-def _backwards(kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # left to itself, JAX multiplies slopes of float32 with vectors of bfloat16, which GPUs do in float32
-    hidden, head = kept
-    slope = slope.astype(hidden.dtype)
-    rows = slope.reshape(-1, slope.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-    return jnp.matmul(slope, head), jnp.matmul(rows[0].T, rows[1])
+def _backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # by default, JAX multiplies float32 gradients with bfloat16 vectors, which GPUs do in float32
+    hidden, head = residuals
+    grad = grad.astype(hidden.dtype)
+    rows = grad.reshape(-1, grad.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+    return jnp.matmul(grad, head), jnp.matmul(rows[0].T, rows[1])
 
 
-_half_logits.defvjp(_forwards, _backwards)
+_half_logits.defvjp(_forward, _backward)

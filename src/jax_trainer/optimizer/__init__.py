@@ -1,4 +1,4 @@
-"""Optimizers, learning rates that change, gradient transforms: each configuration beside what it builds.
+"""Optimizers, learning rate schedules and gradient transforms, each with its configuration.
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
 rate, which `learning_rate(opt_state)` reads. `named` has the other optimizers of optax.

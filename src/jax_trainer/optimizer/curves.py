@@ -1,6 +1,6 @@
-"""The shapes of learning rates: pure functions of the update count, exact at both of their ends.
+"""Learning rate curves: pure functions of the update count, exact at both ends.
 
-They take a number or an array of numbers, and stay at their last value once `steps` updates are over.
+They take a number or an array, and keep their last value after `steps` updates.
 """
 
 from collections.abc import Callable
@@ -17,35 +17,35 @@ def constant(value: float) -> optax.Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> optax.Schedule:
-    """A straight line.
+    """Linear interpolation.
 
     >>> [float(linear(0.0, 1.0, 4)(count)) for count in (0, 1, 4, 5)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    return _between(start, end, steps, lambda share: _mixed(start, end, 1 - share))
+    return _between(start, end, steps, lambda fraction: _mixed(start, end, 1 - fraction))
 
 
 def cosine(start: float, end: float, steps: int, exponent: float = 1.0) -> optax.Schedule:
-    """Half a cosine wave, raised to `exponent`."""
+    """Cosine decay, raised to `exponent`."""
 
-    def curve(share: jax.Array) -> jax.Array:
-        # clipped: rounding may leave the wave a little, and a root of that is no number
-        wave = jnp.clip((1 + jnp.cos(jnp.pi * share)) / 2, 0, 1)
+    def curve(fraction: jax.Array) -> jax.Array:
+        # clipped: rounding may make it slightly negative, and a root of that is NaN
+        wave = jnp.clip((1 + jnp.cos(jnp.pi * fraction)) / 2, 0, 1)
         return _mixed(start, end, wave**exponent)
 
     return _between(start, end, steps, curve)
 
 
 def exponential(start: float, rate: float, steps: int) -> optax.Schedule:
-    """Falls by the same factor at every update, and by `rate` over all of them."""
-    return _between(start, start * rate, steps, lambda share: start * rate**share)
+    """Exponential decay from `start` to `start` × `rate`."""
+    return _between(start, start * rate, steps, lambda fraction: start * rate**fraction)
 
 
 def _between(start: float, end: float, steps: int, curve: Callable[[jax.Array], jax.Array]) -> optax.Schedule:
     def schedule(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count)
         inside = curve(jnp.clip(count.astype(jnp.float32) / steps, 0, 1))
-        # both ends are chosen, not computed: on a GPU neither n / n nor the cosine of pi is always exact
+        # both ends are selected, not computed: on a GPU neither n / n nor the cosine of pi is always exact
         return jnp.where(count <= 0, start, jnp.where(count >= steps, end, inside)).astype(jnp.float32)
 
     return schedule

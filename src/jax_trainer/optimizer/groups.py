@@ -1,7 +1,7 @@
-"""Parameters that are treated differently: frozen ones, and groups with a learning rate of their own.
+"""Frozen parameters, and parameter groups with their own learning rate.
 
-Clipping by a global norm sees all trained parameters at once, whatever their group; frozen ones do not count. Each
-group then has an optimizer of its own, which sees nothing else.
+Clipping by the global norm includes all trained parameters, whatever their group, and no frozen ones. Each group then
+has its own optimizer, which sees only its parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsEr
 
 @dataclass
 class GroupConfig(Settings):
-    """Parameters with a learning rate of their own.
+    """A parameter group with its own learning rate.
 
     Args:
-        parameter_regex: which parameters, by their dotted path from its start.
-        learning_rate: their rate: a number or a schedule.
-        learning_rate_factor: instead: by how much the optimizer's own rate is multiplied for them.
+        parameter_regex: regular expression, matched from the start of the dotted path of a parameter.
+        learning_rate: a number or a schedule.
+        learning_rate_factor: alternatively, a factor for the learning rate of the optimizer.
     """
 
     parameter_regex: Annotated[str, IsRegex()]
@@ -35,20 +35,20 @@ class GroupConfig(Settings):
     learning_rate_factor: Annotated[float, AtLeast(0)] | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """No parameters, or no rate, or two."""
+        """Reports missing parameters, and a missing or ambiguous learning rate."""
         if not self.parameter_regex:
-            yield "parameter_regex", "`parameter_regex` is empty. Say which parameters the group is about."
+            yield "parameter_regex", "`parameter_regex` is empty. Set it to the parameters of the group."
         if (self.learning_rate is None) == (self.learning_rate_factor is None):
-            both = "both are given" if self.learning_rate is not None else "none is given"
-            yield "learning_rate", f"A group has a `learning_rate` or a `learning_rate_factor`, but {both}. Give one."
+            both = "both are set" if self.learning_rate is not None else "none is set"
+            yield "learning_rate", f"A group needs a `learning_rate` or a `learning_rate_factor`, but {both}. Set one."
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which parameters are frozen, and which belong to which group."""
+    """The frozen parameters, and the parameters of each group."""
 
     freeze: str = ""
-    groups: Mapping[str, str] | None = None  # by name, the expression
+    groups: Mapping[str, str] | None = None  # regular expressions by name
 
     def labels(self, paths: Sequence[str]) -> list[str | None]:
         """The group of every parameter: `default` for those in none, None for frozen ones."""
@@ -60,12 +60,12 @@ class Selection:
         return next((name for name, regex in (self.groups or {}).items() if is_match(regex, path)), DEFAULT)
 
     def trained(self, paths: Sequence[str]) -> list[str]:
-        """The parameters that are not frozen; refuses expressions that match nothing, everything, or too much."""
+        """The parameters that are not frozen; raises for expressions that match nothing, everything, or overlap."""
         if self.freeze:
             require_match("freeze", self.freeze, paths)
         trained = [path for path in paths if not is_match(self.freeze, path)]
         if paths and not trained:
-            text = f"`freeze` {self.freeze!r} matches every parameter, which leaves nothing to train: {listed(paths)}."
+            text = f"`freeze` {self.freeze!r} matches every parameter, so none is trained: {listed(paths)}."
             raise SettingsError([("freeze", f"{text} Freeze fewer.")])
         for name, regex in (self.groups or {}).items():
             try:
@@ -73,21 +73,21 @@ class Selection:
             except SettingsError as error:
                 raise error.under(f"groups.{name}") from error
         for path in trained:
-            self._refuse_two_groups(path)
+            self._check_single_group(path)
         return trained
 
-    def _refuse_two_groups(self, path: str) -> None:
-        mine = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
-        if len(mine) > 1:
-            text = f"The parameter {path} is in the groups {' and '.join(map(repr, mine))}. Let only one match it."
-            raise SettingsError([(f"groups.{mine[1]}.parameter_regex", text)])
+    def _check_single_group(self, path: str) -> None:
+        matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
+        if len(matching) > 1:
+            text = f"The parameter {path} is in the groups {' and '.join(map(repr, matching))}. Make only one match it."
+            raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
 
 
-OF_PARAMETERS = ("grad", "value_fn", "grad_fn")  # what a step offers that is of all parameters together
+PARAMETER_ARGS = ("grad", "value_fn", "grad_fn")  # extra arguments that refer to all parameters
 
 
 class Parts(NamedTuple):
-    """The states of what happens before, in and after the optimizers, of which there is one per group."""
+    """The states of the transforms before and after the optimizers, and of the optimizer of each group."""
 
     before: PyTree
     optimizers: dict[str, PyTree]
@@ -95,14 +95,14 @@ class Parts(NamedTuple):
 
 
 class _Split:
-    """The leaves of a tree by label. What is not asked for is an `optax.MaskedNode`, which holds no arrays."""
+    """Splits the leaves of a tree by label. The others become `optax.MaskedNode`, which has no arrays."""
 
     def __init__(self, tree: PyTree, selection: Selection) -> None:
         self.labels = selection.labels(parameter_paths(tree))
         self._structure = jax.tree.structure(tree)
 
     def only(self, tree: PyTree, keep: Callable[[str | None], bool]) -> PyTree:
-        """`tree` with the leaves whose label is kept; None stays None."""
+        """`tree` with only the leaves whose label `keep` accepts; None stays None."""
         if tree is None:
             return None
         leaves = zip(self.labels, self._structure.flatten_up_to(tree), strict=True)
@@ -113,11 +113,11 @@ class _Split:
         return self.only(tree, lambda label: label is not None)
 
     def group(self, tree: PyTree, name: str) -> PyTree:
-        """`tree` with the leaves of one group."""
+        """`tree` with only the leaves of one group."""
         return self.only(tree, lambda label: label == name)
 
-    def offered(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
-        """What of `extra` is of all parameters, as it is of one group while the others stay."""
+    def extra_args(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
+        """The arguments in `extra` that refer to all parameters, restricted to one group; the others are constant."""
 
         def with_group(tree: PyTree) -> PyTree:
             leaves = zip(self.labels, *map(self._structure.flatten_up_to, (params, tree)), strict=True)
@@ -128,24 +128,22 @@ class _Split:
             "value_fn": lambda value_fn: lambda tree: value_fn(with_group(tree)),
             "grad_fn": lambda grad_fn: lambda tree, *more: self.group(grad_fn(with_group(tree), *more), name),
         }
-        return {kind: kinds[kind](extra[kind]) for kind in OF_PARAMETERS if kind in extra}
+        return {kind: kinds[kind](extra[kind]) for kind in PARAMETER_ARGS if kind in extra}
 
-    def joined(self, groups: Mapping[str, PyTree]) -> PyTree:
-        """One tree out of those of the groups."""
+    def merged(self, groups: Mapping[str, PyTree]) -> PyTree:
+        """Merges the trees of the groups."""
         leaves = {name: self._structure.flatten_up_to(tree) for name, tree in groups.items()}
-        nothing = optax.MaskedNode()
-        return self.filled(
-            nothing if label is None else leaves[label][index] for index, label in enumerate(self.labels)
-        )
+        masked = optax.MaskedNode()
+        return self.filled(masked if label is None else leaves[label][index] for index, label in enumerate(self.labels))
 
     def rates(self, by_name: Mapping[str, jax.Array]) -> PyTree:
         """The learning rate of every trained parameter."""
         return self.filled(optax.MaskedNode() if label is None else by_name[label] for label in self.labels)
 
-    def whole(self, updates: PyTree, grads: PyTree) -> PyTree:
-        """`updates`, with one that changes nothing for every frozen parameter."""
+    def with_frozen(self, updates: PyTree, grads: PyTree) -> PyTree:
+        """`updates`, with a zero update for every frozen parameter."""
         leaves = zip(self.labels, *map(self._structure.flatten_up_to, (updates, grads)), strict=True)
-        # minus zero: adding it leaves every number as it is, and adding zero would turn minus zero into zero
+        # -0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0
         return self.filled(jnp.full_like(grad, -0.0) if label is None else leaf for label, leaf, grad in leaves)
 
     def filled(self, leaves: Any) -> PyTree:
@@ -161,10 +159,10 @@ def grouped(
     after: optax.GradientTransformationExtraArgs,
     check: Callable[[Sequence[str]], None] = lambda trained: None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`before`, then the optimizer of each group, then `after`; told the `learning_rates` of the groups by name.
+    """Chains `before`, the optimizer of each group, and `after`; `update` takes the `learning_rates` by group.
 
     Args:
-        check: looks at the paths of trained parameters before the first update, and raises what is wrong with them.
+        check: called by `init` with the paths of the trained parameters.
     """
 
     def init(params: PyTree) -> Parts:
@@ -188,18 +186,18 @@ def grouped(
     ) -> tuple[PyTree, Parts]:
         split = _Split(updates, selection)
         grads, weights, rates = split.trained(updates), split.trained(params), split.rates(learning_rates)
-        shared = {name: value for name, value in extra.items() if name not in OF_PARAMETERS}
+        shared = {name: value for name, value in extra.items() if name not in PARAMETER_ARGS}
         changes, before_state = before.update(grads, state.before, weights, learning_rates=rates, **shared)
         done = {
             name: optimizers[name].update(
                 *(split.group(changes, name), inner, split.group(weights, name)),
-                **{**shared, **split.offered(extra, params, name)},
+                **{**shared, **split.extra_args(extra, params, name)},
             )
             for name, inner in state.optimizers.items()
         }
-        changes = split.joined({name: change for name, (change, _) in done.items()})
+        changes = split.merged({name: change for name, (change, _) in done.items()})
         changes, after_state = after.update(changes, state.after, weights, learning_rates=rates, **shared)
         states = {name: inner for name, (_, inner) in done.items()}
-        return split.whole(changes, updates), Parts(before_state, states, after_state)
+        return split.with_frozen(changes, updates), Parts(before_state, states, after_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,17 +1,17 @@
 """Every other optimizer of optax by its name: `Adam`, `Lion`, `Muon`, `Adafactor`, …
 
-There is one class per optimizer, with a configuration made from its signature: its keywords, their types and
-defaults. What cannot be written in a file (functions, masks, other optimizers) is left out. A `weight_decay` that
-optax restricts by a mask takes a number (for kernels and weights) or a section, as that of `AdamW`; any other
-`weight_decay` is a number for all parameters, as in optax.
+There is one class per optimizer, with a configuration derived from its signature: its keywords, their types and
+defaults. Arguments that a file cannot contain (functions, masks, other optimizers) are omitted. A `weight_decay` that
+optax restricts by a mask is a number (for kernels and weights) or a section, as in `AdamW`; any other `weight_decay` is
+a number for all parameters, as in optax.
 
-The list is computed from the public names of `optax` and `optax.contrib` that take a learning rate; nothing else
-can be named. Left out are those that need more than gradients, parameters and the loss, with the reason in
-`LEFT_OUT`; each of the others makes its updates inside the compiled step in the tests.
+The list is computed from the public names of `optax` and `optax.contrib` that take a learning rate. Those that need
+more than gradients, parameters and the loss are excluded, with the reason in `EXCLUDED`; the tests run all others
+inside a compiled step.
 
-The learning rate is 1e-3 where optax gives no number. What it means for optimizers that find their own step is in
-`RATES_OF_THEIR_OWN`; `Cocob` finds it whatever the rate, so there no other value than 1.0 is accepted. Those that
-take no schedule (`Rprop`, `Sm3`) want a number.
+The default learning rate is 1e-3 if optax has none. Its meaning for optimizers that estimate their own step size is in
+`SPECIAL_LEARNING_RATES`; `Cocob` ignores it, so only 1.0 is accepted. Those that take no schedule (`Rprop`, `Sm3`) need
+a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,45 +29,45 @@ from jax_trainer.optimizer.signatures import Facts, described, facts_of, is_opti
 from jax_trainer.optimizer.transforms import WeightDecay, as_weight_decay
 from jax_trainer.settings import AtLeast, Problem, Settings
 
-BY_HAND = {"sgd": "SGD", "adamw": "AdamW", "lamb": "Lamb"}
+EXPLICIT = {"sgd": "SGD", "adamw": "AdamW", "lamb": "Lamb"}
 IGNORES_RATE = {"cocob"}
-_FACTOR = "a factor for the step that it finds: a number or a schedule."
-RATES_OF_THEIR_OWN = {
-    "cocob": "only 1.0: its step does not depend on it.",
+_FACTOR = "a factor for the estimated step size: a number or a schedule."
+SPECIAL_LEARNING_RATES = {
+    "cocob": "only 1.0: the step size does not depend on it.",
     "dadapt_adamw": _FACTOR,
     "dog": _FACTOR,
     "dowg": _FACTOR,
-    "momo": "the largest step: a number or a schedule.",
-    "momo_adam": "the largest step: a number or a schedule.",
+    "momo": "the maximum step size: a number or a schedule.",
+    "momo_adam": "the maximum step size: a number or a schedule.",
     "polyak_sgd": f"optax's `scaling`, {_FACTOR}",
     "prodigy": _FACTOR,
-    "rprop": "the size of the first step: a number.",
+    "rprop": "the initial step size: a number.",
     "sm3": "a number.",
 }
-LEFT_OUT = {
-    "lbfgs": "its line search finds the step size itself; in Python, pass `optimizer=optax.lbfgs()`",
-    "optimistic_adam": "optax has replaced it by `optimistic_adam_v2`",
-    "dpsgd": "it needs the gradient of every single example",
+EXCLUDED = {
+    "lbfgs": "its line search determines the step size; in Python, pass `optimizer=optax.lbfgs()`",
+    "optimistic_adam": "deprecated by optax in favour of `optimistic_adam_v2`",
+    "dpsgd": "it needs per-example gradients",
     "schedule_free": "it wraps another optimizer",
-    "schedule_free_adamw": "the weights to evaluate are others than those it trains",
-    "schedule_free_sgd": "the weights to evaluate are others than those it trains",
-    "sophia": "it evaluates the loss again, to estimate curvature",
+    "schedule_free_adamw": "its evaluation weights differ from its training weights",
+    "schedule_free_sgd": "its evaluation weights differ from its training weights",
+    "sophia": "it evaluates the loss again to estimate the Hessian",
 }
 
 
 @dataclass
 class NamedConfig(BaseOptimizerConfig):
-    """The keys that every optimizer has."""
+    """The keys of every optimizer."""
 
     facts: ClassVar[Facts]
 
     def problems(self) -> Iterator[Problem]:
-        """A learning rate that the optimizer would ignore, or cannot follow."""
+        """Reports a learning rate that the optimizer ignores, and a schedule that it does not support."""
         yield from super().problems()
         name = self.facts.name
         if name in IGNORES_RATE and (self.learning_rate != 1.0 or self.groups):
             key = "groups" if self.groups else "learning_rate"
-            yield key, f"optax's `{name}` finds its own step, whatever the learning rate. Leave `{key}` out."
+            yield key, f"optax's `{name}` ignores the learning rate. Remove `{key}`."
         for group, config in self.groups.items():
             if isinstance(config.learning_rate, Settings) and not self.facts.takes_schedule:
                 text = f"optax's `{name}` takes no schedule, but the group {group!r} has one. Use a number."
@@ -75,20 +75,18 @@ class NamedConfig(BaseOptimizerConfig):
 
 
 class NamedOptimizer(OptimizerInterface):
-    """An optimizer of optax, called with the keys of its configuration."""
+    """An optimizer of optax, with its arguments from the configuration."""
 
     facts: ClassVar[Facts]
 
     def decays(self) -> Mapping[str, WeightDecay]:
-        """Its weight decay, where optax restricts it by a mask."""
         key = self.facts.decay
         return {key: as_weight_decay(getattr(self.config, key))} if key else {}
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        """What optax makes of the keys."""
         arguments = {key.name: _argument(getattr(self.config, key.name)) for key in self.facts.keys}
         for key, decay in self.decays().items():
-            # null is not 0: it leaves the decay out of the chain
+            # null is not 0: it omits the decay from the chain
             arguments[key] = None if arguments[key] is None else decay.config.value
             arguments[self.facts.mask] = decay.mask
         return self.facts.factory(**{self.facts.rate: learning_rate}, **arguments)
@@ -104,10 +102,10 @@ def _config_class(name: str, facts: Facts) -> type[NamedConfig]:
     rate = ("learning_rate", hint, 1e-3 if facts.default_rate is None else facts.default_rate)
     about, lines = described(facts.factory)
     helps = {key.name: lines.get(key.name) or "see optax." for key in facts.keys}
-    if facts.name in RATES_OF_THEIR_OWN:
-        helps["learning_rate"] = RATES_OF_THEIR_OWN[facts.name]
+    if facts.name in SPECIAL_LEARNING_RATES:
+        helps["learning_rate"] = SPECIAL_LEARNING_RATES[facts.name]
     args = "\n".join(f"    {key}: {text}" for key, text in helps.items())
-    doc = f"How optax's `{facts.name}` steps. {about}\n\nArgs:\n{args}"
+    doc = f"Configuration of optax's `{facts.name}`. {about}\n\nArgs:\n{args}"
     namespace = {"facts": facts, "__doc__": doc, "__module__": __name__}
     return make_dataclass(f"{name}Config", [rate, *facts.keys], bases=(NamedConfig,), namespace=namespace)
 
@@ -122,7 +120,7 @@ def _optimizer_class(facts: Facts) -> type[NamedOptimizer]:
 
 def _public_optimizers() -> dict[str, Any]:
     public = {**vars(optax.contrib), **vars(optax)}
-    out = {*BY_HAND, *LEFT_OUT}
+    out = {*EXPLICIT, *EXCLUDED}
     return {
         name: thing
         for name, thing in sorted(public.items())
@@ -132,12 +130,12 @@ def _public_optimizers() -> dict[str, Any]:
 
 _CLASSES = [_optimizer_class(facts_of(name, factory)) for name, factory in _public_optimizers().items()]
 
-NAMED: Mapping[str, type[NamedOptimizer]] = MappingProxyType({made.__name__: made for made in _CLASSES})
+NAMED: Mapping[str, type[NamedOptimizer]] = MappingProxyType({one.__name__: one for one in _CLASSES})
 
 
 def __getattr__(name: str) -> Any:
-    """`named.Lion`, `named.LionConfig`, and so on, so that they can be imported."""
-    made = NAMED.get(name) or NAMED.get(name.removesuffix("Config"))
-    if made is None:
-        raise AttributeError(f"optax has no optimizer for the name {name!r} here. There are {', '.join(NAMED)}.")
-    return made if name in NAMED else made.config_class
+    """Makes `named.Lion`, `named.LionConfig` and so on importable."""
+    found = NAMED.get(name) or NAMED.get(name.removesuffix("Config"))
+    if found is None:
+        raise AttributeError(f"No optimizer {name!r} here. Available: {', '.join(NAMED)}.")
+    return found if name in NAMED else found.config_class

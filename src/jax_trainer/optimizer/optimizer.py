@@ -1,4 +1,4 @@
-"""Optimizers from their configuration: what one is, and `SGD`, `AdamW` and `Lamb`. `named` has all others of optax."""
+"""The optimizer interface, and `SGD`, `AdamW` and `Lamb`. `named` has the other optimizers of optax."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,31 +26,31 @@ Rate = float | optax.Schedule
 
 @dataclass(frozen=True)
 class IsFloatType:
-    """Text that names a type of floating point numbers."""
+    """Constraint: the name of a floating-point dtype."""
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` is such a name."""
+        """Whether `value` names a floating-point dtype."""
         try:
             return jnp.issubdtype(jnp.dtype(value), jnp.floating)
         except TypeError:
             return False
 
     @property
-    def words(self) -> str:
-        """What it asks for."""
+    def description(self) -> str:
+        """The constraint as text, for messages."""
         return "that names a float type, e.g. bfloat16"
 
 
 @dataclass
 class BaseOptimizerConfig(Settings):
-    """The keys that every optimizer has.
+    """The keys of every optimizer.
 
     Args:
         learning_rate: a number or a schedule.
-        transforms: what happens to gradients and updates, by any name, in the order written.
-        log_learning_rate: kept for files that have it; the rate is always recorded in the optimizer's state.
-        freeze: which parameters stay as they are and need no optimizer state, by their dotted path from its start.
-        groups: parameters with a learning rate of their own, by the name under which that is reported.
+        transforms: gradient transforms by name, applied in this order.
+        log_learning_rate: has no effect; the learning rate is always recorded in the optimizer state.
+        freeze: regular expression of frozen parameters, matched from the start of the dotted path.
+        groups: parameter groups with their own learning rate; the names are those of the logged rates.
     """
 
     learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1e-3
@@ -60,39 +60,39 @@ class BaseOptimizerConfig(Settings):
     groups: dict[str, GroupConfig] = field(default_factory=dict)
 
     def problems(self) -> Iterator[Problem]:
-        """A group with the name of those in no group."""
+        """Reports a group with the reserved name."""
         if DEFAULT in self.groups:
-            yield "groups", f"{DEFAULT!r} is the name for parameters in no group. Give the group another name."
+            yield "groups", f"{DEFAULT!r} is reserved for parameters in no group. Rename the group."
 
 
 @register_interface
 class OptimizerInterface(RegistrableConfigInterface):
-    """An optimizer with its schedule, transforms, frozen parameters and groups, made from its configuration.
+    """An optimizer with its schedule, transforms, frozen parameters and groups, built from its configuration.
 
-    Your own needs `transform`, and `decays` if some of its weight decay depends on the names of parameters.
+    A custom optimizer implements `transform`, and `decays` if its weight decay depends on parameter names.
     """
 
-    config: Any  # the class of an optimizer's own configuration, which derives from `BaseOptimizerConfig`
+    config: Any  # a subclass of `BaseOptimizerConfig`
 
     def __init__(self, config: Any) -> None:
         if type(self).build is OptimizerInterface.build and not isinstance(config, BaseOptimizerConfig):
             name = type(config).__name__
             raise TypeError(
-                f"{type(self).__name__} needs the keys of `BaseOptimizerConfig`, which {name} lacks. Derive {name} "
-                "from it, or write `build(self, total_steps)`."
+                f"{type(self).__name__} needs the keys of `BaseOptimizerConfig`, which {name} lacks. Make {name} a "
+                "subclass of it, or implement `build(self, total_steps)`."
             )
         self.config = config
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        """The optimizer alone, for parameters that share `learning_rate`, which is a number or a schedule."""
+        """The optax optimizer for parameters with this `learning_rate`, a number or a schedule."""
         raise NotImplementedError(f"{type(self).__name__} has no `transform`.")
 
     def decays(self) -> Mapping[str, WeightDecay]:
-        """Its weight decay by parameter names, under the key that configures it."""
+        """The weight decays that depend on parameter names, by configuration key."""
         return {}
 
     def build(self, total_steps: int | None = None) -> optax.GradientTransformationExtraArgs:
-        """The whole optimizer for a run of `total_steps` updates (None: not known), for `learning_rate` to read."""
+        """The complete optimizer for a run of `total_steps` updates; None if unknown. See `learning_rate`."""
         rates = self._rates(total_steps)
         optimizers = {name: by_signature(self.transform(rate)) for name, rate in rates.items()}
         inner = grouped(
@@ -118,11 +118,11 @@ class OptimizerInterface(RegistrableConfigInterface):
                 rates[name] = self._rate(group.learning_rate, f"groups.{name}.learning_rate", total_steps)
         return rates
 
-    def _rate(self, given: Any, key: str, total_steps: int | None) -> Rate:
-        if not isinstance(given, Settings):
-            return float(given)
+    def _rate(self, value: Any, key: str, total_steps: int | None) -> Rate:
+        if not isinstance(value, Settings):
+            return float(value)
         try:
-            return given.instantiate(ScheduleInterface).build(total_steps)
+            return value.instantiate(ScheduleInterface).build(total_steps)
         except SettingsError as error:
             raise error.under(key) from error
 
@@ -153,12 +153,12 @@ def _scaled(rate: Rate, factor: float) -> Rate:
 
 @dataclass
 class SGDConfig(BaseOptimizerConfig):
-    """How `SGD` steps.
+    """Configuration of `SGD`.
 
     Args:
-        momentum: which share of the last step is kept; null: none.
-        nesterov: look ahead by the momentum.
-        accumulator_dtype: the type in which the momentum is kept; null: that of the parameters.
+        momentum: decay rate of the momentum; null: no momentum.
+        nesterov: use Nesterov momentum.
+        accumulator_dtype: dtype of the momentum accumulator; null: that of the parameters.
     """
 
     momentum: Annotated[float, AtLeast(0), Below(1)] | None = None
@@ -168,12 +168,11 @@ class SGDConfig(BaseOptimizerConfig):
 
 @register
 class SGD(OptimizerInterface):
-    """Stochastic gradient descent, with momentum if wanted."""
+    """Stochastic gradient descent, optionally with momentum."""
 
     config: SGDConfig
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        """optax's `sgd`."""
         config = self.config
         return optax.sgd(
             learning_rate, config.momentum, nesterov=config.nesterov, accumulator_dtype=config.accumulator_dtype
@@ -182,14 +181,14 @@ class SGD(OptimizerInterface):
 
 @dataclass
 class _MomentsConfig(BaseOptimizerConfig):
-    """What optimizers have in common that remember gradients and their squares, and let weights decay.
+    """Keys of optimizers with first and second moments and weight decay.
 
     Args:
-        b1: how long gradients are remembered.
-        b2: how long their squares are.
-        eps: keeps from dividing by nothing; outside the root.
-        eps_root: the same inside the root.
-        weight_decay: the strength for kernels and weights; or a section that also says which parameters.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the denominator, outside of the square root, for numerical stability.
+        eps_root: added to the denominator, inside of the square root, for numerical stability.
+        weight_decay: strength of the weight decay of kernels and weights; or a section that also selects parameters.
     """
 
     b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
@@ -200,20 +199,19 @@ class _MomentsConfig(BaseOptimizerConfig):
 
 
 class _WithDecay(OptimizerInterface):
-    """An optimizer that has a `weight_decay` of its own."""
+    """An optimizer with a `weight_decay` key."""
 
     def decays(self) -> Mapping[str, WeightDecay]:
-        """Its `weight_decay`."""
         return {"weight_decay": as_weight_decay(self.config.weight_decay)}
 
 
 @dataclass
 class AdamWConfig(_MomentsConfig):
-    """How `AdamW` steps.
+    """Configuration of `AdamW`.
 
     Args:
-        nesterov: look ahead by the momentum.
-        mu_dtype: the type in which the momentum is kept; null: that of the parameters.
+        nesterov: use Nesterov momentum.
+        mu_dtype: dtype of the first moment accumulator; null: that of the parameters.
     """
 
     nesterov: bool = False
@@ -227,7 +225,6 @@ class AdamW(_WithDecay):
     config: AdamWConfig
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        """optax's `adamw`."""
         config, decay = self.config, self.decays()["weight_decay"]
         return optax.adamw(
             learning_rate,
@@ -240,22 +237,21 @@ class AdamW(_WithDecay):
 
 @dataclass
 class LambConfig(_MomentsConfig):
-    """How `Lamb` steps."""
+    """Configuration of `Lamb`."""
 
     eps: Annotated[float, AtLeast(0)] = 1e-6
 
 
 @register
 class Lamb(_WithDecay):
-    """Adam whose step is scaled, parameter by parameter, to the parameter's norm; for large batches.
+    """Adam with a layer-wise trust ratio, for large batches.
 
-    Every parameter is scaled, also those that do not decay.
+    The trust ratio scales every parameter, also those without weight decay.
     """
 
     config: LambConfig
 
     def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        """optax's `lamb`."""
         config, decay = self.config, self.decays()["weight_decay"]
         return optax.lamb(
             learning_rate,

@@ -1,4 +1,4 @@
-"""The learning rate, kept where anybody can read it: in the optimizer's state."""
+"""Records the learning rate in the optimizer state, from which `learning_rate` reads it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ import optax
 
 from jax_trainer.core import PyTree
 
-DEFAULT = "default"  # the rate of parameters that belong to no group
+DEFAULT = "default"  # learning rate of parameters in no group
 
 
 class Recorded(NamedTuple):
-    """The state of an optimizer that was built here: how many updates it made, and at which rates the last one."""
+    """Optimizer state with the number of updates, and the learning rates of the last one."""
 
     updates: jax.Array
     learning_rates: dict[str, jax.Array]
@@ -23,10 +23,10 @@ class Recorded(NamedTuple):
 def recorded(
     inner: optax.GradientTransformationExtraArgs, schedules: Mapping[str, optax.Schedule]
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, which is told the `learning_rates` of each update by name, with a state that keeps them.
+    """`inner`, called with the `learning_rates` of each update by group, with a state that records them.
 
-    The count is the optimizer's own: it goes on by one per update, however many micro-batches or skipped steps
-    there are, and it is saved with the state.
+    The count is incremented once per optimizer update, regardless of micro-batches and skipped steps, and is saved
+    with the state.
     """
 
     def rates_at(count: jax.Array) -> dict[str, jax.Array]:
@@ -39,30 +39,30 @@ def recorded(
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Recorded]:
         rates = rates_at(state.updates)
         updates, inner_state = inner.update(updates, state.inner, params, learning_rates=rates, **extra)
-        made = jnp.asarray(optax.safe_increment(state.updates))
-        return updates, Recorded(made, rates, inner_state)
+        count = jnp.asarray(optax.safe_increment(state.updates))
+        return updates, Recorded(count, rates, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def learning_rates(opt_state: PyTree) -> dict[str, jax.Array]:
-    """The rates that the last update used: `default`, and one per group; before the first, those it will use.
+    """The learning rates of the last update: `default`, and one per group; before the first update, its rates.
 
     Args:
-        opt_state: the state of an optimizer of this room, or anything that holds exactly one of them.
+        opt_state: the state of an optimizer of this package, or a pytree that contains exactly one.
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Recorded))
     found = [node for node in nodes if isinstance(node, Recorded)]
     if len(found) != 1:
         raise ValueError(
-            f"One learning rate was asked for, but the optimizer state records {len(found) or 'none'}. Build the "
-            "optimizer with an optimizer of `jax_trainer.optimizer`, and pass its state."
+            f"The optimizer state must record one learning rate, but records {len(found) or 'none'}. Build the "
+            "optimizer with `jax_trainer.optimizer`, and pass its state."
         )
     return dict(found[0].learning_rates)
 
 
 def learning_rate(opt_state: PyTree) -> jax.Array:
-    """The rate that the last update used; before the first, the one it will use. With groups: that of all others.
+    """The learning rate of the last update (before the first: of that one) for parameters in no group.
 
     >>> from jax_trainer.optimizer import SGD, SGDConfig
     >>> state = SGD(SGDConfig(learning_rate=0.5)).build().init({"w": jnp.zeros(3)})

@@ -1,4 +1,4 @@
-"""Learning rates that change, each with its configuration."""
+"""Learning rate schedules, each with its configuration."""
 
 from jax_trainer.optimizer.concat import ConcatSchedule, ConcatScheduleConfig
 from jax_trainer.optimizer.elementary import (

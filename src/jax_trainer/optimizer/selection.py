@@ -1,7 +1,7 @@
-"""Parameters by name: which of them a regular expression means.
+"""Selects parameters by regular expressions.
 
-Everywhere in this room an expression is tried from the start of a parameter's dotted path (`re.match`), as in
-`encoder.layers.0.kernel`: `encoder` means all of the encoder, `.*kernel$` every kernel. An empty one means none.
+In this package, expressions are matched from the start of the dotted path of a parameter (`re.match`), such as
+`encoder.layers.0.kernel`: `encoder` matches all of the encoder, `.*kernel$` every kernel. An empty one matches none.
 """
 
 import re
@@ -12,7 +12,7 @@ import jax
 from jax_trainer.core import PyTree, leaf_path
 from jax_trainer.settings import SettingsError
 
-SHOWN = 20  # so many names fit into a message that somebody reads
+MAX_LISTED = 20  # names in a message
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -25,7 +25,7 @@ def parameter_paths(params: PyTree) -> list[str]:
 
 
 def is_match(regex: str, path: str) -> bool:
-    """Whether `regex` means the parameter at `path`.
+    """Whether `regex` matches the parameter at `path`.
 
     >>> is_match("encoder", "encoder.kernel"), is_match("kernel", "encoder.kernel"), is_match("", "encoder.kernel")
     (True, False, False)
@@ -34,25 +34,25 @@ def is_match(regex: str, path: str) -> bool:
 
 
 def require_match(key: str, regex: str, paths: Sequence[str], *, among: str = "parameter") -> None:
-    """Refuses an expression, given as `key`, that means none of `paths`."""
+    """Raises if the expression of the key `key` matches none of `paths`."""
     if any(is_match(regex, path) for path in paths):
         return
     raise SettingsError(
         [
             (
                 key,
-                f"`{key}` {regex!r} matches no {among}. There are {listed(paths)}. "
-                "It is tried from the start of the name: '.*' in front finds it anywhere.",
+                f"`{key}` {regex!r} matches no {among} of: {listed(paths)}. "
+                "It is matched from the start of the path: prepend '.*' to match anywhere.",
             )
         ]
     )
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Names for a message, cut to a number that can be read.
+    """Names for a message, at most `MAX_LISTED`.
 
     >>> listed([])
     'none'
     """
-    rest = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return (", ".join(paths[:SHOWN]) or "none") + rest
+    rest = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
+    return (", ".join(paths[:MAX_LISTED]) or "none") + rest

@@ -1,4 +1,4 @@
-"""What the signature and the docstring of an optax optimizer say about the keys of its configuration."""
+"""Derives the keys of a configuration from the signature and the docstring of an optax optimizer."""
 
 import inspect
 import re
@@ -20,18 +20,18 @@ Factory = Callable[..., optax.GradientTransformation]
 Parameters = Mapping[str, inspect.Parameter]
 
 NUMBER = Annotated[float, AtLeast(0)]
-# Polyak's step finds its own rate, and `scaling` is what that is multiplied by
+# Polyak SGD estimates its step size, and `scaling` is a factor for it
 RATES = ("learning_rate", "scaling")
 DECAYS = ("weight_decay", "weight_decay_rate")
 MASKS = ("mask", "weight_decay_mask")
-# masks are made by `weight_decay`; the others would look like numbers, and are trees of them, or deprecated
+# masks follow from `weight_decay`; the others have numeric defaults but are pytrees, or are deprecated
 UNWRITABLE = {*MASKS, "trust_ratio_mask", "weight_dimension_numbers", "muon_weight_dimension_numbers", "seed"}
 CHOICES = {"variant": Literal["sps", "sps+"], "weight_decay": NUMBER, "adam_weight_decay": NUMBER}
 FLOAT_TYPE = Annotated[str, IsFloatType()]
 
 
 class Key(NamedTuple):
-    """One key of a configuration: its name, its annotation, and its value if it is left out."""
+    """A key of a configuration: name, annotation and default."""
 
     name: str
     hint: Any
@@ -39,20 +39,20 @@ class Key(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is to be known about an optimizer of optax."""
+    """The properties of an optax optimizer."""
 
     name: str
     factory: Factory
-    rate: str  # which of its arguments is the learning rate
-    default_rate: float | None  # None: optax gives no number
+    rate: str  # name of its learning rate argument
+    default_rate: float | None  # None: optax has no default
     takes_schedule: bool
-    decay: str  # which of its arguments is a weight decay that a mask restricts, if any
-    mask: str  # which is that mask
-    keys: tuple[Key, ...]  # those that can be written in a file, besides the learning rate
+    decay: str  # name of its weight decay argument that a mask restricts; else empty
+    mask: str  # name of its mask argument; else empty
+    keys: tuple[Key, ...]  # arguments that a file can contain, without the learning rate
 
 
 def facts_of(name: str, factory: Factory) -> Facts:
-    """What the signature of `factory` says."""
+    """The properties of the optimizer `factory`, from its signature."""
     arguments = inspect.signature(factory, eval_str=True).parameters
     rate, decay, mask = (_first(names, arguments) for names in (RATES, DECAYS, MASKS))
     default = arguments[rate].default
@@ -69,7 +69,7 @@ def facts_of(name: str, factory: Factory) -> Facts:
 
 
 def is_optimizer(thing: Any) -> bool:
-    """Whether `thing` is a function that has a learning rate and needs nothing else."""
+    """Whether `thing` is a function whose only required argument is a learning rate."""
     if not isinstance(thing, FunctionType | partial):
         return False
     arguments = inspect.signature(thing).parameters
@@ -95,7 +95,7 @@ def _key(name: str, argument: inspect.Parameter) -> Iterator[Key]:
     if "dtype" in name:
         text = None if default is None else str(jnp.dtype(default))
         yield Key(name, FLOAT_TYPE if text else FLOAT_TYPE | None, text)
-    elif name == "key":  # a random key: any whole number makes one
+    elif name == "key":  # a random key, made from an integer
         yield Key(name, int, 0)
     else:
         hint = CHOICES.get(name) or _hint(argument.annotation, default)
@@ -104,7 +104,7 @@ def _key(name: str, argument: inspect.Parameter) -> Iterator[Key]:
 
 
 def _hint(annotation: Any, default: Any) -> Any:
-    """The annotation of a key; None for what cannot be written in a file, such as a function."""
+    """The annotation of a key; None if a file cannot contain its values, such as functions."""
     alternatives = options(annotation)
     if default is None:
         number = next((number for number in (float, int) if number in alternatives), None)
@@ -121,7 +121,7 @@ def _hint(annotation: Any, default: Any) -> Any:
 
 
 def described(factory: Factory) -> tuple[str, dict[str, str]]:
-    """The first sentence of a docstring, and the first one about each argument."""
+    """The first sentence of the docstring, and of the description of each argument."""
     head, _, rest = (inspect.getdoc(factory) or "").partition("\nArgs:\n")
     section = dedent(re.split(r"\n(?=\S)", rest)[0])
     entries = re.split(r"^(?=\w+:)", section, flags=re.MULTILINE)[1:]

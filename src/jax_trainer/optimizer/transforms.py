@@ -1,4 +1,4 @@
-"""What happens to gradients before the optimizer, or to its updates after it: weight decay and clipping."""
+"""Gradient transforms, before or after the optimizer: weight decay and clipping."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ KERNELS = "((.*weight$)|(.*kernel$))"
 
 @dataclass
 class GradientTransformConfig(Settings):
-    """The key that every transform has.
+    """The keys of every gradient transform.
 
     Args:
-        before_optimizer: act on the gradients; false: on the updates that the optimizer makes of them.
+        before_optimizer: transform the gradients; false: transform the updates of the optimizer.
     """
 
     before_optimizer: bool = True
@@ -28,34 +28,34 @@ class GradientTransformConfig(Settings):
 
 @register_interface
 class GradientTransformInterface(RegistrableConfigInterface):
-    """Something done to gradients or updates, made from its configuration."""
+    """A transform of gradients or updates, built from its configuration."""
 
-    config: Any  # the class of a transform's own configuration, which derives from `GradientTransformConfig`
+    config: Any  # a subclass of `GradientTransformConfig`
 
     def __init__(self, config: GradientTransformConfig) -> None:
         self.config = config
 
     def build(self) -> optax.GradientTransformation:
-        """The transformation; it may take `learning_rates`, a tree with the rate of every parameter."""
+        """The optax transformation; its `update` may take `learning_rates`, a pytree of one per parameter."""
         raise NotImplementedError(f"{type(self).__name__} has no `build`.")
 
     def check_paths(self, paths: Sequence[str]) -> None:
-        """Raises `SettingsError` if trained parameters of these names give it nothing to do."""
+        """Raises a `SettingsError` if it has no effect on trained parameters with these paths."""
 
 
 @dataclass
 class WeightDecayConfig(GradientTransformConfig):
-    """Which parameters decay, and how fast.
+    """Configuration of `WeightDecay`: the strength, and the parameters that decay.
 
     As a transform it is L2 regularisation (it adds `value` × parameter to the gradient) or, with
     `before_optimizer: false`, decoupled (it subtracts learning rate × `value` × parameter from the update). As the
-    `weight_decay` of an optimizer it is what that optimizer makes of it, and `before_optimizer` has no effect.
+    `weight_decay` of an optimizer it is passed to that optimizer, and `before_optimizer` has no effect.
 
     Args:
-        value: the strength; 0 is none.
-        mode: whitelist: what `parameter_regex_include` matches; blacklist: everything. Both without what is excluded.
-        parameter_regex_include: which parameters decay, by their dotted path from its start; only for the whitelist.
-        parameter_regex_exclude: which parameters do not; empty: no exception.
+        value: strength of the weight decay; 0 is none.
+        mode: whitelist: parameters that `parameter_regex_include` matches; blacklist: all. Both without excluded ones.
+        parameter_regex_include: parameters that decay, matched from the start of the dotted path; whitelist only.
+        parameter_regex_exclude: parameters that do not decay; empty: none is excluded.
     """
 
     value: Annotated[float, AtLeast(0)] = 0.0
@@ -64,18 +64,18 @@ class WeightDecayConfig(GradientTransformConfig):
     parameter_regex_exclude: Annotated[str, IsRegex()] = ""
 
     def problems(self) -> Iterator[Problem]:
-        """An `include` that would be ignored, or that says nothing."""
+        """Reports a `parameter_regex_include` that is ignored or empty."""
         key, regex = "parameter_regex_include", self.parameter_regex_include
         if self.mode == "blacklist" and regex != KERNELS:
             text = f"`{key}` {regex!r} has no effect with `mode: blacklist`. "
-            yield key, text + "Leave it out, or use `mode: whitelist`."
+            yield key, text + "Remove it, or use `mode: whitelist`."
         if self.mode == "whitelist" and not regex:
             yield key, f"`{key}` is empty. Write '.*' for all parameters, or `value: 0` for no decay."
 
 
 @register
 class WeightDecay(GradientTransformInterface):
-    """Pulls parameters towards zero: in the gradient (L2) or, after the optimizer, decoupled from it."""
+    """Weight decay: L2 regularisation of the gradient or, after the optimizer, decoupled."""
 
     config: WeightDecayConfig
 
@@ -86,11 +86,10 @@ class WeightDecay(GradientTransformInterface):
         return included and not is_match(config.parameter_regex_exclude, path)
 
     def mask(self, params: PyTree) -> PyTree:
-        """True for every parameter that decays, as optax takes it."""
+        """The optax mask: True for every parameter that decays."""
         return jax.tree_util.tree_map_with_path(lambda path, _: self.decays(leaf_path(path)), params)
 
     def build(self) -> optax.GradientTransformation:
-        """Adds to gradients or, after the optimizer, subtracts from updates."""
         if self.config.before_optimizer:
             return optax.add_decayed_weights(self.config.value, mask=self.mask)
         return optax.GradientTransformationExtraArgs(optax.init_empty_state, self._decoupled)
@@ -115,7 +114,6 @@ class WeightDecay(GradientTransformInterface):
         return jax.tree_util.tree_map_with_path(decayed, updates, learning_rates, params), state
 
     def check_paths(self, paths: Sequence[str]) -> None:
-        """Refuses expressions that match nothing, and a decay that touches nothing."""
         config = self.config
         if not config.value:
             return
@@ -124,21 +122,21 @@ class WeightDecay(GradientTransformInterface):
         if config.parameter_regex_exclude:
             require_match("parameter_regex_exclude", config.parameter_regex_exclude, paths, among="trained parameter")
         if not any(map(self.decays, paths)):
-            text = f"Weight decay {config.value:g} leaves out every trained parameter: {listed(paths)}. "
+            text = f"Weight decay {config.value:g} applies to no trained parameter of: {listed(paths)}. "
             raise SettingsError([("value", text + "Exclude fewer, or set it to 0.")])
 
 
 def as_weight_decay(value: float | WeightDecayConfig | None) -> WeightDecay:
-    """What an optimizer's `weight_decay` means: a number is the strength for kernels and weights."""
+    """The `WeightDecay` of an optimizer's `weight_decay`: a number is the strength for kernels and weights."""
     return WeightDecay(value if isinstance(value, WeightDecayConfig) else WeightDecayConfig(value=value or 0.0))
 
 
 @dataclass
 class GradClipNormConfig(GradientTransformConfig):
-    """How large gradients may be together.
+    """Configuration of `GradClipNorm`.
 
     Args:
-        max_norm: the largest global norm, over all trained parameters; a larger one is scaled down to it.
+        max_norm: maximum global norm over all trained parameters.
     """
 
     max_norm: Annotated[float, Above(0)] = 1e8
@@ -146,21 +144,20 @@ class GradClipNormConfig(GradientTransformConfig):
 
 @register
 class GradClipNorm(GradientTransformInterface):
-    """Scales everything down to a global norm of at most `max_norm`."""
+    """Clips gradients by their global norm."""
 
     config: GradClipNormConfig
 
     def build(self) -> optax.GradientTransformation:
-        """Clips by the norm over all trained parameters."""
         return optax.clip_by_global_norm(self.config.max_norm)
 
 
 @dataclass
 class GradClipValueConfig(GradientTransformConfig):
-    """How large every single number may be.
+    """Configuration of `GradClipValue`.
 
     Args:
-        max_delta: the largest absolute value.
+        max_delta: maximum absolute value of each element.
     """
 
     max_delta: Annotated[float, Above(0)] = 1e8
@@ -168,10 +165,9 @@ class GradClipValueConfig(GradientTransformConfig):
 
 @register
 class GradClipValue(GradientTransformInterface):
-    """Cuts every number at ± `max_delta`."""
+    """Clips gradients elementwise to ± `max_delta`."""
 
     config: GradClipValueConfig
 
     def build(self) -> optax.GradientTransformation:
-        """Clips number by number."""
         return optax.clip(self.config.max_delta)

@@ -1,7 +1,7 @@
-"""The processes of one job: how they find each other, agree, watch each other, and end together.
+"""Multi-process jobs: joining, exchanging strings, detecting failed processes, ending together.
 
-Numbers are added up by JAX's own collectives. Words (where the run's folder is, whether a save went well, who failed)
-go through the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
+Arrays are reduced by JAX's collectives. Strings (the run folder, the success of a save, failures) are exchanged through
+the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
 """
 
 from jax_trainer.processes.group import ProcessGroup, ProcessGroupError, process_group

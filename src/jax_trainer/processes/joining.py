@@ -1,4 +1,4 @@
-"""How a process finds the others of its job: told by name, or by what started them."""
+"""Joining the processes of a job, described explicitly or detected from the launcher."""
 
 import logging
 import os
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import jax
 
 LOG = logging.getLogger("jax_trainer")
-HEARTBEAT = 30.0  # seconds of silence after which a process counts as gone
-BEHIND = 5.0  # seconds that JAX waits longer than we do: it ends a process without a word
-# (how many processes there are, which one this is) as those who start them say it
-_STARTERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
-_heartbeats: list[float] = []  # that were agreed on; a process joins once
+HEARTBEAT = 30.0  # seconds without a heartbeat after which a process counts as dead
+JAX_MARGIN = 5.0  # seconds that JAX waits longer than the watchdog: JAX ends a process without an error message
+# environment variables of launchers: (number of processes, number of this process)
+_LAUNCHERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
+_heartbeats: list[float] = []  # timeouts passed to `join`, at most one
 
 
 class JoinError(ValueError):
@@ -22,12 +22,12 @@ class JoinError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of several processes, as somebody describes it by name.
+    """An explicit description of a multi-process job.
 
     Args:
-        coordinator: host and port at which the first process listens, such as "10.0.0.1:9876".
-        processes: how many there are.
-        process: which one this is, from 0.
+        coordinator: host and port of process 0, such as "10.0.0.1:9876".
+        processes: number of processes.
+        process: number of this process, from 0.
     """
 
     coordinator: str | None = None
@@ -35,76 +35,76 @@ class Job:
     process: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if given and len(given) < len(vars(self)):
-            missing = [name for name in vars(self) if name not in given]
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        if known and len(known) < len(vars(self)):
+            missing = [name for name in vars(self) if name not in known]
             raise JoinError(
-                f"A job is described by coordinator, processes and process, all of them or none: {', '.join(missing)} "
+                f"Set all of coordinator, processes and process, or none: {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing."
             )
         if self.processes is not None and not 0 <= (self.process or 0) < self.processes:
-            raise JoinError(f"Process {self.process} cannot be one of {self.processes}: they count from 0.")
+            raise JoinError(f"Process {self.process} cannot be one of {self.processes}: processes are numbered from 0.")
         if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
             raise JoinError(f"The coordinator must be host:port, such as 10.0.0.1:9876, got {self.coordinator!r}.")
 
     @property
-    def is_described(self) -> bool:
-        """Whether anything was said about it."""
+    def is_explicit(self) -> bool:
+        """Whether the job is described."""
         return self.coordinator is not None
 
 
 def detect_launcher(environment: Mapping[str, str] = os.environ) -> str:
-    """Who started several processes of which this is one: "SLURM" or "Open MPI"; "" if nobody says so.
+    """The launcher of several processes: "SLURM" or "Open MPI"; "" if none is detected.
 
-    >>> started_together({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}), started_together({"SLURM_NTASKS": "1"})
+    >>> detect_launcher({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}), detect_launcher({"SLURM_NTASKS": "1"})
     ('SLURM', '')
     """
-    for name, (count, rank) in _STARTERS.items():
+    for name, (count, rank) in _LAUNCHERS.items():
         if environment.get(count, "").isdigit() and int(environment[count]) > 1 and rank in environment:
             return name
     return ""
 
 
 def join(job: Job | None = None, *, heartbeat: float = HEARTBEAT, timeout: float = 300.0) -> None:
-    """Joins the other processes of the job; before JAX is used for anything else.
+    """Joins the other processes of the job; call it before any other use of JAX.
 
     Args:
-        job: what is known about it; without, JAX looks for SLURM, Open MPI, Kubernetes and TPUs.
-        heartbeat: seconds of silence after which a process counts as gone, and the others end.
-        timeout: seconds to wait until all are there.
+        job: its description; None: JAX detects SLURM, Open MPI, Kubernetes and TPUs.
+        heartbeat: seconds without a heartbeat after which a process counts as dead, and the others end.
+        timeout: seconds to wait for all processes.
     """
     job = job or Job()
     described = {"coordinator_address": job.coordinator, "num_processes": job.processes, "process_id": job.process}
-    detection = {"cluster_detection_method": "deactivate"} if job.is_described else {}
-    patience = {"initialization_timeout": round(timeout), "heartbeat_timeout_seconds": round(heartbeat + BEHIND)}
+    detection = {"cluster_detection_method": "deactivate"} if job.is_explicit else {}
+    timeouts = {"initialization_timeout": round(timeout), "heartbeat_timeout_seconds": round(heartbeat + JAX_MARGIN)}
     try:
-        jax.distributed.initialize(**described, **detection, **patience)  # type: ignore[arg-type]
+        jax.distributed.initialize(**described, **detection, **timeouts)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        where = (
-            f"of {job.processes} at {job.coordinator}" if job.is_described else "that this machine's environment names"
-        )
+        where = f"of {job.processes} at {job.coordinator}" if job.is_explicit else "named in the environment"
         raise JoinError(
-            f"The processes {where} could not be joined: {reason}. Start all of them at the same time, let each reach "
-            "the address of the first, and use JAX for nothing before. By name: `--coordinator host:port --processes N "
-            "--process I`."
+            f"The processes {where} could not be joined: {reason}. Start all of them at the same time, check that each "
+            "can reach the address of process 0, and do not use JAX before. Explicitly: `--coordinator host:port "
+            "--processes N --process I`."
         ) from error
     _heartbeats.append(heartbeat)
-    LOG.info("Process %d of %d, %d devices here.", jax.process_index(), jax.process_count(), jax.local_device_count())
+    LOG.info(
+        "Process %d of %d with %d local devices.", jax.process_index(), jax.process_count(), jax.local_device_count()
+    )
 
 
-def leave(patience: float = 15.0) -> None:
-    """Takes leave of the other processes, which do the same: one that just ended would be taken for dead.
+def leave(timeout: float = 15.0) -> None:
+    """Leaves the job together with the other processes: without it, an ended process would count as dead.
 
     Args:
-        patience: seconds to wait for them.
+        timeout: seconds to wait for them.
     """
     if jax.distributed.is_initialized():
         leaving = threading.Thread(target=jax.distributed.shutdown, name="jax-trainer-leaves", daemon=True)
         leaving.start()
-        leaving.join(patience)
+        leaving.join(timeout)
 
 
 def heartbeat_timeout() -> float:
-    """Seconds of silence after which a process counts as gone; the usual ones where somebody else has joined them."""
+    """Seconds without a heartbeat after which a process counts as dead; the default if `join` was not called."""
     return _heartbeats[-1] if _heartbeats else HEARTBEAT

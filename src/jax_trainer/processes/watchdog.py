@@ -1,9 +1,10 @@
-"""Processes that watch each other: one that is gone, failed or slow is named, and nobody waits for it for ever.
+"""Detects dead, failed and slow processes of a job, so that no process waits for them forever.
 
-A thread leaves a sign of life twice a second. The lead's reads all of them, and tells who is gone, so that a large job
-asks little of the store. What a process learns is raised in its main thread at the next event; a main thread that hangs
-in a collective with a dead process cannot raise anything, so after a moment the whole process ends. It also ends when
-the error was raised: JAX would wait for the dead process before Python may end, and then end without a word.
+A thread stores a heartbeat twice a second. The primary process reads all heartbeats and announces dead processes, so
+that a large job puts little load on the store. A failure of another process is raised in the main thread at the next
+event; a main thread that hangs in a collective with a dead process cannot raise, so the process ends after a grace
+period. It also ends after the error was raised: JAX would wait for the dead process at exit, and then end without an
+error message.
 """
 
 import itertools
@@ -24,29 +25,29 @@ import jax
 from jax_trainer.processes.group import ProcessGroup
 from jax_trainer.processes.joining import heartbeat_timeout
 
-BEAT = 0.5  # seconds between two signs of life
-GRACE = 2.0  # seconds for the main thread to end by itself, once another process is gone
-TIDY = 10.0  # the same once another process has failed and said so: this one may be about to fail, too
-SLOW_SHARE = 0.5  # of the time of a step that is spent waiting for one process: worth a line
-SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # over which it is measured
-_OVER = "over"
-_runs = itertools.count(1)  # every process counts alike: what is said in one run does not concern the next
+BEAT = 0.5  # seconds between two heartbeats
+GRACE = 2.0  # seconds for the main thread to end by itself after another process died
+GRACE_AFTER_ERROR = 10.0  # the same after another process reported an error: this one may be about to fail, too
+SLOW_SHARE = 0.5  # share of the step time spent waiting for one process that is reported
+SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # minimum steps and seconds over which it is measured
+_FINISHED = "finished"
+_runs = itertools.count(1)  # equal in all processes; separates the keys of consecutive runs
 LOG = logging.getLogger("jax_trainer")
 
 
 class ProcessFailedError(RuntimeError):
-    """Another process of the job failed or is gone; the message names it."""
+    """Another process of the job failed or died; the message names it."""
 
 
 @dataclass
 class Heartbeat:
-    """A sign of life: how far a process is, and how long it kept the others waiting.
+    """A heartbeat with the progress of a process.
 
     Args:
-        where: host and process id, for people.
-        beat: counts the signs.
-        step: the last step that was dispatched.
-        idle: seconds, so far, for which its devices had nothing to do: it was busy with data, callbacks or Python.
+        where: host and process id, for messages.
+        beat: number of the heartbeat.
+        step: last dispatched step.
+        idle: seconds so far in which its devices were idle, because it was busy with data, callbacks or Python.
     """
 
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
@@ -56,66 +57,66 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Watches the other processes of a job while a run lasts: `with Watch(peers()) as watch: …`."""
+    """Monitors the other processes of a job during a run: `with Watchdog(process_group()) as watchdog: …`."""
 
-    def __init__(self, us: ProcessGroup, *, heartbeat: float | None = None) -> None:
-        self._us, self._heartbeat = us, heartbeat_timeout() if heartbeat is None else heartbeat
+    def __init__(self, group: ProcessGroup, *, heartbeat: float | None = None) -> None:
+        self._group, self._heartbeat = group, heartbeat_timeout() if heartbeat is None else heartbeat
         self._run = next(_runs)
         self._mine, self._others = Heartbeat(), dict[int, Heartbeat]()
-        self._heard: dict[int, float] = {}  # when each of the others last gave a sign
-        self._trouble, self._since = "", 0.0
-        self._patience = GRACE
+        self._last_beat: dict[int, float] = {}  # time of the last heartbeat of each other process
+        self._failure, self._since = "", 0.0
+        self._grace = GRACE
         self._pace = _Pace()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="jax-trainer-peers", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="jax-trainer-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self._us.is_multi_process:
+        if self._group.is_multi_process:
             self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._is_over.set()
-        if self._thread.is_alive() and not self._is_gone:
+        if self._thread.is_alive() and not self._has_died:
             self._thread.join(2 * BEAT)
 
     def report_progress(self, step: int, idle: float) -> None:
-        """This process is at `step`, and has kept devices waiting for so many seconds so far."""
+        """Records that this process is at `step`, with `idle` seconds of idle devices so far."""
         self._mine.step, self._mine.idle = step, idle
 
     def check(self) -> None:
-        """Raises a `ProcessFailedError` if another process is gone or has failed."""
-        if self._trouble:
-            raise ProcessFailedError(self._trouble)
+        """Raises a `ProcessFailedError` if another process died or failed."""
+        if self._failure:
+            raise ProcessFailedError(self._failure)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What to raise for `error` in this process: itself, after the others were told; or who is to blame for it.
+        """The error to raise for `error`: itself, after notifying the others, or a `ProcessFailedError`.
 
-        A collective fails when another process is gone: it takes a moment until it is known which.
+        A collective fails when another process dies; it takes a moment until it is known which.
         """
-        if not self._us.is_multi_process or isinstance(error, ProcessFailedError):
+        if not self._group.is_multi_process or isinstance(error, ProcessFailedError):
             return error
-        if _is_of_a_collective(error):
-            self._wait_for_trouble()
-            if self._trouble:
-                return ProcessFailedError(self._trouble)
-        self._tell_failure(error)
+        if _is_collective_error(error):
+            self._wait_for_failure()
+            if self._failure:
+                return ProcessFailedError(self._failure)
+        self._announce_own_failure(error)
         return error
 
-    def _wait_for_trouble(self) -> None:
+    def _wait_for_failure(self) -> None:
         deadline = time.monotonic() + self._heartbeat + 2 * BEAT
-        while not self._trouble and time.monotonic() < deadline:
+        while not self._failure and time.monotonic() < deadline:
             time.sleep(BEAT / 10)
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _announce_own_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
         try:
-            named = self._named(self._us.index, self._mine.where)
-            self._tell(self._us.index, f"{named} failed: {type(error).__name__}: {text}", TIDY)
+            named = self._named(self._group.index, self._mine.where)
+            self._announce(self._group.index, f"{named} failed: {type(error).__name__}: {text}", GRACE_AFTER_ERROR)
         except jax.errors.JaxRuntimeError:
-            LOG.warning("The other processes could not be told: the first one cannot be reached.")
+            LOG.warning("The other processes could not be notified: process 0 cannot be reached.")
             return
-        if self._us.is_primary:  # the words are kept here: the others need a moment to read them
+        if self._group.is_primary:  # the store is in this process: the others need a moment to read it
             time.sleep(2 * BEAT)
 
     def _watch(self) -> None:
@@ -123,106 +124,109 @@ class Watchdog:
             try:
                 self._exchange()
             except jax.errors.JaxRuntimeError as error:
-                self._found(f"Process 0, which leads, cannot be reached: {str(error).partition(chr(10))[0]}", GRACE)
-            if self._trouble and time.monotonic() - self._since > self._patience:
+                self._record_failure(
+                    f"Process 0 (primary) cannot be reached: {str(error).partition(chr(10))[0]}", GRACE
+                )
+            if self._failure and time.monotonic() - self._since > self._grace:
                 _end_process()
                 return
-        if self._is_gone:
-            time.sleep(max(0.0, self._since + self._patience - time.monotonic()))
+        if self._has_died:
+            time.sleep(max(0.0, self._since + self._grace - time.monotonic()))
             _end_process()
-        elif not self._trouble:
-            self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(_OVER))
+        elif not self._failure:
+            self._group.put(f"alive/{self._run}/{self._group.index}", json.dumps(_FINISHED))
 
     def _exchange(self) -> None:
         self._mine.beat += 1
-        self._us.put(f"alive/{self._run}/{self._us.index}", json.dumps(vars(self._mine)))
-        if self._us.is_primary:
-            self._look_after_all(time.monotonic())
-        for name, word in self._us.notes(f"failed/{self._run}").items():
-            if int(name) != self._us.index:
-                self._found(**json.loads(word))
+        self._group.put(f"alive/{self._run}/{self._group.index}", json.dumps(vars(self._mine)))
+        if self._group.is_primary:
+            self._check_heartbeats(time.monotonic())
+        for name, value in self._group.get_all(f"failed/{self._run}").items():
+            if int(name) != self._group.index:
+                self._record_failure(**json.loads(value))
 
-    def _look_after_all(self, now: float) -> None:
-        for name, word in self._us.notes(f"alive/{self._run}").items():
-            self._hear(int(name), json.loads(word), now)
-        for index, heard in self._heard.items():
-            if now - heard > self._heartbeat:
-                sign = self._others[index]
-                silence = f"has given no sign of life for {now - heard:.0f} seconds: it was killed, or its machine is"
-                text = f"{self._named(index, sign.where)} {silence} gone. Its last step was {sign.step}."
-                self._tell(index, text, GRACE)
-                self._found(text, GRACE)
-        self._pace.look({self._us.index: self._mine, **self._others}, now)
+    def _check_heartbeats(self, now: float) -> None:
+        for name, value in self._group.get_all(f"alive/{self._run}").items():
+            self._receive(int(name), json.loads(value), now)
+        for index, last in self._last_beat.items():
+            if now - last > self._heartbeat:
+                beat = self._others[index]
+                silence = f"has given no sign of life for {now - last:.0f} seconds: it was killed, or its machine"
+                text = f"{self._named(index, beat.where)} {silence} failed. Its last step was {beat.step}."
+                self._announce(index, text, GRACE)
+                self._record_failure(text, GRACE)
+        self._pace.update({self._group.index: self._mine, **self._others}, now)
 
-    def _tell(self, index: int, text: str, patience: float) -> None:
-        self._us.put(f"failed/{self._run}/{index}", json.dumps({"text": text, "patience": patience}))
+    def _announce(self, index: int, text: str, grace: float) -> None:
+        self._group.put(f"failed/{self._run}/{index}", json.dumps({"text": text, "grace": grace}))
 
     @property
-    def _is_gone(self) -> bool:
-        """Whether another process is, without a word."""
-        return bool(self._trouble) and self._patience == GRACE
+    def _has_died(self) -> bool:
+        """Whether another process died without reporting an error."""
+        return bool(self._failure) and self._grace == GRACE
 
-    def _hear(self, index: int, said: Any, now: float) -> None:
-        if index == self._us.index:
+    def _receive(self, index: int, value: Any, now: float) -> None:
+        if index == self._group.index:
             return
-        if said == _OVER:
-            self._heard.pop(index, None)
+        if value == _FINISHED:
+            self._last_beat.pop(index, None)
             return
-        sign = Heartbeat(**said)
-        if index not in self._others or self._others[index].beat != sign.beat:
-            self._others[index], self._heard[index] = sign, now
+        beat = Heartbeat(**value)
+        if index not in self._others or self._others[index].beat != beat.beat:
+            self._others[index], self._last_beat[index] = beat, now
 
-    def _found(self, text: str, patience: float) -> None:
-        if not self._trouble:
-            self._trouble, self._since, self._patience = text, time.monotonic(), patience
-            LOG.error("%s", text)  # at once: JAX may end this process any moment
+    def _record_failure(self, text: str, grace: float) -> None:
+        if not self._failure:
+            self._failure, self._since, self._grace = text, time.monotonic(), grace
+            LOG.error("%s", text)  # immediately: JAX may end this process at any moment
 
     def _named(self, index: int, where: str) -> str:
-        return f"Process {index} of {self._us.count} ({where})"
+        return f"Process {index} of {self._group.count} ({where})"
 
 
 class _Pace:
-    """Names a process that all the others wait for."""
+    """Reports a process that all others wait for."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[int, float]] = {}
         self._at = 0.0
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def look(self, signs: dict[int, Heartbeat], now: float) -> None:
-        """Compares what every process took by itself since the last look, once enough was done."""
-        steps = min(sign.step - self._before.get(index, (sign.step, 0.0))[0] for index, sign in signs.items())
-        if self._before.keys() == signs.keys() and (steps < SLOW_STEPS or now - self._at < SLOW_SECONDS):
+    def update(self, beats: dict[int, Heartbeat], now: float) -> None:
+        """Compares the idle time of all processes since the last comparison, if enough steps passed."""
+        steps = min(beat.step - self._before.get(index, (beat.step, 0.0))[0] for index, beat in beats.items())
+        if self._before.keys() == beats.keys() and (steps < SLOW_STEPS or now - self._at < SLOW_SECONDS):
             return
-        if self._before.keys() == signs.keys():
-            idle = {index: (sign.idle - self._before[index][1]) / steps for index, sign in signs.items()}
-            self._compare(idle, (now - self._at) / steps, signs)
-        self._before = {index: (sign.step, sign.idle) for index, sign in signs.items()}
+        if self._before.keys() == beats.keys():
+            idle = {index: (beat.idle - self._before[index][1]) / steps for index, beat in beats.items()}
+            self._compare(idle, (now - self._at) / steps, beats)
+        self._before = {index: (beat.step, beat.idle) for index, beat in beats.items()}
         self._at = now
 
-    def _compare(self, idle: dict[int, float], whole: float, signs: dict[int, Heartbeat]) -> None:
+    def _compare(self, idle: dict[int, float], step_time: float, beats: dict[int, Heartbeat]) -> None:
         slowest = max(idle, key=idle.__getitem__)
         others = statistics.median(time for index, time in idle.items() if index != slowest)
-        if slowest in self._told or idle[slowest] - others < SLOW_SHARE * whole:
+        if slowest in self._reported or idle[slowest] - others < SLOW_SHARE * step_time:
             return
-        self._told.add(slowest)
+        self._reported.add(slowest)
         LOG.warning(
-            f"Process {slowest} of {len(idle)} ({signs[slowest].where}) is slow, and all others wait for it: its "
-            f"devices have nothing to do for {1000 * idle[slowest]:.0f} ms per step, those of the others for "
-            f"{1000 * others:.1f} ms. Look at its data, its callbacks and its machine."
+            f"Process {slowest} of {len(idle)} ({beats[slowest].where}) is slow, and all others wait for it: its "
+            f"devices are idle for {1000 * idle[slowest]:.0f} ms per step, those of the others for "
+            f"{1000 * others:.1f} ms. Check its data loading, its callbacks and its machine."
         )
 
 
-def _is_of_a_collective(error: BaseException) -> bool:
+def _is_collective_error(error: BaseException) -> bool:
     text = f"{type(error).__name__}: {error}"
     return any(
-        word in text for word in ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
+        marker in text
+        for marker in ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
     )
 
 
 def _end_process() -> None:
-    LOG.error("This process ends, too, because another one is gone or has failed.")
-    with suppress(OSError, ValueError, AttributeError):  # nobody may be reading any more
+    LOG.error("This process ends, too, because another one died or failed.")
+    with suppress(OSError, ValueError, AttributeError):  # the streams may be closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A run that writes to a folder: where that is, who watches, what it goes on from, and what is kept when it fails."""
+"""Runs that write to a folder: its path, callbacks, resuming, the best weights, and reports of failures."""
 
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList, CallbacksLike, named_callbacks

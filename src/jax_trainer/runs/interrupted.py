@@ -1,4 +1,4 @@
-"""What a person gets who ends a run by Ctrl-C: what was reached, and how to resume, in one line."""
+"""The one-line message after Ctrl-C: the step reached, and how to resume."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,22 +22,22 @@ def before_first_step() -> Iterator[None]:
 
 
 def resumable_step(folder: RunFolder) -> int | None:
-    """The step of the latest checkpoint from which the run can be resumed; damaged ones do not fail here again."""
-    # without asking the other processes, which may be gone
-    whole = [one.step for one in checkpoint_infos(folder.checkpoints) if not (one.problem or one.without)]
-    return whole[-1] if whole else None
+    """The step of the latest checkpoint that can be resumed, ignoring damaged ones; None if there is none."""
+    # without the other processes, which may have ended
+    steps = [one.step for one in checkpoint_infos(folder.checkpoints) if not (one.problem or one.without)]
+    return steps[-1] if steps else None
 
 
 def interrupted(
     end: KeyboardInterrupt | SystemExit, result: Any, folder: RunFolder, call: str
 ) -> KeyboardInterrupt | SystemExit:
-    """`end` with what was reached as its `result`; of a Ctrl-C the message has the `call` that resumes the run."""
+    """`end` with the partial `result`; for Ctrl-C the message has the `call` that resumes the run."""
     if isinstance(end, KeyboardInterrupt):
         if not is_by_ctrl_c(end):
             return end
         step = resumable_step(folder)
         how = "Nothing was saved." if step is None else f"Resume from step {step} with `{call}`."
-        end.args = (f"{end} {how} What was reached is the `result` of this KeyboardInterrupt.",)
-        end.__traceback__ = None  # nothing in the library went wrong
+        end.args = (f"{end} {how} The partial result is the `result` of this KeyboardInterrupt.",)
+        end.__traceback__ = None  # no error in the library
     end.result = result  # type: ignore[union-attr]  # exceptions take any attribute
     return end

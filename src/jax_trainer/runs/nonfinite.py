@@ -1,4 +1,4 @@
-"""What is kept and told when a loss or a gradient is not finite."""
+"""Reports a non-finite loss or gradient, with the batch and the state before the step."""
 
 import json
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Policy = Literal["raise", "stop", "skip", "rollback"]
 def explain_nonfinite(
     error: NonFiniteError, program: CompiledProgram, state: TrainState, position: Position, folder: Path
 ) -> NonFiniteError:
-    """`error` with what was not finite, after the batch and the state before it were kept in the run's folder.
+    """`error` with the names of the non-finite values; saves the batch and the state before the step to the run folder.
 
     Args:
-        error: of the step, with its batch.
-        program: whose step it was.
-        state: as the guard left it, which is that before the step; only its count went on.
-        position: in the data, before the step.
-        folder: of the run.
+        error: the error of the step, with its batch.
+        program: the program of the step.
+        state: the state that the guard kept: that before the step, except for the step count.
+        position: the position in the data before the step.
+        folder: the run folder.
     """
     before = thawed(state).replace(step=jnp.full_like(state.step, error.step - 1))
     found = examine(program, state, error.batch, error.step)
@@ -48,12 +48,12 @@ def explain_nonfinite(
     if process_group().is_primary:
         np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    cure = batch_faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
+    hint = batch_faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
     text = (
-        f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. {cure} "
-        "`on_nonfinite: skip` leaves such updates out."
+        f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. {hint} "
+        "`on_nonfinite: skip` skips such updates."
     )
-    return NonFiniteError(text, step=error.step, batch=error.batch, place=error.place)
+    return NonFiniteError(text, step=error.step, batch=error.batch, position=error.position)
 
 
 def _sentence(found: Examination) -> str:
@@ -61,12 +61,12 @@ def _sentence(found: Examination) -> str:
         ("the metric", "the metrics", found.metrics),
         ("the gradient of", "the gradients of", found.gradients),
         ("the parameter", "the parameters", found.parameters),
-        ("in the batch", "in the batch", found.batch),
+        ("the batch at", "the batch at", found.batch),
     ]
-    told = [f"{many if len(names) > 1 else one} {_listed(names)}" for one, many, names in parts if names]
-    return (
-        f"not finite are {'; '.join(told)}." if told else "something was not finite, and is so no more when repeated."
-    )
+    described = [f"{many if len(names) > 1 else one} {_listed(names)}" for one, many, names in parts if names]
+    if described:
+        return f"non-finite values in {'; '.join(described)}."
+    return "the non-finite value did not reproduce when the step was replayed."
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -80,19 +80,19 @@ def _named(batch: Any) -> dict[str, np.ndarray]:
 
 
 class FiniteEvaluations:
-    """Ends a run when one of these metrics of an evaluation is not finite."""
+    """Ends a run when one of these evaluation metrics is not finite."""
 
     def __init__(self, names: Sequence[str], policy: Policy) -> None:
         self._names, self._policy = names, policy
 
     def handle(self, event: Event) -> None:
-        """Looks at what an evaluation found."""
+        """Checks the metrics of an evaluation."""
         if not isinstance(event, EvalRoundEnd):
             return
         found = merged_names(event.metrics)
         bad = [name for name in self._names if name in found and not np.isfinite(found[name]).all()]
         if bad:
-            text = f"Step {event.step}: the metric {_listed(bad)} of an evaluation is not finite."
+            text = f"Step {event.step}: the evaluation metric {_listed(bad)} is not finite."
             if self._policy == "stop":
                 raise StopTraining(text)
             raise NonFiniteError(text, step=event.step)

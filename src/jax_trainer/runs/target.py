@@ -1,4 +1,4 @@
-"""The folder of a run, and what a run goes on from."""
+"""The folder of a run, and the checkpoint that it resumes from."""
 
 import json
 import logging
@@ -19,138 +19,138 @@ from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.processes import process_group
 
 LOG = logging.getLogger("jax_trainer")
-TAKEN_ALONG = (METRICS, SPIKES)  # files that a run adds to
-_OF_A_CHECKPOINT = "step_"
+COPIED_FILES = (METRICS, SPIKES)  # files that a fork continues
+_STEP_PREFIX = "step_"
 
 
 class RunTarget(NamedTuple):
-    """The folder of a training, and the run that it goes on with, if it does: in the same folder, or in another one."""
+    """The folder of a run, and the run that it resumes, in the same folder or (fork) in another one."""
 
     folder: RunFolder
     resumes: RunFolder | None = None
-    step: int | None = None  # of the checkpoint that was asked for; None: the latest
+    step: int | None = None  # of the checkpoint to resume from; None: the latest
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other jobs from writing to the folder: of several processes, the lead does."""
+        """Locks the folder against other jobs, in the primary process."""
         return self.folder.locked() if process_group().is_primary else nullcontext()
 
     def write_text(self, name: str, text: str) -> None:
-        """Puts `text` into a file of the folder: of several processes, the lead does."""
+        """Writes `text` to a file of the folder, in the primary process."""
         if process_group().is_primary:
             self.folder.write_text(name, text)
 
     @property
     def is_fork(self) -> bool:
-        """Whether the run that is gone on with stays as it is."""
+        """Whether it resumes into a new folder; the original run is not modified."""
         return self.resumes is not None and self.resumes.path != self.folder.path
 
 
 def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
-    """What `find` gives, which may make a folder: of several processes the lead asks, and tells the others."""
+    """The result of `find`, which may create a folder: the primary process calls it and broadcasts the result."""
     if not process_group().is_multi_process:
         return find()
 
-    def told() -> str:
-        place = find()
-        goes_on = None if place.resumes is None else str(place.resumes.path)
-        return json.dumps([str(place.folder.path), goes_on, place.step])
+    def encoded() -> str:
+        target = find()
+        resumes = None if target.resumes is None else str(target.resumes.path)
+        return json.dumps([str(target.folder.path), resumes, target.step])
 
-    folder, goes_on, step = json.loads(process_group().broadcast("the folder of the run", told))
-    return RunTarget(RunFolder(Path(folder)), None if goes_on is None else RunFolder(Path(goes_on)), step)
+    folder, resumes, step = json.loads(process_group().broadcast("the folder of the run", encoded))
+    return RunTarget(RunFolder(Path(folder)), None if resumes is None else RunFolder(Path(resumes)), step)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
-    """The run that `path` means: its folder, or one of its checkpoints, of which this is the step."""
-    name = path.name.removeprefix(_OF_A_CHECKPOINT)
-    is_checkpoint = path.name.startswith(_OF_A_CHECKPOINT) and name.isdigit()
+    """The run of `path`, which is its folder or one of its checkpoints, and the step of that checkpoint."""
+    name = path.name.removeprefix(_STEP_PREFIX)
+    is_checkpoint = path.name.startswith(_STEP_PREFIX) and name.isdigit()
     if is_checkpoint and path.absolute().parent.name == RunFolder(path).checkpoints.name:
         return RunFolder.open(path.absolute().parent.parent), int(name)
     return RunFolder.open(path), None
 
 
 def loop_state_of(saved: SavedCheckpoint) -> Position | LoopState:
-    """Where a run stood when it saved; a `CheckpointError` where the record does not say."""
-    if not saved.run:  # saved by hand, in a loop of one's own
+    """The position or loop state of a checkpoint; a `CheckpointError` if the record is invalid."""
+    if not saved.run:  # saved manually, by a custom loop
         return saved.position
     with damage(saved.path, "the state of the loop"):
         return LoopState.from_data(saved.position, saved.run["loop"])
 
 
 def check_data_state(saved: SavedCheckpoint, train: Any) -> None:
-    """Raises a `CheckpointError` if `saved` holds a state of the data and the training data `train` keeps none."""
+    """Raises a `CheckpointError` if `saved` has a data state that the training data `train` cannot restore."""
     with damage(saved.path, "the state of the data"):
         DataSource(train, "train").check_state(saved.position.state)
 
 
 def restore_run(
-    place: RunTarget,
+    target: RunTarget,
     store: CheckpointStore,
     like: TrainState,
     *,
     saves: bool,
     logger: Logger,
-    remember: Callable[[SavedCheckpoint], object],
+    load_states: Callable[[SavedCheckpoint], object],
 ) -> tuple[TrainState, SavedCheckpoint] | None:
-    """The state to resume from, with the run's record cut to what was known then; None begins with the first step.
+    """Restores the state to resume from, and truncates `metrics.jsonl` to it; None: train from the first step.
 
-    A checkpoint whose record cannot be used counts as damaged: the one before it is taken.
+    A checkpoint with an invalid record counts as damaged: the previous one is used.
 
     Args:
-        place: what is gone on with.
-        store: of the folder in which the training writes.
-        like: a state of this training.
-        saves: whether this training saves anything.
-        logger: of the folder in which the training writes.
-        remember: loads the states of callbacks and others; a `CheckpointError` where they cannot be.
+        target: the run folder, and the run to resume.
+        store: the checkpoint store of the run folder.
+        like: a state of this run.
+        saves: whether this run saves checkpoints.
+        logger: the logger of the run folder.
+        load_states: restores the states of callbacks and loggers; a `CheckpointError` if that fails.
     """
-    if place.resumes is None:
+    if target.resumes is None:
         return None
-    source = CheckpointStore(place.resumes.checkpoints) if place.is_fork else store
-    if place.is_fork and process_group().is_primary:
-        _take_along(place.resumes.path, place.folder.path)
-    if place.step is None and not source.infos():
+    source = CheckpointStore(target.resumes.checkpoints) if target.is_fork else store
+    if target.is_fork and process_group().is_primary:
+        _copy_files(target.resumes.path, target.folder.path)
+    if target.step is None and not source.infos():
         if not saves:
             raise CheckpointError(
-                f"{place.resumes.path} has no checkpoint, and nothing saves any: add the callback ModelCheckpoint, or "
-                "train without `resume`."
+                f"{target.resumes.path} has no checkpoint, and this run saves none: add the callback ModelCheckpoint, "
+                "or train without `resume`."
             )
-        LOG.warning(f"{place.resumes.path} has no checkpoint: the run had saved nothing, and begins again.")
+        LOG.warning(f"{target.resumes.path} has no checkpoint: training starts from step 0.")
         logger.cut(RecordMark(0))
         return None
-    which = "latest" if place.step is None else place.step
-    state, saved = resumable(source, which, like, remember)
-    if not place.is_fork:
+    which = "latest" if target.step is None else target.step
+    state, saved = resumable(source, which, like, load_states)
+    if not target.is_fork:
         store.mark_resumed_from(saved)
     logger.cut(record_mark(saved))
-    LOG.info(f"Going on from step {saved.step} of {place.resumes.path}.")
-    _tell_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
+    LOG.info(f"Resuming from step {saved.step} of {target.resumes.path}.")
+    _warn_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
     return state, saved
 
 
 def record_mark(saved: SavedCheckpoint) -> RecordMark | None:
-    """Where the run's rows stood when it saved; None where that is not known."""
+    """The position in `metrics.jsonl` at a checkpoint; None if unknown."""
     size = saved.run.get("record")
     return None if size is None else RecordMark(size, tuple(saved.run.get("unwritten", ())))
 
 
 def resumable(
-    store: CheckpointStore, which: Which, like: TrainState, remember: Callable[[SavedCheckpoint], object]
+    store: CheckpointStore, which: Which, like: TrainState, load_states: Callable[[SavedCheckpoint], object]
 ) -> tuple[TrainState, SavedCheckpoint]:
-    """The state of a checkpoint and its record, which everybody has loaded by `remember`."""
-    state, saved = store.restore(which, like=like, check=lambda saved: (loop_state_of(saved), remember(saved)))
-    remember(saved)  # of several processes only one has checked
+    """Restores a checkpoint; returns its state and record, after `load_states`."""
+    state, saved = store.restore(which, like=like, check=lambda saved: (loop_state_of(saved), load_states(saved)))
+    load_states(saved)  # only the primary process has called it in `check`
     return state, saved
 
 
-def _tell_of_other_devices(before: Any, now: int) -> None:
+def _warn_of_other_devices(before: Any, now: int) -> None:
     if before not in (None, now):
         LOG.warning(
-            f"This run was saved on {before} device{'s' if before != 1 else ''} and goes on on {now}: sums are added "
-            "in another order, so what comes out agrees closely, and not bit for bit."
+            f"This run was saved on {before} device{'s' if before != 1 else ''} and resumes on {now}: the order of "
+            "floating-point sums differs, so results agree closely but are not bit-identical."
         )
 
 
-def _take_along(old: Path, new: Path) -> None:
-    for name in TAKEN_ALONG:
+def _copy_files(old: Path, new: Path) -> None:
+    for name in COPIED_FILES:
         if (old / name).is_file():
             shutil.copyfile(old / name, new / name)

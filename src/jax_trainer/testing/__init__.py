@@ -1,4 +1,4 @@
-"""For tests, ours and yours: tiny models, numbered data, a recording observer, faults, assertions."""
+"""Helpers for tests: tiny models, numbered data, an event recorder, fault injection, assertions."""
 
 from jax_trainer.testing.assertions import (
     assert_close,

@@ -1,4 +1,4 @@
-"""What a trainer should keep, as assertions. They work on any tree of arrays and any program."""
+"""Assertions on trees of arrays."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,12 +13,14 @@ from jax_trainer.core import PyTree, leaf_path
 
 
 def digest(tree: PyTree) -> str:
-    """A hash over the path, dtype and bits of every leaf: equal digests are equal trees, bit for bit."""
-    whole = hashlib.sha256()
+    """A hash of the path, dtype and bits of every leaf: trees with equal digests are bit-identical."""
+    combined = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = np.asarray(_bits(leaf))
-        whole.update(f"{leaf_path(path)} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-    return whole.hexdigest()
+        combined.update(
+            f"{leaf_path(path)} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+        )
+    return combined.hexdigest()
 
 
 def assert_same_bits(actual: PyTree, expected: PyTree) -> None:
@@ -47,7 +49,7 @@ def assert_finite(tree: PyTree) -> None:
 
 @contextmanager
 def assert_no_implicit_transfers() -> Iterator[None]:
-    """Fails if arrays are copied between host and device inside the block without being asked to."""
+    """Fails if arrays are implicitly copied between host and device inside the block."""
     with jax.transfer_guard("disallow"):
         yield
 

@@ -1,4 +1,4 @@
-"""In-memory data in which every example can be told apart."""
+"""In-memory data whose examples have distinct ids."""
 
 import numpy as np
 
@@ -17,5 +17,5 @@ def numbered_data(examples: int = 1003, seed: int = 0) -> dict[str, np.ndarray]:
 def numbered_loader(
     examples: int = 1003, batch_size: int = 32, *, shuffle: bool = True, drop_last: bool = False, seed: int = 42
 ) -> ArrayLoader:
-    """`numbered_data` in batches; 1003 examples in batches of 32 leave a ragged last one."""
+    """`numbered_data` in batches; 1003 examples in batches of 32 leave a smaller last one."""
     return ArrayLoader(numbered_data(examples), batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)

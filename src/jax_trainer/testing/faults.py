@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: see `jax_trainer.core.failpoints` for the points and actions."""
+"""Fault injection for tests: see `jax_trainer.core.failpoints` for the format and the actions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -31,7 +31,7 @@ class TinyLinen(nn.Module):
 
 
 class TinyNNX(nnx.Module):
-    """The same network for nnx."""
+    """`TinyLinen` as an nnx module."""
 
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0.1) -> None:
         self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
@@ -64,7 +64,7 @@ def nnx_loss(model: Any, batch: Any, train: bool) -> Any:
 def tiny_program(
     flavour: str, tx: optax.GradientTransformation | None = None, *, dropout: float = 0.1, **options: Any
 ) -> Program:
-    """A program over the tiny model: `flavour` is "linen" or "nnx"; options as for `make_program`."""
+    """A program of the tiny model; `flavour` is "linen" or "nnx", options are those of `make_program`."""
     tx = optax.adamw(1e-2) if tx is None else tx
     if flavour == "linen":
         return linen_program(TinyLinen(dropout), linen_loss, tx, to_input=lambda batch: batch["x"], **options)
@@ -75,7 +75,7 @@ def tiny_program(
 
 
 def nnx_with_weights_of(params: Mapping[str, Any], model_state: Mapping[str, Any], dropout: float = 0.1) -> TinyNNX:
-    """A `TinyNNX` that computes what a `TinyLinen` with these variables computes."""
+    """A `TinyNNX` with the weights of a `TinyLinen`."""
     model = TinyNNX(nnx.Rngs(0), dropout)
     for name in ("hidden", "norm", "out"):
         for leaf, value in params[name].items():

@@ -1,4 +1,4 @@
-"""An observer that remembers what it was told."""
+"""An observer that records events."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jax_trainer.engine import EpochEnd, EvalEnd, Event, StepEnd, StepMetrics
 
 
 class EventRecorder:
-    """Keeps the order of events and every number they carried. Holds no state, which would be gone by then."""
+    """Records the order of events and all their metrics, but no states, which are donated."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, int]] = []  # name, step, epoch
@@ -17,11 +17,11 @@ class EventRecorder:
 
     @property
     def names(self) -> list[str]:
-        """The events by name, in order."""
+        """The names of the events, in order."""
         return [name for name, _, _ in self.events]
 
     def handle(self, event: Event) -> None:
-        """Takes note of `event`."""
+        """Records `event`."""
         self.events.append((type(event).__name__, event.step, event.epoch))
         match event:
             case StepEnd():

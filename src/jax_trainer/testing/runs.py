@@ -1,4 +1,4 @@
-"""A short run, for tests that look at what comes out of it."""
+"""A short run, for tests of its results."""
 
 import jax
 
@@ -10,7 +10,7 @@ from jax_trainer.testing.observers import EventRecorder
 
 
 def short_run(program: Program, steps: int = 5, seed: int = 0) -> tuple[TrainState, EventRecorder]:
-    """Trains `program` for some steps on numbered data: the last state, and all that was reported."""
+    """Trains `program` on numbered data. Returns the last state and the recorded events."""
     loader, seen = numbered_loader(), EventRecorder()
     compiled = compile_program(program, on_recompile="ignore")
     state = compiled.init(jax.random.key(seed), next(iter(loader)))

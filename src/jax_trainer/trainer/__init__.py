@@ -1,4 +1,4 @@
-"""`TrainerModule`, the Lightning-like style: a subclass says what the loss is, configurations say the rest."""
+"""`TrainerModule`, the Lightning-like API: a subclass defines the loss, configurations the rest."""
 
 from jax_trainer.core import TrainState
 from jax_trainer.trainer.augmented import (

@@ -1,4 +1,4 @@
-"""What a trainer is given to train, and to train with: configurations, or the things themselves."""
+"""The model and optimizer arguments of a trainer: configurations or objects."""
 
 import inspect
 from collections.abc import Iterable
@@ -19,60 +19,60 @@ Module = nnx.Module | nn.Module
 
 
 class OptimizerArgument(Protocol):
-    """What makes the optimizer of a run."""
+    """Builds the optimizer of a run."""
 
     def build(self, total_steps: int | None) -> optax.GradientTransformation:
-        """The optimizer of a run of this many steps."""
+        """The optimizer for a run of `total_steps` steps."""
         ...
 
 
 class ModelArgument:
-    """A model as it was given: a configuration, an nnx or linen module, or what builds an nnx module."""
+    """The model argument: a configuration, an nnx or linen module, or a function that builds an nnx module."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        self.config = given if isinstance(given, ConfigInterface) else None
-        self.mode: ModelMode = _mode(given)
-        self.name = _name(given)
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.config = model if isinstance(model, ConfigInterface) else None
+        self.mode: ModelMode = _mode(model)
+        self.name = _name(model)
 
     @property
     def has_weights(self) -> bool:
-        """Whether it is an nnx module, which has its first weights already."""
-        return isinstance(self._given, nnx.Module)
+        """Whether it is an nnx module, which already has its initial weights."""
+        return isinstance(self._model, nnx.Module)
 
     @property
     def lacks_variables(self) -> bool:
-        """Whether it is an nnx module with a linen one inside that was never called."""
-        return isinstance(self._given, nnx.Module) and lacks_variables(self._given)
+        """Whether it is an nnx module that contains a linen module which was never called."""
+        return isinstance(self._model, nnx.Module) and lacks_variables(self._model)
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> Module:
-        """The module; one that was given is itself."""
+        """Builds the module; a module that was passed is returned as it is."""
         if self.config is not None:
             return build_model(self.config, inputs, rngs)
-        if isinstance(self._given, nnx.Module | nn.Module):
-            return self._given
-        return _built(self._given, inputs, rngs)
+        if isinstance(self._model, nnx.Module | nn.Module):
+            return self._model
+        return _built(self._model, inputs, rngs)
 
 
-def _mode(given: Any) -> ModelMode:
-    if isinstance(given, ConfigInterface):
-        return model_mode(given)
-    if isinstance(given, nn.Module):
+def _mode(model: Any) -> ModelMode:
+    if isinstance(model, ConfigInterface):
+        return model_mode(model)
+    if isinstance(model, nn.Module):
         return "linen"
-    if inspect.isclass(given) and issubclass(given, nn.Module):
-        raise TypeError(f"{given.__name__} is a class of linen modules. Pass one of them: `{given.__name__}(…)`.")
-    if isinstance(given, nnx.Module | type | partial) or inspect.isroutine(given):
+    if inspect.isclass(model) and issubclass(model, nn.Module):
+        raise TypeError(f"The model is the linen class {model.__name__}. Pass an object: `{model.__name__}(…)`.")
+    if isinstance(model, nnx.Module | type | partial) or inspect.isroutine(model):
         return "nnx"
     raise TypeError(
-        f"The model is a {class_of(given)}. Pass a model's configuration, an nnx or "
-        "linen module, or a class or function that builds an nnx module from `rngs`."
+        f"The model is a {class_of(model)}. Pass a model configuration, an nnx or linen module, or a class or function "
+        "that builds an nnx module from `rngs`."
     )
 
 
-def _name(given: Any) -> str:
-    if isinstance(given, ConfigInterface):
-        return given.class_name.rpartition(".")[2]
-    return getattr(given, "__name__", type(given).__name__).strip("<>")
+def _name(model: Any) -> str:
+    if isinstance(model, ConfigInterface):
+        return model.class_name.rpartition(".")[2]
+    return getattr(model, "__name__", type(model).__name__).strip("<>")
 
 
 def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
@@ -80,33 +80,33 @@ def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
     example = {"exmp_input": inputs} if "exmp_input" in names else {}
     if others := _others_needed(names.values(), ("rngs", *example)):
         raise TypeError(
-            f"`{_name(build)}` is called with `rngs`, and asks for {', '.join(others)}, too. Pass an nnx or linen "
-            f"module, or a function that needs nothing else: `lambda rngs: {_name(build)}(…, rngs=rngs)`."
+            f"`{_name(build)}` is called with `rngs` only, but also requires {', '.join(others)}. Pass an nnx or linen "
+            f"module, or a function of `rngs`: `lambda rngs: {_name(build)}(…, rngs=rngs)`."
         )
     module = build(rngs=rngs, **example) if "rngs" in names else build(rngs, **example)
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"`{_name(build)}` built a {type(module).__name__}, and must build an nnx module.")
+        raise TypeError(f"`{_name(build)}` must return an nnx module, got a {type(module).__name__}.")
     return module
 
 
 def _parameters(build: Any) -> dict[str, inspect.Parameter]:
-    """Those of the constructor, where it is a class: Flax hides them behind its own."""
+    """The parameters of a function or of a class's `__init__`, which Flax hides behind its own."""
     if not inspect.isclass(build):
         return dict(inspect.signature(build).parameters)
-    _, *others = inspect.signature(build.__init__).parameters.items()  # without the object itself
+    _, *others = inspect.signature(build.__init__).parameters.items()  # without `self`
     return dict(others)
 
 
-def _others_needed(parameters: Iterable[inspect.Parameter], given: tuple[str, ...]) -> list[str]:
-    """What must be passed besides `given`; without an argument called `rngs`, the first one gets them."""
+def _others_needed(parameters: Iterable[inspect.Parameter], passed: tuple[str, ...]) -> list[str]:
+    """The required parameters besides `passed`; without a parameter `rngs`, the first one receives them."""
     parameters = list(parameters)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    others = [name for name in needed if name not in given]
+    others = [name for name in needed if name not in passed]
     return others if any(p.name == "rngs" for p in parameters) else others[1:]
 
 
-class _Ready:
-    """An optax optimizer, whatever the length of the run."""
+class _OptaxOptimizer:
+    """An optax optimizer, independent of the length of the run."""
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = tx
@@ -115,21 +115,21 @@ class _Ready:
         return self._tx
 
 
-def optimizer_of(given: Any) -> OptimizerArgument:
-    """What makes the optimizer, from a configuration or an optax optimizer."""
-    if isinstance(given, ConfigInterface):
-        if not given.class_name:
-            kind = type(given).__name__
+def optimizer_of(optimizer: Any) -> OptimizerArgument:
+    """The optimizer argument, from a configuration or an optax optimizer."""
+    if isinstance(optimizer, ConfigInterface):
+        if not optimizer.class_name:
+            kind = type(optimizer).__name__
             raise TypeError(
-                f"{kind} belongs to no optimizer: its `class_name` is empty. Decorate the optimizer with `@register`, "
-                f"and annotate it with `config: {kind}`."
+                f"No optimizer is registered for {kind}: its `class_name` is empty. Decorate the optimizer with "
+                f"`@register`, and annotate it with `config: {kind}`."
             )
-        return given.instantiate(OptimizerInterface)
-    return _Ready(checked_optimizer(given, ", or an optimizer's configuration"))
+        return optimizer.instantiate(OptimizerInterface)
+    return _OptaxOptimizer(checked_optimizer(optimizer, ", or an optimizer's configuration"))
 
 
-def one_of(config: Any, thing: Any, names: tuple[str, str]) -> Any:
-    """The one of two arguments that was given."""
-    if (config is None) == (thing is None):
-        raise TypeError(f"Pass either `{names[0]}` or `{names[1]}`{', not both' if thing is not None else ''}.")
-    return thing if config is None else config
+def one_of(config: Any, value: Any, names: tuple[str, str]) -> Any:
+    """The one of two arguments that is not None."""
+    if (config is None) == (value is None):
+        raise TypeError(f"Pass either `{names[0]}` or `{names[1]}`{', not both' if value is not None else ''}.")
+    return value if config is None else config

@@ -1,4 +1,4 @@
-"""Image classification on images that are changed on the device before the model sees them."""
+"""Image classification with preprocessing and augmentation on the device."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -23,11 +23,11 @@ from jax_trainer.trainer.img_classifier import ImgClassifierTrainer, ImgClassifi
 
 @dataclass
 class CropAndFlipConfig(BaseAugmentationConfig):
-    """How far images are shifted.
+    """Random crops and horizontal flips.
 
     Args:
-        padding: by how many pixels at most.
-        flip: mirror half of them.
+        padding: maximum shift in pixels.
+        flip: flip half of the images horizontally.
     """
 
     padding: Annotated[int, AtLeast(0)] = 4
@@ -36,12 +36,12 @@ class CropAndFlipConfig(BaseAugmentationConfig):
 
 @register
 class CropAndFlip(BaseAugmentationNNX):
-    """Shifts every image a little, and mirrors half of them; for models of nnx and of linen."""
+    """Random shift and horizontal flip of every image; for nnx and linen models."""
 
     config: CropAndFlipConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """The images, changed."""
+        """Returns the augmented images."""
         key = self.rngs.augmentation()
         images = random_crop(self.config.padding)(stream(key, "crop"), inputs)
         return random_flip()(stream(key, "flip"), images) if self.config.flip else images
@@ -49,13 +49,13 @@ class CropAndFlip(BaseAugmentationNNX):
 
 @dataclass
 class AugmentedImgClassifierTrainerConfig(ImgClassifierTrainerConfig):
-    """How an image classifier is trained on changed images.
+    """How an image classifier is trained with preprocessing and augmentation.
 
     Args:
-        augmentation: what is done to images in training.
-        augmentation_seed: decides, with `seed`, what is random in it; nothing else depends on it.
-        preprocessing: what is done to all images before that.
-        loss_type: cross_entropy for one class per image, binary_cross_entropy judges every class by itself.
+        augmentation: applied to images in training.
+        augmentation_seed: random seed of the augmentation, in addition to `seed`.
+        preprocessing: applied to all images before the augmentation.
+        loss_type: cross_entropy for one class per image; binary_cross_entropy for independent classes.
     """
 
     augmentation: BaseAugmentationNNX.cfgtype | BaseAugmentationLinen.cfgtype | None = None
@@ -66,23 +66,23 @@ class AugmentedImgClassifierTrainerConfig(ImgClassifierTrainerConfig):
 
 @register
 class AugmentedImgClassifierTrainer(ImgClassifierTrainer):
-    """Trains an image classifier on images that a preprocessing and an augmentation change inside the compiled step."""
+    """Trains an image classifier with preprocessing and augmentation inside the compiled step."""
 
     config: AugmentedImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
-        """What the dataset does, then the preprocessing, then, in training, the augmentation."""
+        """Applies the transforms of the dataset, the preprocessing and, in training, the augmentation."""
         batch = super().transform_batch(key, batch, train)
         config, images = self.config, batch.input
         if config.preprocessing is not None:
             images = on_inputs(config.preprocessing, stream(key, "preprocessing"), images)
         if config.augmentation is not None and train:
-            own = jax.random.fold_in(stream(key, "augmentation"), config.augmentation_seed)
-            images = on_inputs(config.augmentation, own, images)
+            augmentation_key = jax.random.fold_in(stream(key, "augmentation"), config.augmentation_seed)
+            images = on_inputs(config.augmentation, augmentation_key, images)
         return batch.replace(input=images)
 
     def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
-        """The loss of every example, as `loss_type` says."""
+        """The loss of every example, by `loss_type`."""
         if self.config.loss_type == "cross_entropy":
             return super().loss_of(logits, target)
         return optax.sigmoid_binary_cross_entropy(logits, one_hot(logits, target)).mean(-1)

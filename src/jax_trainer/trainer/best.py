@@ -1,4 +1,4 @@
-"""The best weights of a run that saves none."""
+"""Keeps the best weights of a run without checkpoints."""
 
 import math
 from typing import Any
@@ -10,11 +10,11 @@ from jax_trainer.runs import Best, KeptBest
 
 
 class BestWeights:
-    """Keeps a copy of the weights of the best validation so far, on the device: as much memory as they take.
+    """Keeps a copy of the best weights so far on the device, which takes as much memory as the weights.
 
     Args:
-        trainer: who says which weights are better.
-        must_compare: whether it is an error if nobody can say so; otherwise there are no best ones.
+        trainer: compares weights with `is_new_model_better`.
+        must_compare: raise an error if no metric can be compared; otherwise no weights are the best.
     """
 
     def __init__(self, trainer: Any, *, must_compare: bool) -> None:
@@ -23,12 +23,11 @@ class BestWeights:
         self._kept: dict[str, Any] = {}
 
     def handle(self, event: Event) -> None:
-        """Looks at what an evaluation found."""
         if not isinstance(event, EvalRoundEnd) or all(name.startswith("test") for name in event.metrics):
             return
         metrics, trainer = merged_names(event.metrics), self._trainer
-        by = None if trainer.compares_itself else trainer.compared_by(metrics)
-        if by is None and not (self._must_compare or trainer.compares_itself):
+        by = None if trainer.has_custom_comparison else trainer.compared_by(metrics)
+        if by is None and not (self._must_compare or trainer.has_custom_comparison):
             return
         if by is not None and math.isnan(metrics[by[0]]):
             return
@@ -37,10 +36,10 @@ class BestWeights:
             state = event.state
             ema = {name: value for name, value in state.extra.items() if name == "ema"}
             weights = {"params": state.params, "model_state": state.model_state, "extra": ema}
-            self._kept = copy_state(weights)  # the next step reuses the memory of its state
+            self._kept = copy_state(weights)  # the next step donates the buffers of its state
 
     def kept(self, last: TrainState) -> KeptBest | None:
-        """The best weights in a run that ended with the state `last`, if there are some."""
+        """The best weights, in a run that ended with the state `last`; None without any."""
         if self._best is None:
             return None
         extra = {**last.extra, **self._kept["extra"]}

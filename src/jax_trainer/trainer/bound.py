@@ -1,4 +1,4 @@
-"""A model that takes inputs as the dataset gives them."""
+"""A model with weights that applies the device transforms to its inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,23 +11,23 @@ from jax_trainer.datasets import Batch as SizedBatch
 
 
 class BoundModel:
-    """A module with its weights, called with inputs as the dataset gives them: the transforms on the device come first.
+    """A module with weights that takes untransformed inputs, as the dataset yields them, and transforms them first.
 
     Attributes:
-        module: the module itself, which takes inputs that are transformed already.
+        module: the module itself, which takes transformed inputs.
     """
 
     def __init__(self, module: Any, transformed: Callable[..., tuple[Any, ...]]) -> None:
         self.module, self._transformed = module, transformed
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """What the module makes of the transformed inputs."""
+        """Transforms the inputs, and calls the module."""
         return self.module(*self._transformed(*inputs), **options)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`bind_model()` returns a model that transforms its inputs first and can only be called; it has no "
-            f"{name!r}. Use `bind_model(transforms=False)`, the module itself."
+            f"`bind_model()` returns a model that transforms its inputs and can only be called; it has no attribute "
+            f"{name!r}. Use `bind_model(transforms=False)`, which returns the module itself."
         )
 
     def __repr__(self) -> str:
@@ -35,7 +35,7 @@ class BoundModel:
 
 
 def batch_around(inputs: tuple[Any, ...], example: Batch, to_input: Callable[[Batch], Any]) -> Batch:
-    """A batch like `example` that has these inputs of the model; whatever else is in it is 0.
+    """A batch with the structure of `example` and these model inputs; all other arrays are 0.
 
     >>> batch_around((np.ones((3, 2)),), {"x": np.zeros((8, 2)), "y": np.zeros(8, np.int32)}, lambda batch: batch["x"])
     {'x': array([[1., 1.],
@@ -45,18 +45,18 @@ def batch_around(inputs: tuple[Any, ...], example: Batch, to_input: Callable[[Ba
     leaves, structure = jax.tree.flatten(example)
     wanted = to_input(example)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    places = [next((at for at, leaf in enumerate(leaves) if leaf is one), None) for one in jax.tree.leaves(wanted)]
-    if None in places:
+    indices = [next((at for at, leaf in enumerate(leaves) if leaf is one), None) for one in jax.tree.leaves(wanted)]
+    if None in indices:
         raise ValueError(
-            "`batch_to_input` computes what the model is called with, so its inputs alone make no batch to transform. "
-            "Use `bind_model(transforms=False)` on inputs that are transformed, or `predict` on batches."
+            "`batch_to_input` computes the model inputs, so a batch to transform cannot be made from them. Use "
+            "`bind_model(transforms=False)` with transformed inputs, or `predict` with batches."
         )
-    given = jax.tree.leaves(inputs)
-    if len(given) != len(places):
-        raise TypeError(f"The model is called with {len(places)} arrays, got {len(given)}.")
-    count = len(given[0])
+    arrays = jax.tree.leaves(inputs)
+    if len(arrays) != len(indices):
+        raise TypeError(f"The model is called with {len(indices)} arrays, got {len(arrays)}.")
+    count = len(arrays[0])
     filled = [np.zeros((count, *leaf.shape[1:]), leaf.dtype) if np.ndim(leaf) else leaf for leaf in leaves]
-    for place, one in zip(places, given, strict=True):
-        filled[place] = one  # type: ignore[index]  # none of them is None
+    for index, one in zip(indices, arrays, strict=True):
+        filled[index] = one  # type: ignore[index]  # none of them is None
     batch = jax.tree.unflatten(structure, filled)
     return batch.replace(size=count) if isinstance(batch, SizedBatch) else batch  # type: ignore[attr-defined]

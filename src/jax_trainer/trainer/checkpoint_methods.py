@@ -1,4 +1,4 @@
-"""The folder of a trainer's run: saving to it, and loading from it."""
+"""Saves checkpoints to the run folder of a trainer, and loads them."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from jax_trainer.runs import WEIGHTS, run_and_step
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.model_methods import ModelMethods
-from jax_trainer.trainer.stored import configs_of, kind_for, storable
+from jax_trainer.trainer.stored import class_to_load, configs_of, storable
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
@@ -28,7 +28,7 @@ Which = int | Literal["best", "latest"]
 
 
 class CheckpointMethods(ModelMethods):
-    """Knows the folder of its run, and where in the data and among the validations the state stands."""
+    """The run folder of a trainer, its checkpoints, and the position of the state in the data."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class CheckpointMethods(ModelMethods):
 
     @property
     def model_name(self) -> str:
-        """What the model is called; runs are put into a folder of this name."""
+        """Name of the model, and default folder of its runs."""
         return self._model.name
 
     @property
-    def compares_itself(self) -> bool:
-        """Whether this class has its own idea of which weights are the best."""
+    def has_custom_comparison(self) -> bool:
+        """Whether this class overrides `is_new_model_better`."""
         return type(self).is_new_model_better is not TrainerBase.is_new_model_better
 
     def track(self, event: Event) -> None:
-        """Keeps up with a run: the state and the position in the data after each event."""
-        self._held = event.flat_state
+        """Updates the state and the position in the data after an event of a run."""
+        self._flat_state = event.flat_state
         match event:
             case StepEnd() | EpochEnd():
                 self._at = event.position
@@ -70,20 +70,22 @@ class CheckpointMethods(ModelMethods):
 
     def _own_folder(self, purpose: str) -> RunFolder:
         if self.folder is None:
-            raise ValueError(f"This trainer has no run folder yet to {purpose}. Train first, or pass `folder`.")
+            raise ValueError(f"This trainer has no run folder to {purpose}. Train first, or pass `folder`.")
         return self.folder
 
     def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
         saver = self.config.saver
-        options = {} if saver is None else saver.store_options(validates=validates, monitors=not self.compares_itself)
-        if self.compares_itself and validates:
+        options = (
+            {} if saver is None else saver.store_options(validates=validates, monitors=not self.has_custom_comparison)
+        )
+        if self.has_custom_comparison and validates:
             options["better"] = self.is_new_model_better
         return CheckpointStore(folder.checkpoints, **options)
 
     def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
-        """Saves the present state as a checkpoint of its run; `metrics` are what it was judged by.
+        """Saves the current state as a checkpoint of its run, with `metrics`.
 
-        Left out, they are those of the last evaluation, if that was of this state.
+        Default: the metrics of the last evaluation, if it was of this state.
         """
         folder, state = self._own_folder("save to"), self.state
         known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
@@ -97,13 +99,13 @@ class CheckpointMethods(ModelMethods):
     def load_model(
         self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None
     ) -> SavedCheckpoint | None:
-        """Takes the weights of a checkpoint of this run, and returns which it is: its step, epoch and metrics.
+        """Loads the weights of a checkpoint of this run; returns its step, epoch and metrics.
 
-        Where nothing was judged there is no best one, and the latest is taken: so does the test after training.
+        Without any evaluation there is no best checkpoint, and the latest one is loaded.
 
         Args:
-            epoch_idx: the epoch after which it was saved; -1: the best.
-            raise_if_not_found: otherwise the present weights stay where there is no checkpoint.
+            epoch_idx: the epoch of the checkpoint; -1: the best one.
+            raise_if_not_found: False: without a checkpoint, keep the current weights and return None.
             which: instead of the epoch: "best", "latest", or a step.
         """
         if self.folder is None and not raise_if_not_found:
@@ -112,11 +114,11 @@ class CheckpointMethods(ModelMethods):
         if not (raise_if_not_found or _has(store, epoch_idx, which)):
             return None
         self.state, saved = store.restore(_chosen(store, epoch_idx, which), like=self.state, only=WEIGHTS)
-        if (trained := saved.run.get("transforms")) and not self.sees_transformed:
+        if (trained := saved.run.get("transforms")) and not self.has_transforms:
             LOG.warning(
-                f"The weights of {saved.path} were trained on batches with the device transforms {trained}, and this "
+                f"The weights of {saved.path} were trained on batches with the device transforms {trained}, but this "
                 "trainer has none: `predict`, `bind_model` and evaluations see raw inputs. Pass `dataset=…`, or data "
-                "that carries them as `loader.transforms`."
+                "with `loader.transforms`."
             )
         return saved
 
@@ -129,18 +131,18 @@ class CheckpointMethods(ModelMethods):
         partial: bool = False,
         cast: bool = False,
     ) -> None:
-        """Takes the weights of another run, to begin training with: for fine-tuning.
+        """Loads the weights of another run as initial weights, for fine-tuning.
 
-        Training then begins at step 0 with an optimizer that has seen nothing. By default the checkpoint must have
-        exactly the arrays of this model.
+        Training then starts at step 0 with a new optimizer state. By default the checkpoint must have exactly the
+        arrays of this model.
 
         Args:
-            checkpoint: the other run's folder, or that of one of its checkpoints.
-            which: "best" by what that run monitored (where it judged nothing: the latest), "latest", or a step.
+            checkpoint: the other run's folder, or the folder of one of its checkpoints.
+            which: "best" by the metric that the run monitored (without any: the latest), "latest", or a step.
             rename: names in the checkpoint to names in this model: `{"params.encoder.*": "params.backbone.*"}`; None
                 leaves them out, as in `{"params.head.*": None}`, and this model keeps its own.
-            partial: what the checkpoint lacks stays as it is, and what only it has is left out; both are told.
-            cast: convert numbers to this model's precision.
+            partial: load the arrays that both have; all others are left unchanged, and logged.
+            cast: convert arrays to this model's precision.
         """
         folder, step = run_and_step(Path(checkpoint))
         store = CheckpointStore(folder.checkpoints, **_stored_options(folder))
@@ -166,20 +168,20 @@ class CheckpointMethods(ModelMethods):
         overrides: Sequence[str] = (),
         **own: Any,
     ) -> Self:
-        """The trainer of a run as its stored configuration says, with the weights of its best checkpoint.
+        """Rebuilds the trainer of a run from its stored configuration, with the weights of its best checkpoint.
 
         Args:
-            checkpoint: the run's folder, wherever it is now, or that of one of its checkpoints.
-            exmp_input: an example batch, for a run whose dataset is not stored with it.
-            model, optimizer: for a run that was given these in Python.
-            dataset: for a run that had one which is not stored with it, or to judge on another.
+            checkpoint: the run folder, which may have been moved, or the folder of one of its checkpoints.
+            exmp_input: an example batch, for a run without a stored dataset.
+            model, optimizer: for a run to which these were passed in Python.
+            dataset: for a run whose dataset is not stored, or to evaluate on another one.
             which: "best", "latest", or a step.
             overrides: of the stored configuration, such as `num_gpus=1`.
-            own: arguments of a subclass that has an `__init__` of its own; those with a default may be left out.
+            own: arguments of a subclass with a custom `__init__`; those with a default may be left out.
         """
         folder, step = run_and_step(Path(checkpoint))
         stored = stored_run(folder, overrides).value
-        kind = kind_for(cls, trainer_class(stored), folder)
+        kind = class_to_load(cls, trainer_class(stored), folder)
         options = {"exmp_input": exmp_input, "dataset": dataset, "folder": folder, "kind": kind, "own": own}
         trainer = build(stored, model=model, optimizer=optimizer, **options)
         trainer.load_model(which=which if step is None else step)
@@ -187,17 +189,17 @@ class CheckpointMethods(ModelMethods):
 
     @property
     def configs(self) -> dict[str, Any]:
-        """All configurations, as they are stored with the run."""
+        """All configurations, as stored with the run."""
         return configs_of(self)
 
 
 def scalars_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `metrics` that are single numbers."""
+    """The scalars among `metrics`."""
     return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
 
 
 def _stored_options(folder: RunFolder) -> dict[str, Any]:
-    """How a run has told its best checkpoint."""
+    """How a run selected its best checkpoint."""
     saver = stored_run(folder).value.trainer.saver
     return {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
 
@@ -213,7 +215,9 @@ def _chosen(store: CheckpointStore, epoch: int, which: Which | None) -> Any:
         found = [saved for saved in store.all() if saved.epoch == epoch]
         if not found:
             epochs = ", ".join(str(saved.epoch) for saved in store.all()) or "none"
-            raise CheckpointError(f"There is no checkpoint of epoch {epoch} in {store.folder}. There are: {epochs}.")
+            raise CheckpointError(
+                f"No checkpoint of epoch {epoch} in {store.folder}. Epochs with a checkpoint: {epochs}."
+            )
         return found[-1]
     if which in (None, "best"):
         return "latest" if store.best() is None else "best"

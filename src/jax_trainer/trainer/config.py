@@ -1,4 +1,4 @@
-"""How a model is trained, as a configuration."""
+"""The configuration of a trainer."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,47 +33,46 @@ class TrainerConfig(Settings):
     """How a model is trained.
 
     Args:
-        train_epochs: how many passes over the training data; null: `max_steps` or `max_time` ends the run. One of the
-            three is needed to train.
+        train_epochs: number of epochs; null: `max_steps` or `max_time` ends the run. One of the three is required.
         check_val_every_n_epoch: epochs between two validations; 0: never.
-        debug: run without compiling, so that a breakpoint in the loss works.
-        enable_progress_bar: show a bar, and a line per epoch and validation.
-        seed: decides the first weights, dropout and everything else that is random in training.
-        seed_eval: decides what is random in evaluations, which is the same in each of them.
-        log_grad_norm: report the norms of gradients and parameters.
-        log_param_stats: report statistics of every parameter, as `param/<path>_<mode>`.
-        param_log_modes: which ones; val is the value itself, for parameters of one number.
-        log_grad_stats: report statistics of every parameter's gradient, as `grad/<path>_<mode>`.
-        grad_log_modes: which ones.
-        log_intermediates: report statistics of what the model sows, as `intermediate/<path>_<mode>`.
-        interm_log_modes: which ones.
-        detect_nans: watch gradients and `nan_keys` inside the step as well, and keep the batch and the state before a
-            step that is not finite; costs a little time. A loss that is not finite ends the run in any case.
-        nan_keys: the metrics that must be finite, besides the gradients.
-        on_nonfinite: raise (keep batch and state, end with an error), stop (the same without the error), skip (leave
-            the update out and continue), rollback (go back to the latest checkpoint and leave the batch out), ignore
-            (train on, whatever the loss is) or null (raise with `detect_nans`; otherwise a loss that is not finite ends
-            the run with an error as soon as it is read, which costs nothing).
-        max_skipped: end with an error after so many skipped updates in a row.
-        max_rollbacks: end with an error at the next bad batch after going back so often.
-        logger: what is recorded, and where.
-        callbacks: watchers by name; the name of a callback's class needs no `class_name`.
-        model_mode: nnx or linen; left out, the model says so itself.
+        debug: run without compilation, so that a breakpoint in the loss works.
+        enable_progress_bar: show a progress bar, and a line per epoch and validation.
+        seed: random seed of the initial weights, dropout and all other randomness in training.
+        seed_eval: random seed of evaluations, the same for each of them.
+        log_grad_norm: log the norms of gradients and parameters.
+        log_param_stats: log statistics of every parameter, as `param/<path>_<mode>`.
+        param_log_modes: which statistics; val is the value itself, for scalar parameters.
+        log_grad_stats: log statistics of every parameter's gradient, as `grad/<path>_<mode>`.
+        grad_log_modes: which statistics.
+        log_intermediates: log statistics of the values that the model sows, as `intermediate/<path>_<mode>`.
+        interm_log_modes: which statistics.
+        detect_nans: also check gradients and `nan_keys` inside the step, and keep the batch and the state before a
+            non-finite step; costs a little time. A non-finite loss ends the run in any case.
+        nan_keys: metrics that must be finite, besides the gradients.
+        on_nonfinite: raise (keep batch and state, end with an error), stop (the same without the error), skip (skip
+            the update and continue), rollback (restore the latest checkpoint and skip the batch), ignore (continue
+            training) or null (raise with `detect_nans`; otherwise a non-finite loss ends the run with an error as soon
+            as it is read, at no cost).
+        max_skipped: end with an error after this many consecutive skipped updates.
+        max_rollbacks: maximum number of rollbacks; the next non-finite step is an error.
+        logger: what is logged, and where.
+        callbacks: callbacks by name; a name that is a callback's class needs no `class_name`.
+        model_mode: nnx or linen; default: inferred from the model.
         max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
-        max_steps_per_epoch: an epoch is at most this many steps.
-        limit_val_batches: validate on at most so many batches of each set.
-        limit_test_batches: test on at most so many batches of each set.
+        max_steps_per_epoch: maximum number of steps per epoch.
+        limit_val_batches: maximum number of batches of each validation set.
+        limit_test_batches: maximum number of batches of each test set.
         max_time: end after this many seconds, or at another limit that comes first.
-        val_every_n_steps: validate every so many steps as well; 0: only by epochs.
-        steps_per_call: optimizer steps per dispatch; "epoch" sends a whole epoch at once.
-        resident: keep the training data on the device; "auto" does so when it fits well.
-        precision: f32, bf16 (computing in bf16, weights in f32) or bf16_full.
-        accumulate: compute gradients in this many parts of a batch, one after the other.
-        ema: keep an average of the weights that forgets by this factor per step, and judge that one.
-        overfit_batches: train on the first so many batches only, again and again.
-        fast_dev_run: take only so many steps and validation batches, to see whether it runs.
-        mesh: how the devices share the work; null: one device, or with several processes, all of them as `data`.
-        sharding: how parameters are split over the devices of a mesh.
+        val_every_n_steps: also validate every this many steps; 0: only by epochs.
+        steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch.
+        resident: keep the training data on the device; "auto": if it fits.
+        precision: f32, bf16 (compute in bf16, weights in f32) or bf16_full.
+        accumulate: number of micro-batches per batch for gradient accumulation.
+        ema: EMA decay of the weights; evaluation uses the averaged weights.
+        overfit_batches: train on the first this many batches only, repeatedly; 0: off.
+        fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
+        mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
+        sharding: how parameters are sharded over the mesh.
     """
 
     train_epochs: Size | None = None
@@ -122,21 +121,21 @@ class TrainerConfig(Settings):
         """Yields settings that contradict each other."""
         savers = self._savers()
         if len(savers) > 1:
-            yield "callbacks", f"One ModelCheckpoint can save, and there are {len(savers)}: {', '.join(savers)}."
+            yield "callbacks", f"At most one ModelCheckpoint is possible, got {len(savers)}: {', '.join(savers)}."
         if self.on_nonfinite == "rollback" and not savers:
             yield (
                 "on_nonfinite",
-                "`rollback` goes back to a checkpoint: add the callback ModelCheckpoint, which saves some.",
+                "`rollback` restores a checkpoint: add the callback ModelCheckpoint, which saves them.",
             )
         if self.on_nonfinite == "ignore" and self.detect_nans:
             yield (
                 "on_nonfinite",
-                "`ignore` trains on whatever the loss is, and `detect_nans` is on. Leave one of them out.",
+                "`ignore` continues with a non-finite loss, but `detect_nans` is on. Leave out one of them.",
             )
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
-        """How long to train and when to validate."""
+        """The plan of a training: its length, and when to validate."""
         self.check_limited(num_epochs)
         return Plan(
             max_epochs=self.train_epochs if num_epochs is None else num_epochs,
@@ -153,66 +152,68 @@ class TrainerConfig(Settings):
 
     @property
     def test_plan(self) -> Plan:
-        """How much of the test sets is used."""
+        """The plan of a test: its number of batches."""
         limits = (self.fast_dev_run or None, self.limit_test_batches)
         batches = min((limit for limit in limits if limit is not None), default=None)
         return Plan(max_steps=0, eval_batches=batches)
 
     @property
     def guards(self) -> Literal["raise", "stop", "skip", "rollback"] | None:
-        """What the guard inside the step does at a loss or gradient that is not finite; None: there is no guard."""
+        """How the guard inside the step handles a non-finite loss or gradient; None: no guard."""
         if self.on_nonfinite == "ignore":
             return None
         return self.on_nonfinite or ("raise" if self.detect_nans else None)
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """The training metrics of `nan_keys`, by the names that a loss gives them."""
+    def checked_metrics(self) -> tuple[str, ...]:
+        """The training metrics among `nan_keys`, without the prefix "train/"."""
         return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_evaluated(key))
 
     @property
-    def watched_evaluations(self) -> tuple[str, ...]:
-        """The metrics of evaluations among `nan_keys`."""
+    def checked_eval_metrics(self) -> tuple[str, ...]:
+        """The evaluation metrics among `nan_keys`."""
         return tuple(filter(_is_evaluated, self.nan_keys))
 
     @property
     def validates(self) -> bool:
-        """Whether a run validates at all, if it has data for it."""
+        """Whether a run with validation data validates."""
         return bool(self.check_val_every_n_epoch or self.val_every_n_steps or self.fast_dev_run)
 
     @property
     def saver(self) -> ModelCheckpointConfig | None:
-        """The configuration of the callback that saves."""
+        """The configuration of the `ModelCheckpoint`; None without one."""
         return next(iter(self._savers().values()), None)
 
     def _savers(self) -> dict[str, ModelCheckpointConfig]:
         return {name: one for name, one in self.callbacks.items() if isinstance(one, ModelCheckpointConfig)}
 
     def check_limited(self, num_epochs: int | None = None) -> None:
-        """Refuses to train without a limit: `num_epochs`, or one of the configuration."""
+        """Refuses to train without a limit: `num_epochs`, or one in the configuration."""
         limits = (num_epochs, self.train_epochs, self.max_steps, self.max_time, self.fast_dev_run or None)
         if all(limit is None for limit in limits):
-            text = "Nothing limits the training. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
+            text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
     def check_monitored(
         self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuses to monitor what evaluations of these sets, which report `judged`, will not have.
+        """Refuses callbacks that monitor a metric which evaluations do not report.
 
         Args:
-            others: configurations of callbacks that were given as objects.
+            evals: names of the evaluation sets.
+            evaluated: names of the metrics that an evaluation reports.
+            others: configurations of callbacks that were passed as objects.
         """
         known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
         for key, one in {**self.callbacks, **(others or {})}.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
-                text = f"no metric {monitor!r} will be there. There are {', '.join(sorted(known))}."
+                text = f"{monitor!r} is not reported. Reported metrics: {', '.join(sorted(known))}."
                 text += suggestion(monitor, known)
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
 
 
-_NUL = "A path cannot have the character NUL in it."
+_NUL = "A path cannot contain the character NUL."
 
 
 def _is_evaluated(key: str) -> bool:
@@ -220,7 +221,7 @@ def _is_evaluated(key: str) -> bool:
 
 
 def _bad_names(logger: Any) -> Iterator[Problem]:
-    """What a file calls a run becomes a folder, which must stay among the runs."""
+    """Yields run names that would leave the folder of the runs."""
     tools = tools_of(logger)
     is_list = isinstance(logger.tool_config, list | tuple)
     if "\0" in logger.log_dir:
@@ -234,7 +235,7 @@ def _bad_names(logger: Any) -> Iterator[Problem]:
 
 
 def _bad_parts(name: str, key: str) -> Iterator[Problem]:
-    """A version is one folder; a name may be several."""
+    """A version is one folder; a name may be several folders."""
     for part in (name.split("/") if key.endswith(".name") else [name]) if name else ():
         try:
             safe_join(Path("runs"), part)
@@ -244,6 +245,6 @@ def _bad_parts(name: str, key: str) -> Iterator[Problem]:
 
 @register_interface
 class BaseTrainer(RegistrableConfigInterface):
-    """What the `trainer:` section of a file can name; `TrainerModule` is what implements it."""
+    """The interface of the `trainer:` section of a file; `TrainerModule` implements it."""
 
     config: Any

@@ -1,4 +1,4 @@
-"""Steps that a subclass wrote itself, made into those of a program."""
+"""Custom training and evaluation steps of a subclass, as steps of a program."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -27,82 +27,84 @@ from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.rng import key_data
 
 Step = Callable[[Any, Batch], Any]
-Dress = Callable[[TrainState, jax.Array, bool], "StepState"]
+ToStepState = Callable[[TrainState, jax.Array, bool], "StepState"]
 
 
 class StepState(FlaxState):
-    """The state as a step of one's own gets it: what Flax users expect, and `rng` is the key of this step alone.
+    """The state that a custom step receives: the API of Flax's `TrainState`, with `rng` the key of this step.
 
-    Of an nnx model it has `model`, the module with the weights: what changes in it, such as BatchNorm statistics by a
-    call or parameters by `nnx.update`, is in the state after the step.
+    For an nnx model, `model` is the module with the weights: its changes, such as BatchNorm statistics after a call or
+    parameters after `nnx.update`, are part of the state after the step.
     """
 
-    root: jax.Array  # the words of the key that every step has its own from
+    root: jax.Array  # data of the root key, from which the keys of all steps are derived
     of_nnx: "NnxModel | None" = flax.struct.field(pytree_node=False, default=None)
-    by_ours: bool = flax.struct.field(pytree_node=False, default=False)  # whether the trainer's own step made it
+    from_default_step: bool = flax.struct.field(
+        pytree_node=False, default=False
+    )  # whether the default step returned it
 
     @property
     def model(self) -> Any:
-        """The nnx module, in training mode to be trained and in evaluation mode to be evaluated."""
+        """The nnx module, in the mode (training or evaluation) of the step."""
         if self.of_nnx is None:
-            raise TypeError("`state.model` is the module of an nnx model; this one is of linen: use `state.apply_fn`.")
+            raise TypeError("`state.model` exists for nnx models only; this is a linen model: use `state.apply_fn`.")
         return self.of_nnx.joined(self)
 
     def apply(self, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
-        """Runs the linen model: its output, and its collections after it. See `LinenView.apply`."""
+        """Calls the linen model; returns its output and updated collections. See `LinenView.apply`."""
         view = LinenView(self.apply_fn, params, self.model_state, stream(self.key, "model"), step=self.step)
         return view.apply(params, *inputs, **options)
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
-        """The state after one optimizer update, with other `fields` replaced; an nnx module is updated with it."""
+        """The state after one optimizer update, with `fields` replaced; also updates the nnx module."""
         if self.of_nnx is None:
             return super().apply_gradients(grads=grads, **fields)
         if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
             grads = matching_grads(grads, self.params, self.of_nnx.split.trainable)
-        return super().apply_gradients(grads=grads, **fields).settled()
+        return super().apply_gradients(grads=grads, **fields).synced()
 
-    def settled(self) -> Self:
-        """The same with what has changed in the nnx module."""
+    def synced(self) -> Self:
+        """The state with the changes of the nnx module."""
         if self.of_nnx is None or self.of_nnx.module is None:
             return self
         return dataclasses.replace(self, **self.of_nnx.changes(self))
 
     def plain(self) -> TrainState:
-        """The data alone, with what has changed in the nnx module."""
-        return super(StepState, self.settled()).plain().replace(rng=self.root)
+        """The plain `TrainState`, with the changes of the nnx module."""
+        return super(StepState, self.synced()).plain().replace(rng=self.root)
 
 
 def _replaced(self: StepState, **changes: Any) -> StepState:
-    """The same with other fields; a new `rng` is where the keys of all later steps come from."""
+    """Replaces fields; a new `rng` becomes the root key of all later steps."""
     fields = self.as_fields(changes, "replace")
     if "rng" in fields:
         fields = {"root": fields["rng"], **fields}
     new = dataclasses.replace(self, **fields)
     if self.of_nnx is not None:
-        self.of_nnx.take_over(new, fields.keys() & {"params", "model_state"})
+        self.of_nnx.update_from(new, fields.keys() & {"params", "model_state"})
     return new
 
 
-StepState.replace = _replaced  # flax gives every class the plain one, whatever its body says
+StepState.replace = _replaced  # Flax overwrites a `replace` defined in the class body
 
 
 class NnxModel:
-    """The nnx module that a step is called with, put together when it is asked for, and how it is taken apart again."""
+    """The nnx module of a step: merged on first access, and split again after the step."""
 
     def __init__(self, split: Split, *, train: bool) -> None:
         self.split, self._train = split, train
         self.module: Any = None
-        self._known: dict[str, PyTree] = {}  # the arrays of the module that the state has, too
+        self._known: dict[str, PyTree] = {}  # the arrays that the module and the state share
 
     def joined(self, state: StepState) -> Any:
-        """The module with the arrays of `state`, the first time; then the same one."""
+        """The module, created with the arrays of `state` on first access."""
         if self.module is None:
             self.module = self.split.join(state.params, state.model_state, state.key, train=self._train)
             self._known = self._arrays(state)
         return self.module
 
-    def take_over(self, state: StepState, names: Iterable[str]) -> None:
-        """Puts the arrays of these fields of `state` into the module, if there is one."""
+    def update_from(self, state: StepState, names: Iterable[str]) -> None:
+        """Updates the module, if it was created, with these fields of `state`."""
         if self.module is None:
             return
         for name in names:
@@ -110,26 +112,27 @@ class NnxModel:
             self._known[name] = self._arrays(state)[name]
 
     def changes(self, state: StepState) -> dict[str, PyTree]:
-        """The fields of `state` of which the module has other arrays by now."""
-        # by identity: a step that is compiled gives the state other arrays than those that the module was traced with
+        """The fields of `state` whose arrays have changed in the module."""
+        # by identity: a compiled step gives the state other arrays than those that the module was traced with
         before, self._known = self._known, self._arrays(state)
-        return {name: arrays for name, arrays in self._known.items() if not _are_same(arrays, before[name])}
+        return {name: arrays for name, arrays in self._known.items() if not _are_identical(arrays, before[name])}
 
     def _arrays(self, state: StepState) -> dict[str, PyTree]:
         params, rest = self.split.arrays(self.module)
         return {"params": params, "model_state": kept_state(state.model_state, rest)}
 
 
-def _are_same(a: PyTree, b: PyTree) -> bool:
+def _are_identical(a: PyTree, b: PyTree) -> bool:
     return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
 
 
-def as_step_state(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> Dress:
-    """What makes a `StepState` of a state, the key of a step, and whether it trains.
+def as_step_state(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> ToStepState:
+    """Returns a function that makes a `StepState` from a state, the key of a step, and whether it trains.
 
     Args:
-        model: the `apply` of a linen module; or, of an nnx module, what gives it taken apart.
+        model: the `apply` of a linen module; for an nnx module, a function that returns its `Split`.
         tx: the optimizer.
+        is_nnx: whether the model is an nnx module.
     """
 
     def of_linen(state: TrainState, key: jax.Array, train: bool) -> StepState:
@@ -146,17 +149,17 @@ def _with_key(state: TrainState, key: jax.Array) -> dict[str, Any]:
 
 
 def _no_apply(*_: Any, **__: Any) -> Any:
-    raise TypeError("`state.apply_fn` is of linen models; this is one of nnx: call `state.model`.")
+    raise TypeError("`state.apply_fn` exists for linen models only; this is an nnx model: call `state.model`.")
 
 
-def accepting_step_states(program: Program, dressed: Dress) -> Program:
-    """`program` whose steps may also be called by a step of one's own, with the state that it got."""
+def accepting_step_states(program: Program, to_step_state: ToStepState) -> Program:
+    """`program` whose steps also accept the `StepState` of a custom step that calls them."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         if not isinstance(state, StepState):
             return program.train_step(state, batch)
         new, report = program.train_step(state.plain(), batch)
-        return dressed(new, _train_key(new), True).replace(by_ours=True), report
+        return to_step_state(new, _train_key(new), True).replace(from_default_step=True), report
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         return program.eval_step(state.plain() if isinstance(state, StepState) else state, batch)
@@ -164,36 +167,36 @@ def accepting_step_states(program: Program, dressed: Dress) -> Program:
     return program._replace(train_step=train_step, eval_step=eval_step)
 
 
-def with_own_steps(program: Program, train: Step, evaluate: Step, dressed: Dress, *, micro_batches: int) -> Program:
-    """`program` with these steps, where they are not its own already.
-
-    A step of one's own finds in its state what Flax users expect: see `StepState`.
-    """
+def with_custom_steps(
+    program: Program, train: Step, evaluate: Step, to_step_state: ToStepState, *, micro_batches: int
+) -> Program:
+    """`program` with these custom steps, called with a `StepState`; steps of the program itself are left unchanged."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         with explaining_shapes(batch):
-            returned = train(dressed(state, _train_key(state), True), batch)
+            returned = train(to_step_state(state, _train_key(state), True), batch)
         match returned:
             case (StepState() as new, reported):
                 pass
             case other:
                 kind = type(other).__name__
-                raise TypeError(f"A training step returns `state, metrics`; this one returned a {kind}.")
-        if jax.tree.leaves(state.params) and _are_same(new.params, state.params):
-            raise TypeError(
-                "This training step returned the parameters that it was given, so nothing would be trained. Return the "
-                "state that `apply_gradients` makes: `return state.apply_gradients(grads=grads), metrics`."
-            )
-        if micro_batches > 1 and not new.by_ours:
-            raise ValueError(
-                f"`accumulate` is {micro_batches}, and this step finds its gradients itself, of the whole batch. "
-                "Accumulate them in it, or by `optax.MultiSteps`, and leave out `accumulate`."
-            )
+                raise TypeError(f"A training step must return `state, metrics`, got a {kind}.")
         report = reported if isinstance(reported, StepReport) else StepReport(_metrics(reported, batch), None)
-        return new.plain().replace(step=state.step + 1), report  # the step is what makes randomness differ
+        new = new.synced()  # with parameters that the step updated in the nnx module
+        if jax.tree.leaves(state.params) and _are_identical(new.params, state.params):
+            raise TypeError(
+                "The training step returned unchanged parameters, so nothing would be trained. Return the state of "
+                "`apply_gradients`: `return state.apply_gradients(grads=grads), metrics`."
+            )
+        if micro_batches > 1 and not new.from_default_step:
+            raise ValueError(
+                f"`accumulate` is {micro_batches}, but this custom step computes the gradients of the full batch. "
+                "Accumulate in the step, or with `optax.MultiSteps`, and leave out `accumulate`."
+            )
+        return new.plain().replace(step=state.step + 1), report  # random keys are derived from the step
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        return _metrics(evaluate(dressed(state, stream(state.key, "eval"), False), batch), batch)
+        return _metrics(evaluate(to_step_state(state, stream(state.key, "eval"), False), batch), batch)
 
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
@@ -208,5 +211,5 @@ def _metrics(reported: Any, batch: Batch) -> Metrics:
     if isinstance(reported, Metrics):
         return reported
     if not isinstance(reported, Mapping):
-        raise TypeError(f"Metrics are a dict of numbers by name; a step returned a {type(reported).__name__}.")
+        raise TypeError(f"A step must return metrics as a dict of numbers by name, got a {type(reported).__name__}.")
     return as_metrics(reported, batch_weight(batch))

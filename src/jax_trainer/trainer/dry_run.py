@@ -1,4 +1,4 @@
-"""What would be trained: found out by tracing, without computing or writing anything."""
+"""A dry run: traces the training without computing or writing anything."""
 
 import math
 from collections.abc import Mapping
@@ -23,31 +23,31 @@ class Leaf:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The parameters of a model, the bytes of its state, what a batch is, what steps report, how many there are."""
+    """Parameters, state size, batch, metrics and number of steps of a training."""
 
     parameters: tuple[Leaf, ...]
     state_bytes: Mapping[str, int]
     batch: Mapping[str, str]
-    reported: tuple[str, ...]  # in training
-    evaluated: tuple[str, ...]  # in evaluation
+    reported: tuple[str, ...]  # training metrics
+    evaluated: tuple[str, ...]  # evaluation metrics
     steps: int | None
     devices: str
-    layout: LayoutTable | None = None  # None: one device has everything
-    classes: Mapping[str, str] = field(default_factory=dict)  # the module path of every class, by its key
+    layout: LayoutTable | None = None  # None: one device
+    classes: Mapping[str, str] = field(default_factory=dict)  # full name of every configured class, by its key
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the parameters are."""
+        """Total number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in self.parameters)
 
     def data(self) -> dict[str, Any]:
-        """The same for scripts."""
+        """The dry run as plain data, for JSON."""
         layout = None if self.layout is None else self.layout.data()
         return {**asdict(self), "parameter_count": self.parameter_count, "layout": layout}
 
 
 def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
-    """Traces the first state and one step."""
+    """Traces the initial state and one step."""
     state, trained, evaluated = program.shapes(jax.random.key(seed), example)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
     sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}

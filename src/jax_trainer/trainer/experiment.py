@@ -1,4 +1,4 @@
-"""`Experiment`: everything that one YAML file says, and how it becomes a trainer with its data."""
+"""`Experiment`: the contents of a YAML file, and how it is built into a trainer with its data."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from compoconf import Registry
 from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
-import jax_trainer.models  # noqa: F401 - both register what a file can name
+import jax_trainer.models  # noqa: F401 - both register classes that a file can name
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded, load_config
 from jax_trainer.config.files import read_tree
@@ -25,23 +25,23 @@ from jax_trainer.registration import displaced, full_name
 from jax_trainer.runs import CallbacksLike
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.custom_init import has_custom_init, made
 from jax_trainer.trainer.layout import layout_for
-from jax_trainer.trainer.own_init import has_own_init, made
 
 LOG = logging.getLogger("jax_trainer")
 
 
 @dataclass
 class StoredRun(Settings):
-    """What the folder of a run says about it. One that was begun in Python may lack what was given there.
+    """The stored configuration of a run. A run started in Python may lack the parts that were passed as objects.
 
     Args:
         trainer: how to train.
-        model: what to train.
-        optimizer: by which steps.
-        dataset: on what.
-        seed: used by the trainer and the dataset where they have none of their own.
-        num_gpus: how many GPUs share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
+        model: the model to train.
+        optimizer: the optimizer.
+        dataset: the data to train on.
+        seed: default seed of the trainer and the dataset.
+        num_gpus: number of GPUs that share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
     """
 
     trainer: BaseTrainer.cfgtype
@@ -54,7 +54,7 @@ class StoredRun(Settings):
 
 @dataclass
 class Experiment(StoredRun):
-    """A whole experiment, as a file describes it."""
+    """A complete experiment, as described by a file."""
 
     model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype = field()
     optimizer: OptimizerInterface.cfgtype = field()
@@ -73,29 +73,32 @@ def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[E
 
 
 def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[StoredRun]:
-    """The configuration of a run as its folder has it. What it names must be registered: nothing is imported.
+    """The stored configuration of a run. Its classes must be registered: nothing is imported.
 
-    It may come from somebody else, and was written without includes: none is read.
+    The folder may be untrusted, and is written without includes: includes are not read.
     """
     style = read_tree(folder.config_file, (), Problems(), may_include=False).at("style")
     if style is not None and not style.is_section:
-        text = f"{folder.path} is a run of `{style.data()}`, which was begun in Python. Go on with it there: "
+        text = f"{folder.path} is a run of `{style.data()}`, started in Python. Resume it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
     loaded = load_config(folder.config_file, StoredRun, overrides, may_include=False)
-    named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.place.line]  # overrides have no line
+    named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.location.line]  # overrides have no line
     found = [(path, displaced(one.value)) for path, one in named if isinstance(one.value, str)]
-    taken = [
-        (path, f"this run was trained with {full_name(ours)}, whose name a class of yours has taken. Do not import it.")
+    displaced_names = [
+        (
+            path,
+            f"this run was trained with {full_name(ours)}, but another class has this name. Do not import it.",
+        )
         for path, ours in found
         if ours is not None
     ]
-    if taken:
-        raise loaded.error(SettingsError(taken))
+    if displaced_names:
+        raise loaded.error(SettingsError(displaced_names))
     return loaded
 
 
 def _class_names(node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Every `class_name` in a file, with its dotted path."""
+    """Every `class_name` in a file, with its dotted key."""
     for name, child in node.children():
         below = f"{path}.{name}".lstrip(".")
         yield from [(below, child)] if name == "class_name" else _class_names(child, below)
@@ -103,7 +106,7 @@ def _class_names(node: Node, path: str) -> Iterator[tuple[str, Node]]:
 
 def trainer_class(run: StoredRun) -> type[Any]:
     """The class that the `trainer` section names."""
-    return Registry.get_class(BaseTrainer, run.trainer.class_name)  # type: ignore[arg-type]  # compoconf means the class
+    return Registry.get_class(BaseTrainer, run.trainer.class_name)  # type: ignore[arg-type]  # compoconf annotates an instance
 
 
 def build(
@@ -118,27 +121,27 @@ def build(
     callbacks: CallbacksLike = (),
     own: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The trainer of an experiment or of a stored run, with its dataset loaded where it has one.
+    """Builds the trainer of an experiment or of a stored run, and loads its dataset, if it has one.
 
     Args:
         run: all configurations.
-        exmp_input: an example batch; left out, the first of the dataset.
-        dataset: instead of the one that `run` says.
-        folder: of the run, if it was begun before.
-        kind: the trainer's class, instead of the one that `run` names.
-        model, optimizer: where `run` has none, because they were given in Python.
-        callbacks: who watches besides those that `run` names.
-        own: further arguments of a class that has an `__init__` of its own.
+        exmp_input: an example batch; default: the first one of the dataset.
+        dataset: instead of the configured one.
+        folder: the folder of an existing run.
+        kind: the trainer's class, instead of the configured one.
+        model, optimizer: for a run that has none, because they were passed in Python.
+        callbacks: callbacks besides the configured ones.
+        own: further arguments of a class with a custom `__init__`.
     """
     mesh, make = _mesh(run), kind or trainer_class(run)  # before the data is loaded
-    makes_parts = has_own_init(make)
-    _check_given(run, may_lack=makes_parts, model=model, optimizer=optimizer)
+    makes_parts = has_custom_init(make)
+    _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
     if exmp_input is None and dataset is not None:
         exmp_input = dataset.example()
     if exmp_input is None and not makes_parts:
-        raise _problem("dataset", "This run has no dataset of its own: pass `exmp_input`, an example batch.")
+        raise _problem("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")
     others = {"seed": run.seed, "num_gpus": run.num_gpus}
     options: dict[str, Any] = {"config": run.trainer, "model_config": run.model, "optimizer_config": run.optimizer}
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
@@ -146,12 +149,12 @@ def build(
     return made(make, {name: value for name, value in options.items() if value is not None}, own or {})
 
 
-def _check_given(run: StoredRun, *, may_lack: bool, **things: Any) -> None:
-    for name, thing in things.items():
-        if getattr(run, name) is None and thing is None and not may_lack:
-            raise _problem(name, f"This run was given its {name} in Python, so it is not stored: pass `{name}` again.")
-        if getattr(run, name) is not None and thing is not None:
-            raise _problem(name, f"This run has a {name} of its own: pass none, or change it by an override.")
+def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
+    for name, part in parts.items():
+        if getattr(run, name) is None and part is None and not may_lack:
+            raise _problem(name, f"The {name} of this run was passed in Python and is not stored: pass `{name}` again.")
+        if getattr(run, name) is not None and part is not None:
+            raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
 
 
 def _dataset(config: Any) -> DatasetModule:
@@ -162,26 +165,26 @@ def _dataset(config: Any) -> DatasetModule:
 
 
 def _mesh(run: StoredRun) -> Mesh | None:
-    """The devices that share each batch; None: those that the trainer finds for itself."""
+    """The mesh of the devices that share each batch; None: the trainer's default."""
     num_gpus, devices = run.num_gpus, jax.devices()
     if run.trainer.mesh is not None or jax.process_count() > 1:
         layout = layout_for(run.trainer, None)
         found = 1 if layout is None else layout.mesh.size
         if num_gpus > 1 and num_gpus != found:
-            text = f"`num_gpus` is {num_gpus}, and `trainer.mesh` has {found} devices. Leave out `num_gpus`."
+            text = f"`num_gpus` is {num_gpus}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."
             raise _problem("num_gpus", text)
         return None
     if devices[0].platform == "cpu":
         if num_gpus > 1:
-            text = f"`num_gpus` is {num_gpus}, and JAX sees no GPU here. Use 1, which trains on the CPU."
+            text = f"`num_gpus` is {num_gpus}, but JAX finds no GPU. Use 1 to train on the CPU."
             raise _problem("num_gpus", text)
         if num_gpus:
-            LOG.info("`num_gpus` is 1, and JAX sees no GPU: training on the CPU.")
+            LOG.info("`num_gpus` is 1, but JAX finds no GPU: training on the CPU.")
         return None
     if num_gpus == 0:
-        raise _problem("num_gpus", "`num_gpus` is 0, and JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")
+        raise _problem("num_gpus", "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")
     if num_gpus > len(devices):
-        raise _problem("num_gpus", f"`num_gpus` is {num_gpus}, and JAX sees {len(devices)}.")
+        raise _problem("num_gpus", f"`num_gpus` is {num_gpus}, but JAX finds {len(devices)}.")
     if num_gpus == 1:
         return None
     return jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])

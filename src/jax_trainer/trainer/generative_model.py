@@ -1,4 +1,4 @@
-"""Generative models: from noise to data, by any of the objectives."""
+"""Generative models, trained with any of the objectives."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class GenerativeTrainerConfig(TrainerConfig):
     """How a generative model is trained.
 
     Args:
-        objective: what the network learns, and how samples are drawn from it.
-        conditional: tell the network the label of each example; false leaves labels out.
-        teacher: the folder of the run whose model is distilled, for ConsistencyDistillation.
+        objective: the training objective and sampler.
+        conditional: condition the network on the label of each example.
+        teacher: run folder of the model to distil, for ConsistencyDistillation.
     """
 
     objective: Objective.cfgtype = field(default_factory=FlowMatchingConfig)
@@ -35,21 +35,24 @@ class GenerativeTrainerConfig(TrainerConfig):
     teacher: str | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """A teacher where none is needed, and none where one is."""
+        """Yields a missing or superfluous `teacher`."""
         yield from super().problems()
         distils = isinstance(self.objective, ConsistencyDistillationConfig)
         if distils and self.teacher is None:
-            yield "teacher", "ConsistencyDistillation learns from a trained model: set `teacher` to its run's folder."
+            yield "teacher", "ConsistencyDistillation needs a trained model: set `teacher` to its run folder."
         if not distils and self.teacher is not None:
-            yield "teacher", f"{self.objective.class_name} needs no `teacher`; ConsistencyDistillation does."
+            yield (
+                "teacher",
+                f"{self.objective.class_name} has no `teacher`; only ConsistencyDistillation does. Leave it out.",
+            )
 
 
 @register
 class GenerativeTrainer(TrainerModule):
-    """Trains a network `(x, t, condition) → like x` that makes data out of noise, and draws samples from it.
+    """Trains a network `(x, t, condition) → shape of x` that generates data from noise, and samples from it.
 
-    Data is the input of a batch and the condition its label; override `batch_to_data` and `batch_to_condition` for
-    batches of another kind.
+    The data is the input of a batch, and the condition its label; override `batch_to_data` and `batch_to_condition` for
+    other batches.
     """
 
     config: GenerativeTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,26 +64,26 @@ class GenerativeTrainer(TrainerModule):
 
     @cached_property
     def objective(self) -> Objective:
-        """What the network learns."""
+        """The training objective."""
         return self.config.objective.instantiate(Objective)
 
     def batch_to_data(self, batch: Any) -> jax.Array:
-        """What the model is to make: [batch, …]."""
+        """The data of a batch: [batch, …]."""
         return batch.input
 
     def batch_to_condition(self, batch: Any) -> jax.Array | None:
-        """What the model is told about each example: labels, [batch]."""
+        """The conditioning of each example: labels, [batch]."""
         return batch.target
 
     def batch_to_input(self, batch: Any) -> Any:
-        """What the network is called with, at time 0."""
+        """The network inputs at time 0."""
         x = self.batch_to_data(batch)
         return x, jnp.zeros(len(x), jnp.float32), self._condition(batch)
 
     def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Module:
-        """The network, which finds its sizes in the data; one that is distilled has its teacher beside it.
+        """Builds the network, with sizes inferred from the data; for distillation, together with its teacher.
 
-        A student like its teacher begins with the teacher's weights.
+        A student with the architecture of its teacher starts from the teacher's weights.
         """
         network: Any = super().build_model(inputs[0] if isinstance(inputs, tuple) else inputs, rngs)
         if self.config.teacher is None:
@@ -90,25 +93,24 @@ class GenerativeTrainer(TrainerModule):
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
     ) -> optax.GradientTransformation:
-        """The optimizer of a run of this length, which the objective is told, too."""
+        """The optimizer of a run of this length, which also defines the progress of the objective."""
         self._planned_steps = self._total_steps(num_epochs, num_train_steps_per_epoch)
         return super().init_optimizer(num_epochs, num_train_steps_per_epoch)
 
-    def loss_function(  # pyright: ignore[reportIncompatibleMethodOverride]  # it asks for more, and gets it
+    def loss_function(  # pyright: ignore[reportIncompatibleMethodOverride]  # called by parameter name
         self, model: Any, batch: Any, train: bool, rng: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The objective's loss of an nnx network."""
         return self._loss(model, batch, rng, self._progress(step, train)), {}
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """The objective's loss of a linen network, which must have nothing but parameters."""
+        """The loss of a linen network, which must have no other variables than parameters."""
         if state.mutable_variables:
             raise TypeError(
-                f"This network has {', '.join(state.mutable_variables)} besides its parameters, and an objective calls "
-                "it several times in a step: nobody could say which of them counts. Use LayerNorm or GroupNorm instead "
-                "of BatchNorm, or a network of nnx."
+                f"The network has the collections {', '.join(state.mutable_variables)}, but an objective calls it "
+                "several times per step, so their update is ambiguous. Use LayerNorm or GroupNorm instead of "
+                "BatchNorm, or an nnx network."
             )
 
         def network(x: jax.Array, t: jax.Array, condition: jax.Array | None) -> jax.Array:
@@ -127,23 +129,22 @@ class GenerativeTrainer(TrainerModule):
         state: TrainState | None = None,
         which: Weights | None = None,
     ) -> jax.Array:
-        """New data, [count, …], as the weights that are judged make it. Compiled once for each count.
+        """Draws samples, [count, …], with the weights used for evaluation. Compiled once per count.
 
         Args:
             key: a random key, or a seed.
-            labels: what to make, one per sample; None: anything.
-            count: how many samples; with labels, as many as there are.
-            steps: of the sampler; None: as many as the objective has.
-            guidance: how much the labels count; None: the objective's own.
-            state: another state, whose weights are used: in a callback, `self.state`.
-            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
-                and the present ones otherwise.
+            labels: one per sample; None: unconditional.
+            count: number of samples; default: the number of labels.
+            steps: sampler steps; None: the objective's default.
+            guidance: guidance scale; None: the objective's default.
+            state: use the weights of this state, such as `self.state` in a callback.
+            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
         """
         key = jax.random.key(key) if isinstance(key, int) else key
         condition = None if labels is None else jnp.asarray(labels, jnp.int32)
         count = count if condition is None else len(condition)
         if count is None:
-            raise ValueError("How many samples? Pass `labels`, one for each, or `count`.")
+            raise ValueError("The number of samples is not set: pass `count`, or `labels`, one per sample.")
         shape = (count, *self.batch_to_data(self._transformed_example()).shape[1:])
         network = self._network(self._weights(which, state))
         return self.objective.sample(key, network, shape, condition, steps=steps, guidance=guidance)
@@ -151,13 +152,15 @@ class GenerativeTrainer(TrainerModule):
     def bind_model(
         self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = False
     ) -> Any:
-        """The network with weights, to call. It works on noisy data, transformed already, so that there is no other."""
+        """The network with weights. It takes noisy data, which is already transformed."""
         if transforms:
-            raise ValueError("`transforms=True`: the network is called with noisy data, which is transformed already.")
+            raise ValueError(
+                "`transforms=True` is not available: the network takes noisy data, which is already transformed."
+            )
         return super().bind_model(state, which=which, transforms=False)
 
     def _network(self, state: TrainState) -> Any:
-        """What is sampled from, computing as it was trained."""
+        """The network to sample from, in the precision of the training."""
         precision = Precision.named(self.config.precision)
         if self.model_mode == "nnx":
             return cast_floats(self._bound(state), precision.compute)
@@ -176,18 +179,18 @@ class GenerativeTrainer(TrainerModule):
         return self.batch_to_condition(batch) if self.config.conditional else None
 
     def _progress(self, step: jax.Array, train: bool) -> jax.Array | None:
-        """The share of training that is over; evaluations are all judged as at its end."""
+        """The completed fraction of training; None (its end) in evaluation."""
         return step / self._planned_steps if train and self._planned_steps else None
 
 
 def are_alike(module: nnx.Module, other: nnx.Module) -> bool:
-    """Whether two modules have parameters of the same names and shapes, whatever modes they are in."""
+    """Whether two modules have parameters of the same names and shapes."""
     one, two = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (module, other))
     return jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, two)
 
 
 def _teacher_of(config: GenerativeTrainerConfig, example: Any, dataset: Any) -> Any:
-    """The trained model that is distilled."""
+    """The trained model to distil."""
     if config.teacher is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The trainer's own hooks, told like those of a callback."""
+"""Calls the hooks of a trainer like those of a callback."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("t
 _STEPS = dict.fromkeys(
     ("training_step", "train_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen"
 )
-_FOREIGN = {  # methods of a LightningModule, and what does their work
+_FOREIGN = {  # methods of a LightningModule, and the equivalent here
     "configure_optimizers": "init_optimizer",
     "configure_callbacks": "init_callbacks",
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
@@ -27,17 +27,17 @@ _FOREIGN = {  # methods of a LightningModule, and what does their work
 
 
 def check_trainer_hooks(trainer: Any) -> None:
-    """Raises what is wrong with the hooks of a trainer: names that nobody calls, parameters that nobody passes."""
+    """Raises an error for unknown hook names and parameters of a trainer."""
     kind = type(trainer)
-    has_own_steps = (kind.create_training_function, kind.create_functions) != (
+    has_custom_steps = (kind.create_training_function, kind.create_functions) != (
         ModelMethods.create_training_function,
         ModelMethods.create_functions,
     )
-    check_hooks(trainer, TrainerBase, _LOADERS, _FOREIGN if has_own_steps else {**_FOREIGN, **_STEPS})
+    check_hooks(trainer, TrainerBase, _LOADERS, _FOREIGN if has_custom_steps else {**_FOREIGN, **_STEPS})
 
 
 class TrainerHooks(Callback):
-    """Calls the `on_…` methods of a trainer; what they add to the metrics of an evaluation is logged and returned."""
+    """Calls the `on_…` methods of a trainer; the metrics that they add to an evaluation are logged and returned."""
 
     config: CallbackConfig
 
@@ -46,53 +46,45 @@ class TrainerHooks(Callback):
         self._results, self._loaders = results, loaders
 
     def on_training_start(self) -> None:
-        """Passes it on."""
         self.trainer.on_training_start()
 
     def on_training_end(self) -> None:
-        """Passes it on."""
         self.trainer.on_training_end()
 
     def on_training_epoch_start(self, epoch: int) -> None:
-        """Passes it on."""
         call_hook(self.trainer.on_training_epoch_start, epoch_idx=epoch)
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Passes it on."""
         call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
 
     def on_validation_epoch_start(self, epoch: int) -> None:
-        """Passes it on."""
         call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Passes it on, and takes in what was added."""
         before = dict(eval_metrics)
-        eval_metrics |= self._asked_for_more(epoch)
-        given = {"val_loader": self._loader()}
-        call_hook(self.trainer.on_validation_epoch_end, given, eval_metrics=eval_metrics, epoch_idx=epoch)
+        eval_metrics |= self._custom_eval_metrics(epoch)
+        loader = {"val_loader": self._loader()}
+        call_hook(self.trainer.on_validation_epoch_end, loader, eval_metrics=eval_metrics, epoch_idx=epoch)
         self._add(before, eval_metrics)
 
     def on_test_epoch_start(self, epoch: int) -> None:
-        """Passes it on."""
         call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
-        """Passes it on, and takes in what was added."""
         before = dict(test_metrics)
-        test_metrics |= self._asked_for_more(epoch)
-        given = {"test_loader": self._loader()}
-        call_hook(self.trainer.on_test_epoch_end, given, test_metrics=test_metrics, epoch_idx=epoch)
+        test_metrics |= self._custom_eval_metrics(epoch)
+        loader = {"test_loader": self._loader()}
+        call_hook(self.trainer.on_test_epoch_end, loader, test_metrics=test_metrics, epoch_idx=epoch)
         self._add(before, test_metrics)
 
     def _loader(self) -> Any:
-        """What was evaluated: a loader, or several by name."""
+        """The evaluated loader, or several by name."""
         assert isinstance(self.event, EvalRoundEnd)
         loaders = {name.partition("_")[2] or name: self._loaders[name] for name in self.event.metrics}
         return next(iter(loaders.values())) if len(loaders) == 1 else loaders
 
-    def _asked_for_more(self, epoch: int) -> dict[str, Any]:
-        """What `eval_model` of a subclass finds out about the sets besides their metrics, which it need not repeat."""
+    def _custom_eval_metrics(self, epoch: int) -> dict[str, Any]:
+        """The metrics that an overridden `eval_model` adds; the known ones are not computed again."""
         trainer, event = self.trainer, self.event
         if type(trainer).eval_model is ModelMethods.eval_model or not isinstance(event, EvalRoundEnd):
             return {}
@@ -109,8 +101,10 @@ class TrainerHooks(Callback):
         event = self.event
         assert isinstance(event, EvalRoundEnd)
         if bare := [name for name in added if "/" not in name]:
-            raise ValueError(f"Metrics that a hook adds have full names, as in 'val/{bare[0]}'; got {', '.join(bare)}.")
-        # whoever is told of the evaluation after this, such as ModelCheckpoint, finds them there
+            raise ValueError(
+                f"Metrics that a hook adds need full names, such as 'val/{bare[0]}'; got {', '.join(bare)}."
+            )
+        # later callbacks, such as ModelCheckpoint, see them
         event.metrics[next(iter(event.metrics))].update(added)
         self._results.add(event, added)
         scalars = {name: float(value) for name, value in added.items() if np.ndim(value) == 0}

@@ -20,7 +20,7 @@ class ImgClassifierTrainerConfig(TrainerConfig):
     """How an image classifier is trained.
 
     Args:
-        num_classes: how many kinds of images there are.
+        num_classes: number of classes.
     """
 
     num_classes: Annotated[int, AtLeast(2)] = 10
@@ -28,26 +28,23 @@ class ImgClassifierTrainerConfig(TrainerConfig):
 
 @register
 class ImgClassifierTrainer(TrainerModule):
-    """Trains a model that tells images apart; reports `acc`, its spread and its maximum over batches.
+    """Trains an image classifier; reports `acc`, and its standard deviation and maximum over batches.
 
-    Labels are numbers, or a share of every class. Examples that a batch's `mask` leaves out count for nothing. With a
+    Labels are integers or class probabilities. Examples outside of a batch's `mask` are ignored. With a
     `ConfusionMatrixCallback`, evaluations report `conf_matrix`.
     """
 
     config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
-        """The images."""
         return batch.input
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """The loss of an nnx model."""
         return self._evaluated(self.model_apply(model, batch.input, train=train), batch, train)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """The loss of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
         loss, metrics = self._evaluated(logits, batch, train)
         return loss, (mutable, metrics)
@@ -59,14 +56,14 @@ class ImgClassifierTrainer(TrainerModule):
         return optax.softmax_cross_entropy_with_integer_labels(logits, target)
 
     def _evaluated(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
-        given, expected = logits.shape[-1], self.config.num_classes
+        outputs, expected = logits.shape[-1], self.config.num_classes
         target, mask = batch.target, getattr(batch, "mask", None)
-        if given != expected:
-            text = f"The model gives {given} classes, and `trainer.num_classes` is {expected}. "
-            text += "Make them agree, e.g. by `num_classes: ${trainer.num_classes}` in the model's section."
+        if outputs != expected:
+            text = f"The model has {outputs} outputs, but `trainer.num_classes` is {expected}. "
+            text += "Make them equal, e.g. with `num_classes: ${trainer.num_classes}` in the model's section."
             raise SettingsError([("trainer.num_classes", text)])
-        guessed, label = logits.argmax(-1), target.argmax(-1) if _is_soft(logits, target) else target
-        acc = masked_mean(guessed == label, mask)
+        predicted, label = logits.argmax(-1), target.argmax(-1) if _is_soft(logits, target) else target
+        acc = masked_mean(predicted == label, mask)
         metrics: dict[str, Any] = {
             "acc": acc,
             "acc_std": {"value": acc, "mode": "std", "log_mode": "eval"},
@@ -74,7 +71,7 @@ class ImgClassifierTrainer(TrainerModule):
         }
         if self._shows_confusion and not train:
             counted = 1 if mask is None else (mask > 0).astype(jnp.int32)
-            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, guessed].add(counted)
+            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, predicted].add(counted)
             metrics["conf_matrix"] = {"value": matrix, "mode": "sum", "log_mode": "eval"}
         return masked_mean(self.loss_of(logits, target), mask), metrics
 
@@ -88,5 +85,5 @@ def _is_soft(logits: jax.Array, target: jax.Array) -> bool:
 
 
 def one_hot(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The share of every class, for labels of either kind."""
+    """Class probabilities of integer or soft labels."""
     return target if _is_soft(logits, target) else jax.nn.one_hot(target, logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Language models: what comes next in a text."""
+"""Language models: next-token prediction."""
 
 import math
 from dataclasses import dataclass
@@ -25,25 +25,21 @@ class LanguageModelTrainerConfig(TrainerConfig):
 class LanguageModelTrainer(TrainerModule):
     """Trains a model that predicts the next character or byte; reports `bits` per character and `acc`.
 
-    A batch's `mask` ([batch], or [batch, time]) says what counts in them.
-
-    `generate` lets the model go on with a text.
+    Both are averaged over a batch's `mask` ([batch], or [batch, time]). `generate` continues a text.
     """
 
     config: LanguageModelTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
-        """The text so far, as numbers."""
         return batch.input
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """Cross entropy of every next character, in nats, of an nnx model."""
+        """Cross entropy of the next character, in nats, and metrics."""
         return self._evaluated(self.model_apply(model, batch.input, train=train), batch)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        """The same of a linen model."""
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
         loss, metrics = self._evaluated(logits, batch)
         return loss, (mutable, metrics)
@@ -60,29 +56,30 @@ class LanguageModelTrainer(TrainerModule):
         state: TrainState | None = None,
         which: Weights | None = None,
     ) -> str:
-        """`prompt` and the text that the model goes on with, by the averaged weights where there are some.
+        """Returns `prompt` and its continuation by the model, with the EMA weights if there are any.
 
-        A text may be longer than the model's context: it is then written in rounds, each of which sees the last half
-        of a context. Compiled once per length of the prompt and of what follows.
+        A text longer than the model's context is generated in rounds, each of which sees the last half of a context.
+        Compiled once per length of prompt and continuation.
 
         Args:
-            prompt: what the text begins with, in characters of the dataset's vocabulary.
-            length: how many characters (or bytes) follow.
-            temperature: below 1 the likely gets likelier, above 1 less so; 0 always takes the likeliest.
-            top_k: draw among so many of the likeliest only.
-            top_p: draw among the fewest that are together at least so likely.
-            seed: decides what is drawn; or a random key.
-            state: another state, whose weights are used.
-            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
-                and the present ones otherwise.
+            prompt: start of the text, in characters of the dataset's vocabulary.
+            length: number of characters (or bytes) to generate.
+            temperature: softmax temperature; 0: greedy decoding.
+            top_k: sample from the `top_k` most likely tokens only.
+            top_p: nucleus sampling: sample from the smallest set of tokens with at least this total probability.
+            seed: random seed or key.
+            state: use the weights of this state.
+            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
         """
         encode, decode = self._vocabulary()
         if not prompt:
-            raise ValueError('`prompt` must have at least one character; "\\n" is like the beginning of a line.')
+            raise ValueError(
+                '`prompt` is empty: it must have at least one character, such as "\\n", the start of a line.'
+            )
         known = self.dataset.metadata.get("vocab_size") if self.dataset is not None else None
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         model, key = self._bound(self._weights(which, state)), jax.random.key(seed) if isinstance(seed, int) else seed
-        # a model may tell more tokens apart than the text has: those have no character
+        # a model may have a larger vocabulary than the text: these tokens have no character
         (tokens,) = generate_in_rounds(model, key, encode(prompt)[None], length, **options, among=known)
         return decode(tokens)
 
@@ -91,8 +88,8 @@ class LanguageModelTrainer(TrainerModule):
         if encode is None or decode is None:
             what = "no dataset" if self.dataset is None else f"{type(self.dataset).__name__}, which has none"
             raise ValueError(
-                f"To write a text, the trainer needs the `encode` and `decode` of a dataset's vocabulary, and it has "
-                f"{what}. Give it a `TextDataset`, or call `jax_trainer.models.generate` with tokens."
+                f"`generate` needs the `encode` and `decode` of a dataset's vocabulary, but the trainer has {what}. "
+                "Pass a `TextDataset` as `dataset`, or call `jax_trainer.models.generate` with tokens."
             )
         return encode, decode
 
@@ -104,6 +101,6 @@ class LanguageModelTrainer(TrainerModule):
 
     def _check_vocabulary(self, size: int) -> None:
         needed = 0 if self.dataset is None else self.dataset.metadata.get("vocab_size", 0)
-        if size < needed:  # what the model does not know would have a loss of NaN
-            text = f"The model tells {size} tokens apart, and the text has {needed}: set `vocab_size: {needed}`."
+        if size < needed:  # tokens outside of the vocabulary have a loss of NaN
+            text = f"The model's vocabulary has {size} tokens, but the text has {needed}: set `vocab_size: {needed}`."
             raise SettingsError([("model.vocab_size", text)])

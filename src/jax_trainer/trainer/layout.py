@@ -1,4 +1,4 @@
-"""Which devices hold what in a run, as a configuration."""
+"""Configurations of the device mesh and of parameter sharding."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ Devices = Annotated[int, AtLeast(-1)]
 
 @dataclass
 class MeshConfig(Settings):
-    """How the devices of all processes share the work: their numbers along three axes, whose product is all of them.
+    """The device mesh over all processes: sizes of three axes, whose product is the number of devices.
 
     Args:
-        data: devices that hold the same weights and share each batch; -1: all that are left over.
-        fsdp: devices that share the weights, the optimizer's state and each batch.
-        tensor: devices that share the work on each example; `sharding` or the model says how.
+        data: data parallelism: replicated weights, sharded batches; -1: all remaining devices.
+        fsdp: fully sharded data parallelism: sharded weights, optimizer state and batches.
+        tensor: tensor parallelism, as set by `sharding` or by the model's partitioning metadata.
     """
 
     data: Devices = -1
@@ -29,7 +29,7 @@ class MeshConfig(Settings):
     tensor: Devices = 1
 
     def problems(self) -> Iterator[Problem]:
-        """Each is a number of devices, and one can be left open."""
+        """Yields wrong sizes: at most one may be -1."""
         try:
             check_sizes(self.sizes)
         except LayoutError as error:
@@ -37,17 +37,17 @@ class MeshConfig(Settings):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As `make_mesh` takes them."""
+        """Axis sizes, as `make_mesh` takes them."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
 @dataclass
 class ShardingRuleConfig(Settings):
-    """How some parameters are split over the devices.
+    """How some parameters are sharded.
 
     Args:
-        match: which ones, by a regular expression that their whole dotted path matches.
-        axes: what splits each of their dimensions, from the first on: an axis of the mesh, a list of such, or null.
+        match: regular expression that the full dotted path of a parameter must match.
+        axes: the mesh axis of each dimension, from the first on: a name, a list of names, or null.
     """
 
     match: Annotated[str, IsRegex()]
@@ -56,13 +56,13 @@ class ShardingRuleConfig(Settings):
 
 @dataclass
 class ShardingConfig(Settings):
-    """How parameters are split over the devices; optimizer state, averages and gradients follow them.
+    """How parameters are sharded; optimizer state, EMA weights and gradients follow them.
 
     Args:
-        rules: the first that matches a parameter decides; where none does, the model's own partitioning.
-        fsdp: where neither says anything: auto splits the largest dimension that the mesh's `fsdp` divides; off leaves
-            the parameter whole.
-        smallest: auto leaves parameters of fewer numbers whole.
+        rules: the first rule that matches a parameter applies; without a match, the model's partitioning metadata.
+        fsdp: without either: auto shards the largest dimension that the mesh's `fsdp` size divides; off replicates the
+            parameter.
+        smallest: auto replicates parameters with fewer elements.
     """
 
     rules: tuple[ShardingRuleConfig, ...] = ()
@@ -70,16 +70,19 @@ class ShardingConfig(Settings):
     smallest: Annotated[int, AtLeast(1)] = SMALLEST
 
     def problems(self) -> Iterator[Problem]:
-        """Each parameter is decided by one rule."""
+        """Yields duplicate rules."""
         seen: set[str] = set()
         for number, rule in enumerate(self.rules):
             if rule.match in seen:
-                yield f"rules.{number}.match", f"There are two rules for {rule.match!r}, and the first decides."
+                yield (
+                    f"rules.{number}.match",
+                    f"Two rules have the pattern {rule.match!r}, and only the first applies. Remove one.",
+                )
             seen.add(rule.match)
 
     @property
     def partitioning(self) -> Partitioning:
-        """As a layout takes it."""
+        """The partitioning of a `Layout`."""
         return ConfiguredPartitioning(
             rules={rule.match: rule.axes for rule in self.rules}, fsdp=self.fsdp, smallest=self.smallest
         )
@@ -87,22 +90,21 @@ class ShardingConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredPartitioning(Partitioning):
-    """A partitioning whose mistakes are those of a configuration."""
+    """A partitioning that reports mistakes as errors of the configuration."""
 
-    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, said: Mapping[str, PartitionSpec]) -> Specs:
-        """How every parameter is split over `mesh`."""
+    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, model_specs: Mapping[str, PartitionSpec]) -> Specs:
         try:
-            return super().specs(shapes, mesh, said)
+            return super().specs(shapes, mesh, model_specs)
         except LayoutError as error:
             raise SettingsError([("trainer.sharding", str(error))]) from None
 
 
-def layout_for(config: Any, given: MeshLike | None) -> Layout | None:
-    """The layout of a run with this configuration, to whose trainer a mesh may have been given."""
-    if config.mesh is not None and given is not None:
-        text = "The configuration has a `mesh`, and the trainer was given one as well. Leave out one of them."
+def layout_for(config: Any, mesh: MeshLike | None) -> Layout | None:
+    """The layout of a run with this configuration, or with the `mesh` argument of the trainer."""
+    if config.mesh is not None and mesh is not None:
+        text = "`mesh` is set in the configuration and passed to the trainer. Leave out one of them."
         raise SettingsError([("trainer.mesh", text)])
     try:
-        return resolve_layout(given if config.mesh is None else config.mesh.sizes, config.sharding.partitioning)
+        return resolve_layout(mesh if config.mesh is None else config.mesh.sizes, config.sharding.partitioning)
     except LayoutError as error:
         raise SettingsError([("trainer.mesh", str(error))]) from None

@@ -1,4 +1,4 @@
-"""The model, the optimizer and the state of a trainer, and all that can be done with them without a run."""
+"""The model, optimizer, state and compiled program of a trainer; prediction and evaluation."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -48,12 +48,12 @@ from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.arguments import ModelArgument, Module, optimizer_of
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.bound import BoundModel, batch_around
-from jax_trainer.trainer.custom_steps import accepting_step_states, as_step_state, with_own_steps
+from jax_trainer.trainer.custom_steps import accepting_step_states, as_step_state, with_custom_steps
 from jax_trainer.trainer.layout import layout_for
 
 
 class ModelMethods(TrainerBase):
-    """Builds the model and what gets compiled, holds the state, and judges it. See `TrainerModule`."""
+    """Builds the model and the compiled program, holds the state, and evaluates it. See `TrainerModule`."""
 
     def __init__(
         self,
@@ -66,29 +66,29 @@ class ModelMethods(TrainerBase):
     ) -> None:
         self.config, self.dataset, self.exmp_input = config, dataset, exmp_input
         self._model, self._optimizer = ModelArgument(model), optimizer_of(optimizer)
-        self.model_config, self.optimizer_config = (_config(given) for given in (model, optimizer))
-        self.model_mode: ModelMode = self._agreed_mode()
+        self.model_config, self.optimizer_config = (_config(argument) for argument in (model, optimizer))
+        self.model_mode: ModelMode = self._checked_mode()
         self._layout = layout_for(config, mesh)
         self._module: Any = None  # of a linen model
         self._split: Split | None = None  # of an nnx model
         self._base: Program | None = None  # without what the configuration adds
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
-        self._held: FlatState | None = None
-        self._kept_best: KeptBest | None = None  # of the run that has just ended
+        self._flat_state: FlatState | None = None
+        self._kept_best: KeptBest | None = None  # of the last run
         self._state_is_in_use = False
         self._callback_objects: dict[str, Callback] = {}
-        self._carried: DeviceTransforms | None = None  # by the data; None: none was seen yet
-        self._just_evaluated: dict[str, dict[str, Any]] = {}  # by the run that asks for more: not to be judged again
+        self._carried: DeviceTransforms | None = None  # transforms of the data; None: no data yet
+        self._just_evaluated: dict[str, dict[str, Any]] = {}  # by the current run, which must not evaluate twice
 
-    # the model and its first weights
+    # the model and its initial weights
 
     def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Module:
-        """The module, for such inputs. One of linen draws no weights here."""
+        """Builds the module for such inputs. A linen module has no weights yet."""
         return self._model.build(inputs, rngs)
 
     def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Any:
-        """The first weights: of linen, the variables; of nnx, the module with them."""
+        """Initialises the weights: returns the variables of a linen module, or an nnx module with its weights."""
         inputs = self.batch_to_input(exmp_input)
         if self.model_mode == "nnx":
             return with_variables(self.build_model(inputs, nnx.Rngs(init_rng)), inputs, stream(init_rng, "bridged"))
@@ -97,24 +97,24 @@ class ModelMethods(TrainerBase):
         return init(self.get_model_rng(init_rng), *inputs, **mode_flags(init, train=False, only_required=True))
 
     def init_model(self, exmp_input: Batch) -> TrainState:
-        """The state before training: weights from `seed`, and an optimizer that has seen nothing."""
+        """The initial state: weights from `seed`, and a new optimizer state."""
         return self.program.init(self._key, exmp_input)
 
     def pre_model_init_callback(self) -> None:
         """Called before `init_model`."""
 
     def post_model_init_callback(self) -> None:
-        """Called after it, when there is a state."""
+        """Called after `init_model`, when the state is available."""
 
     @property
     def state(self) -> TrainState:
-        """All that training changes, with the last weights. Before training it is made from `seed` and the example."""
-        if self._held is None:
+        """The training state with the last weights. Before training, it is initialised from `seed` and the example."""
+        if self._flat_state is None:
             self.pre_model_init_callback()
             self.state = self.init_model(self.exmp_input)
             self.post_model_init_callback()
-            assert self._held is not None
-        return self._held.state
+            assert self._flat_state is not None
+        return self._flat_state.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -123,16 +123,16 @@ class ModelMethods(TrainerBase):
         self.set_state(state)
 
     def set_state(self, state: TrainState) -> None:
-        """Makes `state` the present one; a run does so itself."""
-        self._held, self._kept_best = FlatState.of(state), None
+        """Replaces the current state; also during a run, which the setter of `state` refuses."""
+        self._flat_state, self._kept_best = FlatState.of(state), None
 
     def use_best(self, kept: KeptBest | None) -> None:
-        """After a run: these weights are used until others are set, where nobody asks for the last ones."""
+        """Sets the best weights of a run, which are used by default until another state is set."""
         self._kept_best = kept
 
     @contextmanager
-    def having_state_in_use(self) -> Iterator[None]:
-        """Meanwhile a run trains the state: nobody else may assign it."""
+    def state_in_use_by_run(self) -> Iterator[None]:
+        """Context in which a run owns the state: it cannot be assigned."""
         self._state_is_in_use = True
         try:
             yield
@@ -145,45 +145,46 @@ class ModelMethods(TrainerBase):
 
     @property
     def model(self) -> Any:
-        """The module itself: of linen without weights, of nnx with the last ones, those of `state`."""
+        """The module: a linen module without weights, or an nnx module with those of `state`."""
         return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self._bound(self.state)
 
     def bind_model(
         self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
     ) -> Any:
-        """A model with weights, to call: in evaluation mode, and apart from what is trained.
+        """A callable model with a copy of the weights, in evaluation mode.
 
-        It takes inputs as the dataset gives them: where batches are transformed on the device, as by normalising, that
-        is done first, and what is returned is a `BoundModel`. Otherwise it is the module itself.
+        It takes inputs as the dataset yields them: with device transforms, such as normalisation, it returns a
+        `BoundModel`, which applies them first. Otherwise it returns the module itself.
 
         Args:
-            state: another state, whose weights it has: in a callback, `self.state`.
-            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
-                and the present ones otherwise.
-            transforms: False: the module itself, for inputs that are transformed already.
+            state: use the weights of this state, such as `self.state` in a callback.
+            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
+            transforms: False: return the module itself, for transformed inputs.
         """
         module = self._bound(self._weights(which, state))
         if not (transforms and _Transforms(self)):
             return module
-        seen = partial(self._transformed_inputs, stream(self._key, "eval transforms"))
-        return BoundModel(module, seen)
+        transformed = partial(self._transformed_inputs, stream(self._key, "eval transforms"))
+        return BoundModel(module, transformed)
 
     def _weights(self, which: Weights | None, state: TrainState | None = None) -> TrainState:
         if state is None:
             return select_weights(which, self.state, self._kept_best)
         if which is not None:
-            raise TypeError("Pass `state`, whose weights are used, or `which`, not both.")
+            raise TypeError("Pass either `state` or `which`, not both.")
         return state
 
     def _transformed_inputs(self, key: jax.Array, *inputs: Any) -> tuple[Any, ...]:
-        """Inputs of the model, given as the dataset does, as an evaluation would see them."""
+        """The model inputs after the transforms of an evaluation."""
         batch = batch_around(inputs, self.exmp_input, self.batch_to_input)
-        seen = self.batch_to_input(self.transform_batch(key, batch, False))
-        return seen if isinstance(seen, tuple) else (seen,)
+        transformed = self.batch_to_input(self.transform_batch(key, batch, False))
+        return transformed if isinstance(transformed, tuple) else (transformed,)
 
     def _bound(self, state: TrainState) -> Any:
-        """The module itself with the weights of a state, in evaluation mode."""
-        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))  # what is judged
+        """The module with the weights of a state, in evaluation mode."""
+        params, model_state = copied(
+            (state.extra.get("ema", state.params), state.model_state)
+        )  # evaluation uses EMA weights
         if self.model_mode == "linen":
             return self.model.bind({"params": params, **model_state})
         return self._nnx_split().join(params, model_state, stream(state.key, "bound"), train=False)
@@ -191,7 +192,7 @@ class ModelMethods(TrainerBase):
     def _nnx_split(self) -> Split:
         if self._split is None:
             build = lambda: self.run_model_init(self._transformed_example(), stream(self._key, "init"))
-            with nnx.use_eager_sharding(False):  # partitioned parameters would want a mesh
+            with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh
                 self._split = Split(nnx.eval_shape(build), nnx.Param)
         return self._split
 
@@ -206,68 +207,71 @@ class ModelMethods(TrainerBase):
     def _example_inputs(self) -> Any:
         return self.batch_to_input(self._transformed_example())
 
-    def _agreed_mode(self) -> ModelMode:
+    def _checked_mode(self) -> ModelMode:
         mode = self._model.mode
         if self.config.model_mode not in (None, mode):
-            text = f"`model_mode` is {self.config.model_mode}, and {self._model.name} is a model of {mode}."
-            raise SettingsError([("trainer.model_mode", f"{text} Leave it out: the model says so itself.")])
+            text = f"`model_mode` is {self.config.model_mode}, but {self._model.name} is a {mode} model."
+            raise SettingsError([("trainer.model_mode", f"{text} Leave it out: it is inferred from the model.")])
         return mode
 
-    # what gets compiled
+    # the compiled program
 
     @property
     def program(self) -> CompiledProgram:
-        """What gets compiled. Before training it can evaluate only: the optimizer is made with the run's length."""
+        """The compiled program. Before training it can only evaluate: the optimizer depends on the run's length."""
         if self._program is None:
             self._program = self.create_jitted_functions()
         return self._program
 
     def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
-        """What happens to a batch on the device, before the model sees it: what `device_transforms` say."""
+        """Transforms a batch on the device before the model sees it; default: `device_transforms`."""
         return self.device_transforms.apply(key, batch, train=train)
 
     @property
     def device_transforms(self) -> DeviceTransforms:
-        """The transforms of the dataset; without one, those that the training data carries."""
+        """The transforms of the dataset; without one, those of the training data."""
         return (self._carried or DeviceTransforms()) if self.dataset is None else self.dataset.transforms
 
     @property
-    def sees_transformed(self) -> bool:
-        """Whether something happens to batches on the device."""
+    def has_transforms(self) -> bool:
+        """Whether batches are transformed on the device."""
         return bool(_Transforms(self))
 
     @property
     def describe_transforms(self) -> str:
-        """What `device_transforms` do; "" where there are none."""
+        """Description of `device_transforms`; "" without any."""
         words = describe_transforms(self.device_transforms) if self.device_transforms else ""
-        return re.sub(r" at 0x[0-9a-f]+", "", words)  # where functions lie in memory differs between processes
+        return re.sub(r" at 0x[0-9a-f]+", "", words)  # addresses differ between processes
 
-    def _see_through(self, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> None:
-        """Takes over the transforms of the data, which all of `evals` must share, unless a dataset has the word."""
+    def _use_transforms(self, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> None:
+        """Uses the transforms of the data, which all of `evals` must share, unless the trainer has a dataset."""
         if self.dataset is None and transforms is not None:
             before, self._carried = self.device_transforms, common_transforms(transforms, evals)
             if self._carried != before:
                 self._program = None
 
-    def _see_evals(self, sets: Mapping[str, Any]) -> None:
-        """The same before an evaluation: the first set that carries transforms decides, where none were seen yet."""
+    def _use_eval_transforms(self, sets: Mapping[str, Any]) -> None:
+        """Uses the transforms of the first set that has any, if none are known yet."""
         carried = (self._carried, *map(transforms_of, sets.values()))
-        self._see_through(next((found for found in carried if found is not None), None), sets)
+        self._use_transforms(next((found for found in carried if found is not None), None), sets)
 
     def create_training_function(self) -> Callable[[Any, Batch], Any]:
-        """The step, uncompiled: `(state, batch) -> (state, metrics)`; one of your own has `state.apply_gradients`."""
+        """The uncompiled training step, `(state, batch) -> (state, metrics)`.
+
+        An override can use `state.apply_gradients`.
+        """
         return self._program_without_options().train_step
 
     def create_evaluation_function(self) -> Callable[[Any, Batch], Any]:
-        """Judging one batch, uncompiled: `(state, batch) -> metrics`."""
+        """The uncompiled evaluation step, `(state, batch) -> metrics`."""
         return self._program_without_options().eval_step
 
     def create_functions(self) -> tuple[Callable[[Any, Batch], Any], Callable[[Any, Batch], Any]]:
-        """Both of them."""
+        """The uncompiled training and evaluation steps."""
         return self.create_training_function(), self.create_evaluation_function()
 
     def create_jitted_functions(self) -> CompiledProgram:
-        """Both of them with everything that the configuration adds, ready to run; compiled when they first do."""
+        """The program of both steps with all options of the configuration; compiled at its first call."""
         config = self.config
         return compile_program(
             self._program_with_options(), layout=self._layout, debug=config.debug, eval_seed=config.seed_eval
@@ -280,9 +284,9 @@ class ModelMethods(TrainerBase):
             raise TypeError(
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(functions)}."
             )
-        program = with_own_steps(base, *functions, self._dressed, micro_batches=config.accumulate)
+        program = with_custom_steps(base, *functions, self._to_step_state, micro_batches=config.accumulate)
         if self._monitors_rate:
-            program = with_learning_rate(program, log_freq="step")  # per epoch the callback logs it
+            program = with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
         program = with_transforms(program, _Transforms(self))
         if config.ema is not None:
             program = with_ema(program, config.ema)
@@ -292,20 +296,20 @@ class ModelMethods(TrainerBase):
             program = with_statistics(program, params=params, grads=grads)
         if config.guards is not None:
             limit = config.max_skipped if config.guards == "skip" else 0
-            return with_finite_guard(program, max_consecutive=limit, watched=config.watched)
+            return with_finite_guard(program, max_consecutive=limit, watched=config.checked_metrics)
         return program if config.on_nonfinite == "ignore" else with_finite_check(program)
 
     @property
     def _monitors_rate(self) -> bool:
-        given = (*self.config.callbacks.values(), *(one.config for one in self._callback_objects.values()))
-        return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in given)
+        configs = (*self.config.callbacks.values(), *(one.config for one in self._callback_objects.values()))
+        return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs)
 
     def _program_without_options(self) -> Program:
         if self._base is None:
             program = self._model_program(self.tx)
             model = self._nnx_split if self.model_mode == "nnx" else self._module.apply
-            self._dressed = as_step_state(model, self.tx, is_nnx=self.model_mode == "nnx")
-            self._base = accepting_step_states(program, self._dressed)
+            self._to_step_state = as_step_state(model, self.tx, is_nnx=self.model_mode == "nnx")
+            self._base = accepting_step_states(program, self._to_step_state)
         return self._base
 
     def _model_program(self, tx: optax.GradientTransformation) -> Program:
@@ -320,7 +324,7 @@ class ModelMethods(TrainerBase):
         }
         if self.model_mode == "nnx":
             make = lambda key, example: self.run_model_init(example, key)
-            if self._model.lacks_variables:  # which it gets in place, so before anything is traced
+            if self._model.lacks_variables:  # initialised in place, so before tracing
                 make(stream(self._key, "init"), self._transformed_example())
             return nnx_program(make, self.loss_function, tx, **options)
         with explaining(self.exmp_input):
@@ -333,17 +337,23 @@ class ModelMethods(TrainerBase):
         return self.create_jitted_functions()
 
     def set_dataset(self, dataset: DatasetModule | None) -> None:
-        """Takes the transforms of another dataset into the steps, and tells callbacks of it from the next run on."""
+        """Replaces the dataset: the steps use its transforms, and callbacks see it from the next run on."""
         self.dataset, self._program = dataset, None
 
-    # what can be asked of the weights
+    # evaluation and prediction
 
     def eval_model(
         self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, *, which: Weights | None = None
     ) -> dict[str, Any]:
-        """The metrics on one set; `mode` is what it is called, and `which` are the weights, as for `bind_model`.
+        """The metrics on one evaluation set.
 
-        One of your own is asked after every evaluation of a run, and what it adds is added there.
+        An override is called after every evaluation of a run, and the metrics that it adds are logged.
+
+        Args:
+            data_loader: the data to evaluate on.
+            mode: name of the set, the prefix of its metrics.
+            epoch_idx: the epoch of the evaluation, for overrides.
+            which: "best" or "last" weights, as for `bind_model`.
         """
         if mode in self._just_evaluated:
             return dict(self._just_evaluated[mode])
@@ -351,7 +361,7 @@ class ModelMethods(TrainerBase):
 
     @contextmanager
     def with_known_metrics(self, metrics: Mapping[str, dict[str, Any]]) -> Iterator[None]:
-        """Meanwhile `eval_model` knows the metrics of these sets."""
+        """Context in which `eval_model` returns these metrics of already evaluated sets."""
         self._just_evaluated = dict(metrics)
         try:
             yield
@@ -359,19 +369,18 @@ class ModelMethods(TrainerBase):
             self._just_evaluated = {}
 
     def test_eval_function(self, val_loader: Any) -> dict[str, Any]:
-        """Judges one batch, to see whether evaluating works."""
+        """Evaluates one batch, to test the evaluation."""
         return self._metrics_on({"val": val_loader}, 1)
 
     def predict(self, data_loader: Any, max_batches: int | None = None, *, which: Weights | None = None) -> Any:
-        """The outputs for all batches, one after the other, on the host; a single batch is given as `[batch]`.
+        """The concatenated model outputs of all batches, as numpy arrays; pass a single batch as `[batch]`.
 
         Args:
-            data_loader: of batches as the dataset gives them.
-            max_batches: at most so many of them.
-            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
-                and the present ones otherwise.
+            data_loader: yields untransformed batches, as the dataset does.
+            max_batches: maximum number of batches.
+            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
         """
-        self._see_evals({"predict": data_loader})
+        self._use_eval_transforms({"predict": data_loader})
         state = self._weights(which)  # first: an nnx model is built while it is made
         outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
@@ -387,24 +396,24 @@ class ModelMethods(TrainerBase):
         return self.model.tabulate(self.get_model_rng(self._key), *inputs, console_kwargs=wide)
 
     def tabulate_params(self) -> str:
-        """A table of the parameters: path, shape, type, numbers."""
+        """A table of the parameters: path, shape, dtype, number of elements."""
         return parameter_table(self.state.params)
 
     def layout_table(self) -> LayoutTable | None:
-        """How the state is laid out over the devices; None: one has all of it."""
+        """The sharding of the state over the devices; None: one device."""
         layout = self.program.layout
         return None if layout is None else layout_table(layout, self.state)
 
     def print_tabulate(self, exmp_input: Batch | None = None) -> None:
-        """Shows `tabulate`."""
+        """Prints `tabulate`."""
         self._show(self.tabulate(exmp_input))
 
     def _metrics_on(
         self, sets: Mapping[str, Any], max_batches: int | None = None, which: Weights | None = None
     ) -> dict[str, Any]:
         if not sets:
-            raise ValueError("There is no data to judge the weights on.")
-        self._see_evals(sets)
+            raise ValueError("No data to evaluate on: the loader is None or empty. Pass at least one set.")
+        self._use_eval_transforms(sets)
         state = self._weights(which)  # first: an nnx model is built while it is made
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
@@ -413,18 +422,18 @@ class ModelMethods(TrainerBase):
 
 
 class _Transforms:
-    """What `transform_batch` of a trainer does, as the steps take it."""
+    """The `transform_batch` of a trainer, in the form that steps take."""
 
-    def __init__(self, learner: ModelMethods) -> None:
-        self._learner = learner
+    def __init__(self, trainer: ModelMethods) -> None:
+        self._trainer = trainer
 
     def __bool__(self) -> bool:
-        is_own = type(self._learner).transform_batch is not ModelMethods.transform_batch
-        return is_own or bool(self._learner.device_transforms)
+        is_overridden = type(self._trainer).transform_batch is not ModelMethods.transform_batch
+        return is_overridden or bool(self._trainer.device_transforms)
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
-        return self._learner.transform_batch(key, batch, train)
+        return self._trainer.transform_batch(key, batch, train)
 
 
-def _config(given: Any) -> Any:
-    return given if isinstance(given, ConfigInterface) else None
+def _config(argument: Any) -> Any:
+    return argument if isinstance(argument, ConfigInterface) else None

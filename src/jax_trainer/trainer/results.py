@@ -1,4 +1,4 @@
-"""What a training gives back: the metrics of its validations and tests."""
+"""The result of `train_model`: the metrics of validations and tests."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ TEST = "test"
 
 
 class Validation(NamedTuple):
-    """One validation: after which epoch (or within it) and step, and all its metrics."""
+    """One validation: its epoch, step and metrics."""
 
     epoch: int
     step: int
@@ -22,15 +22,15 @@ class Validation(NamedTuple):
 
 
 class TrainResults(dict[int | str, dict[str, Any]]):
-    """The metrics of a training, by epoch (those of its last validation), and those of the test under "test".
+    """The metrics of the last validation of every epoch, by epoch, and those of the test under "test".
 
     Attributes:
         validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
         status: "completed", or "stopped" if a callback ended the training.
-        reason: why it did.
-        best: the weights that were the best in validation, which are used from now on: epoch, step, metrics; None:
-            there are none, and the last ones are used.
-        tested: which weights were tested, "best" or "last"; None: none were.
+        reason: why it was stopped.
+        best: epoch, step and metrics of the best weights in validation, which the trainer now uses; None: it uses the
+            last ones.
+        tested: which weights were tested, "best" or "last"; None: no test.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,10 @@ class Results:
 
     @property
     def status(self) -> Status:
-        """How training ended."""
+        """How the training ended."""
         return self.metrics.status
 
     def handle(self, event: Event) -> None:
-        """Takes the metrics of an evaluation."""
         match event:
             case EvalEnd():
                 metrics = full_names(event.metrics, event.name)
@@ -63,17 +62,15 @@ class Results:
                 self.metrics.status, self.metrics.reason = event.status, event.reason
 
     def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
-        """Takes what was found out besides about the weights of an evaluation."""
+        """Adds metrics to those of an evaluation."""
         is_test = all(name.startswith(TEST) for name in event.metrics)
         self._test(metrics) if is_test else self._validate(event.epoch, event.step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """All metrics so far."""
-        others = {place: metrics for place, metrics in self.metrics.items() if place == TEST}
+        others = {key: metrics for key, metrics in self.metrics.items() if key == TEST}
         return {"metrics": others, "validations": [list(one) for one in self.metrics.validations]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes with those of a run that was interrupted."""
         validation = tuple[int, int, dict[str, Any]]
         checked(state, {"metrics": dict[str, dict[str, object]], "validations": list[validation]})
         self.metrics = TrainResults()
@@ -91,7 +88,7 @@ class Results:
         self.metrics[TEST] = {**self.metrics.get(TEST, {}), **metrics}
 
     def _validate(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        """Several sets, and what hooks add, are one validation."""
+        # several sets, and metrics added by hooks, are one validation
         known = self.metrics.validations
         if not known or known[-1][:2] != (epoch, step):
             known.append(Validation(epoch, step, {}))

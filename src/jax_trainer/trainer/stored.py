@@ -1,4 +1,4 @@
-"""What the folder of a run says about it, and which class of trainer that is."""
+"""The configuration files of a run folder, and the class of its trainer."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ HPARAMS = "hparams.json"
 
 
 def configs_of(trainer: Any) -> dict[str, Any]:
-    """All configurations of a trainer, as they are stored with its runs; what was given in Python has none."""
+    """All configurations of a trainer, as stored with its runs; objects passed in Python have none."""
     kind = stored_as(type(trainer))
     own = {"trainer": _of_class(trainer.config, registered_name(kind, BaseTrainer) or "")}
     if trainer.model_config is not None:
@@ -33,11 +33,11 @@ def configs_of(trainer: Any) -> dict[str, Any]:
     return {**own, **trainer.other_configs}
 
 
-def write_configs(trainer: Any, place: RunTarget) -> None:
-    """Writes `config.yaml`, to build the run from again, and `hparams.json`, all values flat, for other programs."""
+def write_configs(trainer: Any, target: RunTarget) -> None:
+    """Writes `config.yaml`, from which the run can be rebuilt, and `hparams.json`, all values by dotted key."""
     configs = configs_of(trainer)
-    place.write_text(place.folder.config_file.name, dump_config(configs))
-    place.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
+    target.write_text(target.folder.config_file.name, dump_config(configs))
+    target.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
 
 
 def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,29 +46,31 @@ def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_as(kind: type[Any]) -> type[Any]:
-    """The class by which runs of a trainer are stored: itself, or its parent where it was never registered."""
+    """The registered class under which runs of a trainer are stored: itself, or its closest registered base."""
     return next(base for base in kind.__mro__ if registered_name(base, BaseTrainer))
 
 
-def kind_for(asked: type[Any], stored: type[Any], folder: RunFolder) -> type[Any]:
-    """What to build of a run of class `stored`, when `asked` loads it."""
-    if stored is stored_as(asked):
-        return asked
-    if not issubclass(stored, asked):
-        raise TypeError(f"{folder.path} is a run of {stored.__name__}, not of {asked.__name__}.")
+def class_to_load(caller: type[Any], stored: type[Any], folder: RunFolder) -> type[Any]:
+    """The class to build for a run of class `stored`, when `caller.load_from_checkpoint` loads it."""
+    if stored is stored_as(caller):
+        return caller
+    if not issubclass(stored, caller):
+        raise TypeError(f"{folder.path} is a run of {stored.__name__}, not of {caller.__name__}.")
     return stored
 
 
 def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
-    """`other_configs`, if a run that is stored with them can be loaded again."""
+    """Returns `other_configs`; refuses keys that a stored run cannot have."""
     known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
     if unknown := sorted(other_configs.keys() - known):
-        raise ValueError(f"`other_configs` may have {', '.join(sorted(known))}, and has {', '.join(unknown)}.")
+        raise ValueError(
+            f"`other_configs` has unknown keys: {', '.join(unknown)}. Its keys: {', '.join(sorted(known))}."
+        )
     return dict(other_configs)
 
 
 def _of_class(config: Any, name: str) -> Any:
-    """`config` with the name of its class: several may share a configuration, which by itself knows one of them."""
+    """`config` with the name of its class: several classes may share a configuration class."""
     named = copy(config)
     named.class_name = name
     return named

@@ -1,4 +1,4 @@
-"""`TrainerModule`: write the loss, and everything else of training is there."""
+"""`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from rich.progress import track
 
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitored import may_add_metrics
-from jax_trainer.callbacks.screen import people_console
+from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import Batch, CompiledProgram, FlatState, MeshLike, checked_int, copy_state, noting
 from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position, transforms_of
@@ -53,37 +53,36 @@ from jax_trainer.trainer.training_run import RunSpec, TrainingRun
 
 LOG = logging.getLogger("jax_trainer")
 LAYOUT = "layout.txt"
-_ELSEWHERE = {  # what Lightning and Keras call the methods of a trainer
-    "fit": "Train by `train_model(train_loader, val_loader)`.",
-    "test": "Test by `test_model(test_loader)`.",
-    **dict.fromkeys(("validate", "evaluate"), "Evaluate by `eval_model(val_loader)`."),
-    **dict.fromkeys(("log", "log_dict"), "Return what is to be logged as metrics: `return loss, {'acc': acc}`."),
-    "load_state_dict": "Load by `load_model()`, or by `load_from_checkpoint(folder, …)`.",
-    "save_checkpoint": "Save by `save_model()`.",
+_ELSEWHERE = {  # names of Lightning and Keras for the methods of a trainer
+    "fit": "Train with `train_model(train_loader, val_loader)`.",
+    "test": "Test with `test_model(test_loader)`.",
+    **dict.fromkeys(("validate", "evaluate"), "Evaluate with `eval_model(val_loader)`."),
+    **dict.fromkeys(("log", "log_dict"), "Return metrics from the loss to log them: `return loss, {'acc': acc}`."),
+    "load_state_dict": "Load with `load_model()` or `load_from_checkpoint(folder, …)`.",
+    "save_checkpoint": "Save with `save_model()`.",
 }
 
 
 @register
 @register_interface
 class TrainerModule(CheckpointMethods):
-    """Trains, validates, tests, saves and loads a model; a subclass says what the loss is.
+    """Trains, validates, tests, saves and loads a model; a subclass defines the loss.
 
     Args:
-        config: how to train; instead of it, its keys can be given by name, as in `train_epochs=5`.
-        model_config: of a registered model; or `model`.
-        optimizer_config: of a registered optimizer; or `optimizer`.
-        exmp_input: an example batch, of which only shapes and types matter; left out, the first of `dataset`.
-        mesh: devices that share the work: a mesh, its sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings,
-            of the model and of the data; instead of it, `config` may have one.
+        config: how to train; its keys can be passed as keywords instead, as in `train_epochs=5`.
+        model_config: the configuration of a registered model; or pass `model`.
+        optimizer_config: the configuration of a registered optimizer; or pass `optimizer`.
+        exmp_input: an example batch, of which only shapes and dtypes matter; default: the first one of `dataset`.
+        mesh: a device mesh, its axis sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings, of the model and
+            of the data; can be set in `config` instead.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
         optimizer: an optax optimizer.
-        dataset: its device transforms (such as normalising images) become part of every step; without one, those that
-            the loaders carry do.
-        callbacks: who watches, besides those that `config` names: callbacks or configurations of them, in a list or by
-            name.
-        other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. That of a
-            `dataset` whose class is registered is stored anyway.
-        folder: of an existing run, to load from and to resume; training that does not resume makes a new one.
+        dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
+            the loaders do.
+        callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
+        other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. The
+            configuration of a `dataset` whose class is registered is always stored.
+        folder: folder of an existing run, to load from and to resume; training without `resume` creates a new one.
     """
 
     config: TrainerConfig
@@ -106,12 +105,14 @@ class TrainerModule(CheckpointMethods):
     ) -> None:
         check_trainer_hooks(self)
         if config is not None and settings:
-            raise TypeError(f"{', '.join(settings)}: put what `config` has into it; `{type(self).__name__}` takes one.")
+            raise TypeError(
+                f"`config` and keywords are both set: put {', '.join(settings)} into `config`, or leave out `config`."
+            )
         kind = config_of(type(self))
         if config is not None and not isinstance(config, TrainerConfig):
             raise TypeError(
                 f"`config` must be a {kind.__name__}, got a {type(config).__name__}. Pass the model and the optimizer "
-                "by name: `model=…, optimizer=…`."
+                "by keyword: `model=…, optimizer=…`."
             )
         check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
         config, objects = resolve_callbacks(config, callbacks, kind, settings)
@@ -125,10 +126,10 @@ class TrainerModule(CheckpointMethods):
             other_configs,
             folder,
         )
-        self.logger: Logger | None = None  # of the last run; it takes something while that lasts
-        self.callbacks: dict[str, Callback] = {}  # that watched it
+        self.logger: Logger | None = None  # of the last run; closed when the run ends
+        self.callbacks: dict[str, Callback] = {}  # of the last run
         self._callback_objects = objects
-        self._session: TrainingRun | None = None
+        self._training_run: TrainingRun | None = None
         self._has_optimizer = False
 
     if not TYPE_CHECKING:
@@ -138,23 +139,23 @@ class TrainerModule(CheckpointMethods):
             text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
             raise AttributeError(text, name=name, obj=self)
 
-    # before training
+    # setup
 
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
     ) -> optax.GradientTransformation:
-        """The optimizer of a run of this length; None: not known, as the length of a generator."""
+        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator."""
         try:
             return self._optimizer.build(self._total_steps(num_epochs, num_train_steps_per_epoch))
         except SettingsError as error:
             raise error.under("optimizer") from None
 
     def init_logger(self, folder: RunFolder) -> Logger:
-        """What records the run in `folder`."""
+        """Creates the logger of a run in `folder`."""
         return self.config.logger.instantiate(Logger, folder.path)
 
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
-        """Who watches the run, by name."""
+        """Creates the callbacks of a run, by name."""
         objects = self._callback_objects
         configured = {name: config for name, config in self.config.callbacks.items() if name not in objects}
         made = {name: config.instantiate(Callback, run) for name, config in configured.items()}
@@ -163,15 +164,15 @@ class TrainerModule(CheckpointMethods):
         return {**made, **objects}
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
-        """The program that trains on this data; nothing has run yet."""
-        self._see_through(transforms_of(train_loader) or DeviceTransforms(), {})
+        """Builds the program that trains on this data, without running it."""
+        self._use_transforms(transforms_of(train_loader) or DeviceTransforms(), {})
         made = self.init_optimizer(*self._run_length(train_loader, num_epochs))
-        with noting("This is what `init_optimizer` returned."):
+        with noting("This is the return value of `init_optimizer`."):
             made = checked_optimizer(made)
         return self._use_optimizer(made)
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
-        """What would be trained; left out, the loader is the dataset's."""
+        """Traces the training without computing or writing anything; default: on the loader of the dataset."""
         self.config.check_limited()
         if train_loader is None and self.dataset is not None:
             train_loader = self.dataset.train_loader
@@ -183,7 +184,7 @@ class TrainerModule(CheckpointMethods):
         return replace(report, classes={**classes, "trainer": full_name(type(self))})
 
     def _run_length(self, train_loader: Any, num_epochs: int | None) -> tuple[int | None, int | None]:
-        """Epochs and steps per epoch, as far as they are known; a limit in steps is counted in epochs, too."""
+        """Epochs and steps per epoch, as far as known; a limit in steps is converted to epochs."""
         epochs = self.config.train_epochs if num_epochs is None else num_epochs
         steps, limit = self._steps_per_epoch(train_loader), self.config.max_steps or self.config.fast_dev_run
         if epochs is None and limit:
@@ -196,7 +197,7 @@ class TrainerModule(CheckpointMethods):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _total_steps(self, num_epochs: int | None, steps_per_epoch: int | None) -> int | None:
-        """The length of the run for schedules; that of `fast_dev_run` only where there is no other."""
+        """The length of the run for schedules; `fast_dev_run` counts only without another limit."""
         epochs = self.config.train_epochs if num_epochs is None else num_epochs
         steps = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
         limits = [limit for limit in (steps, self.config.max_steps) if limit is not None]
@@ -209,9 +210,9 @@ class TrainerModule(CheckpointMethods):
         tests: Mapping[str, Any],
         num_epochs: int | None = None,
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Finds mistakes in the loss and the data before anything is written; debugged code sees no tracers.
+        """Traces the steps to find mistakes in the loss and the data before anything is written; not in debug mode.
 
-        Returns the sets, which still give the batches that were looked at.
+        Returns the sets, which still yield the batches that were read.
         """
         if not self.config.debug:
             state, trained, evaluated = program.shapes(self._key, self.exmp_input)
@@ -221,18 +222,18 @@ class TrainerModule(CheckpointMethods):
             tests = checked_evals(program, state, tests, self.exmp_input)
             if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
                 LOG.warning(
-                    "`log_intermediates` is on, and the model sows nothing. Sow what is to be watched: in nnx by "
-                    "`self.sow(nnx.Intermediate, name, value)`, in linen by `self.sow('intermediates', name, value)`."
+                    "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
+                    "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
                 )
         return evals, tests
 
     def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
-        own = type(self)
-        may_add = own.on_validation_epoch_end is not TrainerBase.on_validation_epoch_end
-        may_add |= own.eval_model is not ModelMethods.eval_model or any(
+        kind = type(self)
+        may_add = kind.on_validation_epoch_end is not TrainerBase.on_validation_epoch_end
+        may_add |= kind.eval_model is not ModelMethods.eval_model or any(
             map(may_add_metrics, self._callback_objects.values())
         )
-        if not (may_add or self.compares_itself):
+        if not (may_add or self.has_custom_comparison):
             others = {name: one.config for name, one in self._callback_objects.items()}
             self.config.check_monitored(evals, evaluated, others)
 
@@ -252,91 +253,91 @@ class TrainerModule(CheckpointMethods):
     ) -> TrainResults:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
 
-        `validations` of the result has every validation with its epoch and step, also those inside epochs; `best` says
-        which weights were the best in validation. Afterwards `predict`, `bind_model`, `eval_model` and `test_model`
-        use these (`which="last"`: the others); `state` has the last ones, from which training would continue.
+        `validations` of the result has every validation with its epoch and step, also those inside epochs; `best` is
+        the best validation. Afterwards, `predict`, `bind_model`, `eval_model` and `test_model` use the best weights
+        (`which="last"`: the last ones); `state` has the last weights, from which training would continue.
 
         Args:
             val_loader, test_loader: one loader, or several by name.
             num_epochs: instead of `train_epochs`. Without either, `max_steps` or `max_time` ends the training.
-            resume: True: go on from the latest checkpoint of `folder`. A path: of the run in that folder, or from that
-                checkpoint of a run; the present configuration becomes the stored one. "auto": go on with the newest
-                run of exactly this configuration, or begin one. A run that has ended trains no further.
-            fork: go on in a new folder, and leave the one that is gone on from as it is.
-            quiet: show no progress, whatever the configuration says.
+            resume: True: resume from the latest checkpoint of `folder`. A path: resume the run in that folder, or from
+                that checkpoint; the current configuration replaces the stored one. "auto": resume the newest run with
+                exactly this configuration, or start a new one. A completed run is not trained further.
+            fork: resume into a new run folder; the original is not modified.
+            quiet: show no progress, regardless of the configuration.
 
-        Ctrl-C ends it after the current step, saved where something saves: the `KeyboardInterrupt` says how to resume,
-        and its `result` is what would have been returned.
+        Ctrl-C ends it after the current step, saved if the run has a `ModelCheckpoint`: the `KeyboardInterrupt` says
+        how to resume, and its `result` is what would have been returned.
         """
         if "config" not in vars(self):
             kind = type(self).__name__
-            raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Pass on what it does not need.")
+            raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
         num_epochs = None if num_epochs is None else checked_int("num_epochs", num_epochs, 1)
         plan = self.config.plan(num_epochs)
-        train_source(Data(train_loader), plan)  # refuses what cannot be trained on, or would run dry
+        train_source(Data(train_loader), plan)  # refuses data that cannot be iterated, or is too short
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         with before_first_step():
             program = self.prepare(train_loader, num_epochs)
-            self._see_evals({**evals, **tests})
+            self._use_eval_transforms({**evals, **tests})
             evals, tests = self._check(program, evals, tests, num_epochs)
-            place = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
-            self._start(program, resume=place.resumes is not None)
-        with place.locked():
-            self.folder = place.folder
+            target = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
+            self._start(program, resume=target.resumes is not None)
+        with target.locked():
+            self.folder = target.folder
             data = self._data(train_loader, evals)
-            return self._train(place, RunSpec(program, plan, data, tests), quiet=quiet)
+            return self._train(target, RunSpec(program, plan, data, tests), quiet=quiet)
 
-    def _train(self, place: RunTarget, work: RunSpec, *, quiet: bool) -> TrainResults:
-        store = self._store(place.folder, validates=bool(work.data.evals))
+    def _train(self, target: RunTarget, spec: RunSpec, *, quiet: bool) -> TrainResults:
+        store = self._store(target.folder, validates=bool(spec.data.evals))
         saver = self.config.saver
         saves = saver is not None and saver.saves_at_all
-        self.logger = self.init_logger(place.folder)
-        session = TrainingRun(self, work, place.folder, store, self.logger)
+        self.logger = self.init_logger(target.folder)
+        training_run = TrainingRun(self, spec, target.folder, store, self.logger)
         try:
             with before_first_step():
-                session.callbacks = self.callbacks = self.init_callbacks(session.run)
-                options: dict[str, Any] = {"logger": session.logger, "remember": session.load_states}
-                found = restore_run(place, store, self.state, saves=saves, **options)
-                write_configs(self, place)
+                training_run.callbacks = self.callbacks = self.init_callbacks(training_run.run)
+                options: dict[str, Any] = {"logger": training_run.logger, "load_states": training_run.load_states}
+                found = restore_run(target, store, self.state, saves=saves, **options)
+                write_configs(self, target)
                 if found is None:
-                    self._introduce(session.logger)
+                    self._log_size(training_run.logger)
                 else:
                     self.state, self._at = found[0], loop_state_of(found[1])
-                session.at = self._at
-                self._tell_of_layout(place, quiet=quiet)
-            self._session = session
-            return session.run_all(quiet=quiet)
+                training_run.at = self._at
+                self._report_layout(target, quiet=quiet)
+            self._training_run = training_run
+            return training_run.run_all(quiet=quiet)
         except (KeyboardInterrupt, SystemExit) as end:
-            if self._session is None:  # before the first step: nothing was reached
+            if self._training_run is None:  # before the first step: nothing was reached
                 raise
-            call = f"train_model(…, resume={str(place.folder.path)!r})"
-            # of several processes, others may be gone, and a store would ask them
-            reached = session.results.metrics if process_group().is_multi_process else session.finish()
-            raise interrupted(end, reached, place.folder, call) from None
+            call = f"train_model(…, resume={str(target.folder.path)!r})"
+            # other processes may have ended, and the store would wait for them
+            reached = training_run.results.metrics if process_group().is_multi_process else training_run.finish()
+            raise interrupted(end, reached, target.folder, call) from None
         finally:
-            self._session = None
-            if session.results.status in ("completed", "stopped"):
-                session.logger.log_hparams(hparams_of(configs_of(self)), scalars_of(session.results.final))
-            session.logger.close(session.results.status)
+            self._training_run = None
+            if training_run.results.status in ("completed", "stopped"):
+                training_run.logger.log_hparams(hparams_of(configs_of(self)), scalars_of(training_run.results.final))
+            training_run.logger.close(training_run.results.status)
 
     def train_epoch(
         self, train_loader: Any, epoch_idx: int, train_metrics: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Trains one epoch, and returns its metrics. By itself, it goes on from the present state.
+        """Trains one epoch from the current state, and returns its metrics.
 
-        `train_model` calls it for every epoch. `train_metrics` is of no use here: an epoch's metrics begin anew.
+        `train_model` calls it for every epoch. `train_metrics` is ignored: metrics are computed per epoch.
         """
-        if self._session is not None:
-            return full_names(self._session.train_epoch(), "train")
+        if self._training_run is not None:
+            return full_names(self._training_run.train_epoch(), "train")
         if not self._has_optimizer:
             program = self.prepare(train_loader)
             self._check(program, {}, {})
             self._start(program, resume=False)
-        heard = _EpochMetrics()
+        observer = _EpochMetrics()
         plan, at = replace(self.config.plan(epoch_idx), max_steps=None), Position(epoch_idx - 1)
-        self.state = run(self.program, self.state, self._data(train_loader, {}), plan, [heard], at)
-        return full_names(heard.metrics, "train")
+        self.state = run(self.program, self.state, self._data(train_loader, {}), plan, [observer], at)
+        return full_names(observer.metrics, "train")
 
     def test_model(
         self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0, *, which: Weights | None = None
@@ -345,16 +346,15 @@ class TrainerModule(CheckpointMethods):
 
         Args:
             test_loader: one loader, or several by name.
-            apply_callbacks: notify the callbacks of the last run, too, whose logger is closed.
-            epoch_idx: the epoch that they are given.
-            which: "best" or "last"; None: the best validated weights of the run that has just ended, if there are some,
-                and the present ones otherwise.
+            apply_callbacks: also notify the callbacks of the last run, whose logger is closed.
+            epoch_idx: the epoch passed to the callbacks.
+            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
         """
         sets = named_sets("test", test_loader)
         if apply_callbacks and sets:
             for name, loader in sets.items():
                 DataSource(loader, name)  # refuses empty data
-            self._see_evals(sets)
+            self._use_eval_transforms(sets)
             state = self._weights(which)
             at = Event(int(state.step), epoch_idx, FlatState.of(state))
             for event in eval_events(self.program, at, sets, self.config.test_plan):
@@ -365,41 +365,41 @@ class TrainerModule(CheckpointMethods):
         return self._metrics_on(sets, self.config.test_plan.eval_batches, which)
 
     def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
-        """`iterator` with a progress bar, where the configuration shows one and this process leads.
+        """`iterator` with a progress bar, if it is enabled and this is the primary process.
 
-        Options: `desc`, what stands beside it, and `total`.
+        Options: `desc`, the label of the bar, and `total`.
         """
         if not self.config.enable_progress_bar or jax.process_index():
             return iterator
-        return track(iterator, options.get("desc", ""), options.get("total"), console=people_console())
+        return track(iterator, options.get("desc", ""), options.get("total"), console=progress_console())
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
-        """Makes `program` the present one, with a state to begin from: that which is there keeps its weights."""
-        had, is_own = self._held, type(self).init_model is not ModelMethods.init_model
+        """Sets `program` and the initial state; an existing state keeps its weights."""
+        before, is_overridden = self._flat_state, type(self).init_model is not ModelMethods.init_model
         self._program, self._has_optimizer, self._at, self._last_metrics = program, True, Position(), {}
         self._kept_best = None
-        if had is None or resume:
-            self._held = None
+        if before is None or resume:
+            self._flat_state = None
             state = self.state
         else:
-            state, _ = had.state, program.init(self._key, self.exmp_input)  # an nnx model is built while that is made
-        if (had is not None or is_own) and not resume:
+            state, _ = before.state, program.init(self._key, self.exmp_input)  # `init` also builds the nnx model
+        if (before is not None or is_overridden) and not resume:
             averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
-            begun = program.init_from_params(self._key, state.params, state.model_state)
-            self.state = begun.replace(extra={**begun.extra, **averaged})
+            initial = program.init_from_params(self._key, state.params, state.model_state)
+            self.state = initial.replace(extra={**initial.extra, **averaged})
 
-    def _introduce(self, logger: Logger) -> None:
+    def _log_size(self, logger: Logger) -> None:
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
         logger.log_scalar("param/num_model_params", count, 0)
 
-    def _tell_of_layout(self, place: RunTarget, *, quiet: bool) -> None:
-        """Writes down, and shows, which device holds how much, where there are several."""
+    def _report_layout(self, target: RunTarget, *, quiet: bool) -> None:
+        """Writes and shows the sharding of the state, if there are several devices."""
         table = self.layout_table()
         if table is None:
             return
-        place.write_text(LAYOUT, table.text())
+        target.write_text(LAYOUT, table.text())
         if self.config.enable_progress_bar and not quiet and process_group().is_primary:
-            people_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
+            progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()
@@ -410,7 +410,7 @@ _KEYWORDS = [name for name in inspect.signature(TrainerModule).parameters if nam
 
 
 class _EpochMetrics:
-    """Takes the metrics of an epoch."""
+    """Collects the metrics of an epoch."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}

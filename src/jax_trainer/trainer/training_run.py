@@ -1,4 +1,4 @@
-"""One training of a trainer: where it writes, who watches, and its events from the first to the last."""
+"""One run of `train_model`: its folder, callbacks and events."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -47,27 +47,27 @@ LOG = logging.getLogger("jax_trainer")
 
 
 class RunSpec(NamedTuple):
-    """What is to be trained and judged, and how long."""
+    """What to train and evaluate, and for how long."""
 
     program: CompiledProgram
     plan: Plan
     data: Data  # training and validation sets
-    tests: Mapping[str, Any]  # by name
+    tests: Mapping[str, Any]  # test sets, by name
 
 
 @dataclass
 class TrainingRun:
-    """What one call of `train_model` works with.
+    """One call of `train_model`.
 
     Args:
-        trainer: whose state is trained.
-        work: what is to be done.
-        folder: the run's.
-        store: its checkpoints.
-        logger: where numbers go.
-        at: where training begins.
-        callbacks: who watches, by name.
-        results: what comes out.
+        trainer: its state is trained.
+        spec: what to train, and for how long.
+        folder: the run folder.
+        store: the checkpoints.
+        logger: the logger.
+        at: the position to start from.
+        callbacks: callbacks by name.
+        results: collects the metrics.
     """
 
     trainer: Any
@@ -89,7 +89,7 @@ class TrainingRun:
 
     @property
     def run(self) -> RunContext:
-        """What callbacks may use."""
+        """The run, as callbacks see it."""
         return RunContext(
             self.folder.path,
             self.logger,
@@ -99,7 +99,7 @@ class TrainingRun:
             transforms=self.trainer.describe_transforms,
             trainer=self.trainer,
             callback_states=self._states,
-            monitors=not self.trainer.compares_itself,
+            monitors=not self.trainer.has_custom_comparison,
             epochs=self._ends_at[0],
             steps=self._ends_at[1],
         )
@@ -111,7 +111,7 @@ class TrainingRun:
         with driving(watching, self.trainer.state, self.at) as driver, closing(self._training()) as self._events:  # type: ignore[type-var]
             self._driver = driver
             try:
-                with self.trainer.having_state_in_use():
+                with self.trainer.state_in_use_by_run():
                     while driver.is_running and driver.consume(self._events, until=EpochStart):
                         self._train_epoch(driver)
                     if self.tests and (driver.stopped is None or driver.stopped.then is None):
@@ -121,22 +121,22 @@ class TrainingRun:
         return self.finish()
 
     def finish(self) -> TrainResults:
-        """Gives the trainer the best weights, which it uses from now on; returns what came out."""
+        """Sets the best weights of the trainer; returns the results."""
         self.trainer.use_best(self.kept_best)
         self.results.metrics.best = None if self.kept_best is None else self.kept_best.best
         return self.results.metrics
 
     @cached_property
     def kept_best(self) -> KeptBest | None:
-        """The best weights, once there will be no others."""
+        """The best weights, once training is over."""
         trainer = self.trainer
         if self.best is not None:
             return self.best.kept(trainer.state)
         self.store.wait()
-        return best_in(self.store, trainer.state, None if trainer.compares_itself else trainer.config.saver)
+        return best_in(self.store, trainer.state, None if trainer.has_custom_comparison else trainer.config.saver)
 
     def train_epoch(self) -> dict[str, Any]:
-        """The rest of the epoch that has begun; its metrics, none if it was cut off."""
+        """Trains the rest of the current epoch; returns its metrics, none if it was cut off."""
         assert self._driver is not None
         end = self._driver.consume(self._events, until=EpochEnd)
         return end.metrics if isinstance(end, EpochEnd) else {}
@@ -144,61 +144,61 @@ class TrainingRun:
     def _train_epoch(self, driver: Driver) -> None:
         try:
             self.trainer.train_epoch(self.data.train, driver.event.epoch)
-            # one whose time was up before its first step has no end, and the run went on to its own
+            # an epoch whose time was up before its first step has no end event, and the run has ended
             if driver.is_running and isinstance(driver.event, EpochStart):
                 name = type(self.trainer).__name__
                 raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
-        except Exception as reason:  # of a `train_epoch` of the user's own; the events know of others already
+        except Exception as reason:  # from an overridden `train_epoch`; the events already know of others
             driver.close_early(self._events, reason)
             raise
 
     def _training(self) -> Iterator[Event]:
-        """Trains to the end of the plan; goes back to the latest checkpoint at a bad batch, if that is the policy."""
+        """Trains to the end of the plan; rolls back at a non-finite step, if configured."""
         config, at = self.trainer.config, self.at
-        for gone_back in range(config.max_rollbacks + 1):
+        for rollbacks in range(config.max_rollbacks + 1):
             try:
                 yield from train_events(self.program, self.trainer.state, self.data, self.plan, at)
                 return
             except NonFiniteError as error:
-                if error.place is None:
+                if error.position is None:
                     raise
-                may_go_back = config.guards == "rollback" and gone_back < config.max_rollbacks
-                at = self._gone_back(error) if may_go_back else None
+                may_roll_back = config.guards == "rollback" and rollbacks < config.max_rollbacks
+                at = self._roll_back(error) if may_roll_back else None
                 if at is None:
                     self._end_at(error)
 
     def _end_at(self, error: NonFiniteError) -> NoReturn:
-        """Keeps what is needed to look into it, and ends the run as the configuration says."""
-        assert error.place is not None
-        trainer, (epoch, number) = self.trainer, error.place
-        told = explain_nonfinite(error, self.program, trainer.state, Position(epoch, number), self.folder.path)
+        """Saves the batch and the state for debugging, and ends the run as configured."""
+        assert error.position is not None
+        trainer, (epoch, number) = self.trainer, error.position
+        explained = explain_nonfinite(error, self.program, trainer.state, Position(epoch, number), self.folder.path)
         if trainer.config.guards == "stop":
-            raise StopTraining(str(told)) from error
-        raise told from error
+            raise StopTraining(str(explained)) from error
+        raise explained from error
 
-    def _gone_back(self, error: NonFiniteError) -> Position | LoopState | None:
-        """The latest checkpoint becomes the present state, and the bad batch is left out; None: that cannot be."""
-        assert error.place is not None
+    def _roll_back(self, error: NonFiniteError) -> Position | LoopState | None:
+        """Restores the latest checkpoint, and skips the batch from now on; None if that is impossible."""
+        assert error.position is not None
         self.store.wait()
         if self.store.latest() is None or not DataSource(self.data.train, "train").can_rewind:
             return None
         state, saved = resumable(self.store, "latest", self.trainer.state, self.load_states)
         self.trainer.set_state(state)
         self.logger.cut(record_mark(saved))
-        self.plan = replace(self.plan, skipped_batches=self.plan.skipped_batches | {error.place})
+        self.plan = replace(self.plan, skipped_batches=self.plan.skipped_batches | {error.position})
         LOG.warning(
-            f"Step {error.step} was not finite. Going back to the checkpoint of step {saved.step}; batch "
-            f"{error.place[1]} of epoch {error.place[0]} is left out from now on."
+            f"Step {error.step} was not finite. Rolled back to the checkpoint of step {saved.step}; batch "
+            f"{error.position[1]} of epoch {error.position[0]} is skipped from now on."
         )
         return loop_state_of(saved)
 
     def load_states(self, saved: SavedCheckpoint) -> None:
-        """Everybody who watches goes on with what they knew at a checkpoint."""
+        """Restores the states of all callbacks from a checkpoint."""
         check_data_state(saved, self.data.train)
-        self._watching.load_states(saved)
+        self._callback_list.load_states(saved)
 
     @property
-    def _watching(self) -> CallbackList:
+    def _callback_list(self) -> CallbackList:
         records = {f"run/log/{index}": one for index, one in enumerate(self._records)}
         return CallbackList(self.callbacks, {**records, "run/results": self.results})
 
@@ -211,15 +211,14 @@ class TrainingRun:
         return eval_events(self.program, at, self.tests, trainer.config.test_plan)
 
     def _observers(self, quiet: bool) -> list[Any]:
-        """In the order in which they are told: who saves comes last, and saves what the others have learnt."""
+        """All observers in order: those that save come last, and save the states of the others."""
         config, run = self.trainer.config, self.run
-        watched = FiniteEvaluations(config.watched_evaluations, config.guards or "raise")
+        finite = FiniteEvaluations(config.checked_eval_metrics, config.guards or "raise")
         more: list[Any] = [TrainerHooks(run, self.results, self._loaders)]
         more += [self.best] if self.best is not None else []
-        more += [watched] if config.guards and config.watched_evaluations else []
-        everybody = self._watching.observers([StateTracker(self.trainer), *self._bar(quiet)], more)
-        # a bar that nobody is to see hears nothing
-        return [one for one in everybody if not (quiet and isinstance(one, Progress))]
+        more += [finite] if config.guards and config.checked_eval_metrics else []
+        observers = self._callback_list.observers([StateTracker(self.trainer), *self._bar(quiet)], more)
+        return [one for one in observers if not (quiet and isinstance(one, Progress))]
 
     @property
     def _loaders(self) -> dict[str, Any]:
@@ -237,17 +236,16 @@ class TrainingRun:
         return self.plan.ends_at(DataSource(self.data.train, "train").length)
 
     def _states(self) -> dict[str, Any]:
-        return self._watching.states()
+        return self._callback_list.states()
 
 
 class StateTracker:
-    """Keeps a trainer up with its training; the first to be told. Tests may be of other weights."""
+    """Updates the state of the trainer; the first observer. Ignores tests, which may use other weights."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._is_training = trainer, True
 
     def handle(self, event: Event) -> None:
-        """Passes the state on."""
         self._is_training &= not (isinstance(event, EvalStart) and event.name.startswith("test"))
         if self._is_training:
             self._trainer.track(event)

@@ -1,7 +1,7 @@
-"""Looks for the values with which an experiment does best: a space, trials, and what came out.
+"""Hyperparameter search with Optuna: a search space, a study of trials, and its result.
 
-Optuna chooses and cuts; it is the extra `tune`, loaded when it is used. Trials are runs like any other. A study is
-plain data in a file or a database, which several processes may share, and which goes on where it stopped.
+Optuna samples and prunes; it is the extra `tune`, imported lazily. Trials are ordinary runs. A study is stored in a
+journal file or a database, can be shared by several processes, and is resumed by calling `tune` again.
 """
 
 from jax_trainer.tuning.choosing import StudyError

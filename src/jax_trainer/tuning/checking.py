@@ -1,4 +1,4 @@
-"""Tries a space against an experiment before the first trial: every key, and what is tried at the edges."""
+"""Checks a search space against an experiment before the first trial: every key and its extreme values."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from jax_trainer.config.problems import shown
 from jax_trainer.tuning.dimensions import Dimension, Range, Space, Values
 
 Load = Callable[[Values], Loaded[Any]]  # the experiment with these values
-_NOT_IN_A_FILE = Location("command line")  # where values that were put into an experiment stand
+_NOT_IN_A_FILE = Location("command line")  # the location of overrides, which trials are made with
 
 
 def checked(space: Space, load: Load) -> Loaded[Any]:
-    """The experiment with the first values of `space`; what cannot be tried is raised, with its place in the space.
+    """The experiment with the first values of `space`; raises a `ConfigError` with the lines of invalid values.
 
-    Beginning with the first value of everything, each key is set to all its extremes, one key after the other; then all
-    of them are set to their last one.
+    Starting from the first value of every key, sets each key to each of its extremes, one key at a time; then sets all
+    keys to their last extreme.
     """
     first = {one.key: one.extremes[0] for one in space.dimensions}
     known, more = _problems(first, load)
-    found = [_placed(problem, space) for problem in known]
+    found = [_located(problem, space) for problem in known]
     found += [problem for one in space.dimensions for problem in _problems_of(one, first, space, load, known)]
     if not found:
         last = {one.key: one.extremes[-1] for one in space.dimensions}
@@ -30,7 +30,7 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
 
 
 def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]:
-    """What is wrong with an experiment that has these values, and how many problems there are besides."""
+    """The problems of an experiment with these values, and the number of further ones."""
     try:
         load(values)
     except ConfigError as error:
@@ -43,26 +43,26 @@ def _problems_of(
 ) -> Iterator[ConfigProblem]:
     for value in one.extremes[1:]:
         yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`", known)
-    if isinstance(one, Range) and one.is_whole and one.step is None and not known:
+    if isinstance(one, Range) and one.is_integer and one.step is None and not known:
         between = (one.low + one.high) // 2 + 0.5
         if not list(_refused({**first, one.key: between}, space, load, "")):
-            text = f"{one.low} and {one.high} are whole, and this key takes other numbers as well: write "
-            yield ConfigProblem(one.location, one.key, f"{text}`{one.low}.0` to try those, or add `step: 1`.")
+            text = f"{one.low} and {one.high} are integers, but this key takes floats: write `{one.low}.0` for floats, "
+            yield ConfigProblem(one.location, one.key, f"{text}or add `step: 1` for integers.")
 
 
 def _refused(
     values: Values, space: Space, load: Load, trying: str, known: Sequence[ConfigProblem] = ()
 ) -> Iterable[ConfigProblem]:
     problems, _ = _problems(values, load)
-    return [_placed(problem, space, trying) for problem in problems if problem not in known]
+    return [_located(problem, space, trying) for problem in problems if problem not in known]
 
 
-def placed(error: ConfigError, space: Space) -> ConfigError:
-    """The same error, with the lines of the space where it is about a value of the space."""
-    return ConfigError([_placed(problem, space) for problem in error.problems], more=error.more)
+def located(error: ConfigError, space: Space) -> ConfigError:
+    """`error` with the lines of the space for values that come from it."""
+    return ConfigError([_located(problem, space) for problem in error.problems], more=error.more)
 
 
-def _placed(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
+def _located(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
     owner = space.owner(problem.key)
     if owner is not None and problem.location == _NOT_IN_A_FILE:
         return ConfigProblem(owner.location, problem.key, problem.text)

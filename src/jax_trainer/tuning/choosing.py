@@ -1,4 +1,4 @@
-"""Who chooses what to try next, and which trials are not worth going on with."""
+"""Samplers and pruners: how values are chosen, and which trials are stopped early."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jax_trainer.tuning.dimensions import MOST_ON_A_GRID, Space, Values
+from jax_trainer.tuning.dimensions import MAX_GRID, Space, Values
 from jax_trainer.tuning.storage import optuna
 
 SamplerName = Literal["tpe", "random", "grid"]
@@ -19,23 +19,23 @@ PRUNERS: tuple[str, ...] = get_args(PrunerName)
 
 
 class StudyError(ValueError):
-    """A study that cannot be made, or does not belong to what is asked for."""
+    """A study that cannot be created, or that belongs to another experiment or space."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How values are chosen, and which trials are cut.
+    """The sampler, the pruner and their options.
 
-    The sampler is made anew for every trial, so that what it chooses depends on the seed and the trials so far alone: a
-    study that is resumed makes the trials that it would have made. A trial that was interrupted is repeated with its
-    values, and counts for nothing. Several processes with the same seed do not choose the same: what is random in a
-    trial also depends on its number, which is its own, and on whether others are at work.
+    A new sampler is created for every trial, so that its choice depends only on the seed and the finished trials: a
+    resumed study continues with the same trials as an uninterrupted one. An interrupted trial is repeated with its
+    values and not counted. Several processes with the same seed choose different values, because the seed of a trial
+    also depends on its number and on whether other processes are running.
 
     Args:
-        sampler: who chooses.
-        pruner: who cuts.
-        startup: so many trials are over before the median cuts others, and before the sampler learns.
-        seed: of what is random in choosing; None: another one each time.
+        sampler: the name of the sampler.
+        pruner: the name of the pruner.
+        startup: number of trials before the median pruner and the TPE sampler start.
+        seed: of the sampler; None: a random one.
     """
 
     sampler: SamplerName = "tpe"
@@ -52,17 +52,17 @@ class SearchOptions:
             return pruners.SuccessiveHalvingPruner()
         return pruners.HyperbandPruner() if self.pruner == "hyperband" else pruners.NopPruner()
 
-    def ask(self, study: Any, place_of: Callable[..., int], others: int) -> Any:
-        """The next trial of an Optuna study, where `others` are making theirs.
+    def ask(self, study: Any, rank_of: Callable[..., int], others: int) -> Any:
+        """The next trial of an Optuna study.
 
         Args:
             study: Optuna's.
-            place_of: the place of a trial, by its number, among those that count; without one, that of the next trial.
-            others: how many trials are being made elsewhere.
+            rank_of: the index of a trial among those that count, by its number; without a number, of the next trial.
+            others: number of trials that other processes are running.
         """
-        study.sampler = self._sampler(place_of(), os.getpid() if others else 0)  # for what is chosen together
+        study.sampler = self._sampler(rank_of(), os.getpid() if others else 0)  # for relative sampling
         trial = study.ask()
-        study.sampler = self._sampler(place_of(trial.number), 1)  # for what is chosen one by one
+        study.sampler = self._sampler(rank_of(trial.number), 1)  # for independent sampling
         return trial
 
     def _sampler(self, *parts: int) -> Any:
@@ -75,15 +75,15 @@ class SearchOptions:
 
 
 def grid_size(space: Space) -> int:
-    """How many combinations there are."""
+    """The number of combinations of the grid."""
     count = math.prod(len(_values(one)) for one in space.dimensions)
-    if count > MOST_ON_A_GRID:
-        raise StudyError(f"A grid of {count:,} combinations is too large. Leave some out, or use another sampler.")
+    if count > MAX_GRID:
+        raise StudyError(f"A grid of {count:,} combinations is too large. Remove values, or use another sampler.")
     return count
 
 
 def untried(space: Space, tried: Iterable[Values]) -> Iterator[Values]:
-    """The combinations that were not tried yet, in order; the last key changes fastest."""
+    """The combinations without a trial, in order; the last key changes fastest."""
     done = list(tried)
     keys = [one.key for one in space.dimensions]
     for values in itertools.product(*(_values(one) for one in space.dimensions)):
@@ -94,5 +94,5 @@ def untried(space: Space, tried: Iterable[Values]) -> Iterator[Values]:
 
 def _values(one: Any) -> tuple[Any, ...]:
     if one.grid is None:
-        raise StudyError(f"`{one.key}` has no end of values: a grid needs a `step` that is large enough, or a list.")
+        raise StudyError(f"`{one.key}` has too many values for a grid: give it a larger `step`, or a list.")
     return one.grid

@@ -1,4 +1,4 @@
-"""What of an experiment is tuned: a range of numbers, or a choice between values."""
+"""The search space: ranges of numbers and categorical choices, by dotted key."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from typing import Any
 
 from jax_trainer.config import Location
 
-MOST_ON_A_GRID = 10_000
-Values = dict[str, Any]  # by the dotted key of what they are values of
+MAX_GRID = 10_000
+Values = dict[str, Any]  # by dotted key
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole ones where all that is given is whole."""
+    """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are."""
 
     key: str
     low: int | float
@@ -25,30 +25,30 @@ class Range:
     location: Location = field(default=Location("space"), compare=False)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether only whole numbers are tried."""
+    def is_integer(self) -> bool:
+        """Whether only integers are sampled."""
         return all(isinstance(value, int) for value in (self.low, self.high, self.step) if value is not None)
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """What is tried at the edges."""
-        return (self.low, self.high) if self.is_whole else (float(self.low), float(self.high))
+        """The lowest and highest value."""
+        return (self.low, self.high) if self.is_integer else (float(self.low), float(self.high))
 
     @property
     def grid(self) -> tuple[Any, ...] | None:
-        """All values, where they can be counted and are not too many."""
-        if self.step is None and not self.is_whole:
+        """All values; None for a continuous or too large range."""
+        if self.step is None and not self.is_integer:
             return None
         first, last, step = (Fraction(str(number)) for number in (self.low, self.high, self.step or 1))
         count = int((last - first) / step) + 1
-        if count > MOST_ON_A_GRID:
+        if count > MAX_GRID:
             return None
-        kind = int if self.is_whole else float
+        kind = int if self.is_integer else float
         return tuple(kind(first + number * step) for number in range(count))  # 0.1 + 2 * 0.1 is 0.3, as it is written
 
     def suggest(self, trial: Any) -> int | float:
         """The value that an Optuna trial is to use."""
-        if self.is_whole:
+        if self.is_integer:
             return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
@@ -67,7 +67,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values: numbers, texts, lists or whole sections."""
+    """One of several values: numbers, strings, lists or sections."""
 
     key: str
     values: tuple[Any, ...]
@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """What is tried at the edges: everything."""
+        """All values: each is checked against the experiment."""
         return self.values
 
     @property
@@ -88,7 +88,7 @@ class Choice:
         return self.value(trial.suggest_categorical(self.key, [self.stored(value) for value in self.values]))
 
     def stored(self, value: Any) -> Any:
-        """A value as Optuna keeps it: lists and sections as text, for it takes single values only."""
+        """A value as Optuna stores it: lists and sections as JSON, because it stores only scalars."""
         return as_text(value) if isinstance(value, list | dict) else value
 
     def value(self, stored: Any) -> Any:
@@ -105,7 +105,7 @@ Dimension = Range | Choice
 
 @dataclass(frozen=True)
 class Space:
-    """All that is tuned, in the order in which it was written."""
+    """All dimensions, in the order of the file."""
 
     dimensions: tuple[Dimension, ...]
 
@@ -114,11 +114,11 @@ class Space:
         return {one.key: one.suggest(trial) for one in self.dimensions}
 
     def values(self, stored: Mapping[str, Any]) -> Values:
-        """The values of a trial out of what Optuna keeps; one that ended early may lack some."""
+        """The values of a trial from Optuna's parameters; an interrupted trial may lack some."""
         return {one.key: one.value(stored[one.key]) for one in self.dimensions if one.key in stored}
 
     def stored(self, values: Values) -> dict[str, Any]:
-        """Values as Optuna keeps them."""
+        """Values as Optuna stores them."""
         return {one.key: one.stored(values[one.key]) for one in self.dimensions}
 
     def data(self) -> dict[str, Any]:
@@ -126,20 +126,20 @@ class Space:
         return {one.key: one.data() for one in self.dimensions}
 
     def owner(self, path: str) -> Dimension | None:
-        """What is tuned at this dotted path, or around it, or in it."""
+        """The dimension at this dotted path, or of an ancestor or descendant of it."""
         found = [one for one in self.dimensions if f"{path}.".startswith(f"{one.key}.")]
         around = [one for one in self.dimensions if path and one.key.startswith(f"{path}.")]
         return max(found, key=lambda one: len(one.key), default=None) or next(iter(around), None)
 
 
 def as_overrides(values: Values) -> list[str]:
-    """Values as `path.to.key=value`; a section comes before what is inside of it."""
+    """Values as `path.to.key=value`; a section comes before the keys inside it."""
     ordered: Sequence[str] = sorted(values, key=lambda key: key.count("."))
     return [f"{key}={as_text(values[key])}" for key in ordered]
 
 
 def as_text(value: Any) -> str:
-    """A value as a file may have it, on one line.
+    """A value as JSON, which is valid YAML on one line.
 
     >>> as_text(1e-05), as_text("no"), as_text([16, 32]), as_text(None)
     ('1e-05', '"no"', '[16, 32]', 'null')
@@ -148,5 +148,5 @@ def as_text(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number; true is none."""
+    """Whether `value` is a finite int or float, not a bool."""
     return type(value) in (int, float) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A trial of an experiment: the file with other values, trained and judged on its validation data."""
+"""Trials of an experiment: trains a YAML file with the values of a trial, and evaluates it on validation data."""
 
 import gc
 import json
@@ -13,28 +13,28 @@ from jax_trainer.config import Loaded, as_data, dump_config, redact
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
-from jax_trainer.tuning.checking import checked, placed
+from jax_trainer.tuning.checking import checked, located
 from jax_trainer.tuning.choosing import StudyError
 from jax_trainer.tuning.dimensions import Space, Values, as_overrides
 
 DEFAULT_MONITOR = "val/loss"
-_NO_VALIDATION = "a trial is compared with others by its validations"
+_NO_VALIDATION = "trials are compared by a validation metric"
 
 
 class NotFinite(FloatingPointError):
-    """What a trial was to be judged by is no number."""
+    """The monitored metric of a trial is NaN or infinite."""
 
 
 class ExperimentTrials:
-    """Trains an experiment with the values of a trial. Making one checks that every key and extreme can be tried.
+    """The objective that trains an experiment. The constructor checks every key and extreme value of the space.
 
     Args:
         file: the experiment.
-        overrides: of it, for all trials.
-        space: what is tuned.
-        monitor: the metric of validations to judge by; None: that of `ModelCheckpoint`, or the loss.
-        mode: whether a small value of it is good or a large one.
-        folder: in which the trials have theirs.
+        overrides: of the experiment, for all trials.
+        space: the search space.
+        monitor: the validation metric to optimize; None: that of `ModelCheckpoint`, or `val/loss`.
+        mode: min, max, or auto (by the name of the metric).
+        folder: the parent of the trials' run folders.
     """
 
     def __init__(
@@ -60,34 +60,34 @@ class ExperimentTrials:
 
     @property
     def secrets(self) -> frozenset[str]:
-        """What the experiment holds and nobody is to be shown."""
+        """Secrets in the configuration, to redact from messages."""
         return secret_values(self._first.tree.data())
 
     @property
     def identity(self) -> dict[str, str]:
-        """The experiment without what is tuned, by dotted keys and without secrets."""
+        """The configuration without the tuned keys, by dotted key, secrets redacted."""
         flat = _flat(redact(as_data(self._first.value)))
         return {key: json.dumps(value, default=str) for key, value in flat.items() if self._space.owner(key) is None}
 
     def rehearse(self) -> None:
-        """Everything but training, with the first values: what would fail in every trial is found before the first."""
+        """Builds and traces the experiment with the first values: finds what would fail in every trial."""
         try:
             self._first.value.trainer.check_limited()  # before the data is loaded
             trainer = build(self._first.value)
             if not trainer.config.validates:
-                raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}: it is never judged.")])
+                raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}, but validation is off.")])
             if trainer.dataset.val_loader is None:
-                raise SettingsError([("dataset", f"{_NO_VALIDATION}: there is no validation data.")])
+                raise SettingsError([("dataset", f"{_NO_VALIDATION}, but the dataset has no validation data.")])
             known = full_names(dict.fromkeys(trainer.dry_run().evaluated), "val")
         except SettingsError as error:
-            raise placed(self._first.error(error), self._space) from None
+            raise located(self._first.error(error), self._space) from None
         may_add = type(trainer).on_validation_epoch_end is not TrainerModule.on_validation_epoch_end
         if self.monitor not in known and not may_add:
-            raise StudyError(f"No metric {self.monitor!r} to monitor. There are {', '.join(sorted(known))}.")
+            raise StudyError(f"No metric {self.monitor!r} to monitor. Logged metrics: {', '.join(sorted(known))}.")
 
     def __call__(self, values: Values, trial: Any) -> float:
-        """The best value of the monitored metric over all validations of a training."""
-        gc.collect()  # what the last trial has left on the device
+        """Trains with these values; returns the best value of the monitored metric over all validations."""
+        gc.collect()  # frees the arrays of the previous trial
         loaded = self._load(values)
         _write_into(loaded.value.trainer.logger, self._folder / f"{trial.number:04}")
         try:
@@ -95,16 +95,16 @@ class ExperimentTrials:
             data = trainer.dataset
             results = trainer.train_model(data.train_loader, data.val_loader, quiet=True)
         except SettingsError as error:
-            raise placed(loaded.error(error), self._space) from None
+            raise located(loaded.error(error), self._space) from None
         return best_value(results.validations, self.monitor, self.mode)
 
     def config_text(self, values: Values) -> str:
-        """The whole experiment with these values, as a file."""
+        """The experiment with these values as YAML."""
         return dump_config(self._load(values).value)
 
 
 def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> float:
-    """The best value of a metric over these validations, in all of which it must be finite.
+    """The best value of a metric over these validations; raises `NotFinite` if any of its values is not finite.
 
     >>> best_value([Validation(1, 40, {"val/acc": 0.5}), Validation(1, 80, {"val/acc": 0.75})], "val/acc", "max")
     0.75
@@ -119,7 +119,7 @@ def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> fl
 
 
 def _write_into(logger: Any, folder: Path) -> None:
-    """What a trial writes belongs into its own folder, also what its tools write."""
+    """Makes the logger and its tools write into the folder of the trial."""
     logger.log_dir = str(folder)
     tools = logger.tool_config
     for tool in tools if isinstance(tools, list | tuple) else [tools]:

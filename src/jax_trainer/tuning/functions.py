@@ -1,4 +1,4 @@
-"""Objectives: what makes a number of values, an experiment or any function in Python."""
+"""Objectives: the protocol, and user functions as objectives."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -6,45 +6,45 @@ from typing import Any, Protocol
 from jax_trainer.callbacks.monitored import Mode, best_mode
 from jax_trainer.tuning.dimensions import Values
 
-Function = Callable[[Values, Any], float]  # of values by key, and an Optuna trial; it may raise `optuna.TrialPruned`
+Function = Callable[[Values, Any], float]  # of the values and an Optuna trial; may raise `optuna.TrialPruned`
 
 
 class Objective(Protocol):
-    """What trials are made of."""
+    """What a study optimizes: called with the values of a trial, returns a number."""
 
     monitor: str
     mode: Any
 
     @property
     def secrets(self) -> frozenset[str]:
-        """What nobody is to be shown."""
+        """Texts to redact from messages."""
         ...
 
     @property
     def identity(self) -> dict[str, str]:
-        """What it is besides the values that are tried."""
+        """The configuration besides the tuned keys, to detect that a resumed study changed."""
         ...
 
     def rehearse(self) -> None:
-        """Finds what would make every trial fail."""
+        """Raises what would make every trial fail."""
         ...
 
     def __call__(self, values: Values, trial: Any) -> float:
-        """What comes out with these values."""
+        """The value of the objective for these hyperparameters."""
         ...
 
     def config_text(self, values: Values) -> str | None:
-        """The experiment with these values as a file, if it is one."""
+        """The experiment with these values as YAML; None for a function."""
         ...
 
 
 class FunctionTrials:
-    """A function of the user's as an objective. What it returns is minimised, as by Optuna, unless something says else.
+    """A user's function as an objective, minimized by default, as in Optuna.
 
     Args:
-        function: of the values and the trial.
-        monitor: what it returns; None: a value without a name.
-        mode: whether a small value is good or a large one; auto: as the name says, and small without one.
+        function: takes the values and the Optuna trial, returns a number.
+        monitor: the name of the returned value; None: "value".
+        mode: min, max, or auto (by the name; min without one).
     """
 
     def __init__(self, function: Function, monitor: str | None = None, mode: Mode = "auto") -> None:
@@ -53,21 +53,17 @@ class FunctionTrials:
 
     @property
     def secrets(self) -> frozenset[str]:
-        """None that we know of."""
         return frozenset()
 
     @property
     def identity(self) -> dict[str, str]:
-        """Nothing that could be compared."""
         return {}
 
     def rehearse(self) -> None:
-        """A function is its author's business."""
+        """Does nothing: a function cannot be checked without calling it."""
 
     def __call__(self, values: Values, trial: Any) -> float:
-        """Calls the function."""
         return self._function(values, trial)
 
     def config_text(self, values: Values) -> str | None:
-        """A function has no file."""
         return None

@@ -1,4 +1,4 @@
-"""Which trials are being made by a process that is still there. One that was killed cannot say so itself."""
+"""Detects trials whose process was killed, by process identity on this machine and heartbeats on others."""
 
 import contextlib
 import os
@@ -11,20 +11,20 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-PROCESS = "process"  # the note at a trial that says who makes it
-BEAT_EVERY = 60.0  # seconds between two signs of life
-_UNTIL_NOTED = timedelta(seconds=30)
-_BEAT_PATIENCE = 5.0  # seconds that an end waits for a beat on its way
-PATIENCE = 600.0  # seconds without one, after which a process on another machine counts as dead
+PROCESS = "process"  # the user attribute of a trial that identifies its process
+BEAT_EVERY = 60.0  # seconds between two heartbeats
+_UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
+_BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
+PATIENCE = 600.0  # seconds without a heartbeat after which a process on another machine counts as dead
 
 
 def own_note() -> dict[str, Any]:
-    """Who makes a trial, and a sign of life."""
+    """The identity of this process, and the time of the heartbeat."""
     return {**_identity(os.getpid()), "beat": time.time()}
 
 
-def is_made(trial: Any) -> bool:
-    """Whether somebody makes this running trial. Between its beginning and the first note there is a moment."""
+def is_running(trial: Any) -> bool:
+    """Whether the process of a trial in state RUNNING is alive; a trial that has just started has no note yet."""
     if PROCESS in trial.user_attrs:
         return is_alive(trial.user_attrs[PROCESS])
     began = trial.datetime_start
@@ -32,24 +32,24 @@ def is_made(trial: Any) -> bool:
 
 
 def is_alive(note: Any) -> bool:
-    """Whether the process that wrote `note` is still there: on this machine we look, of others we have their beat."""
+    """Whether the process that wrote `note` is alive: by its identity on this machine, else by its heartbeat."""
     try:
         here = _identity(int(note["pid"]))
         if note["machine"] == here["machine"] and os.name == "posix":
             return note["boot"] == here["boot"] and note["began"] == here["began"] and _exists(int(note["pid"]))
         return time.time() - float(note["beat"]) < PATIENCE
-    except (KeyError, TypeError, ValueError, OverflowError):  # none of ours
+    except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
         return False
 
 
 @contextmanager
 def beating(trial: Any) -> Iterator[None]:
-    """Notes at `trial` that this process makes it, and gives signs of life until it ends."""
+    """Writes the identity of this process to `trial`, with heartbeats until the context ends."""
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(BEAT_EVERY):
-            with contextlib.suppress(Exception):  # a storage that is away for a while; the trial itself will tell
+            with contextlib.suppress(Exception):  # the storage may be unavailable for a while; the trial itself fails
                 trial.set_user_attr(PROCESS, own_note())
 
     trial.set_user_attr(PROCESS, own_note())
@@ -63,7 +63,7 @@ def beating(trial: Any) -> Iterator[None]:
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    """A number belongs to many processes: of other machines and containers, and later on of this one."""
+    """A process by more than its id, which other machines and containers use, and this one reuses."""
     return {
         "machine": f"{platform.node()} {_link('/proc/self/ns/pid')}".strip(),
         "boot": _text("/proc/sys/kernel/random/boot_id"),
@@ -76,7 +76,7 @@ def _began(pid: int) -> str:
     after_name = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(after_name) <= 19:
         return ""
-    return after_name[19] if after_name[0] not in "ZX" else "ended"  # ticks since the boot; a killed one may linger
+    return after_name[19] if after_name[0] not in "ZX" else "ended"  # start in ticks since boot; zombies have ended
 
 
 def _exists(pid: int) -> bool:
@@ -84,7 +84,7 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # of another user
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Tells what a study has found while it goes on: a line per trial, a table as a file, the best experiment as a file."""
+"""Reports the progress of a study: a line per trial, `results.csv`, and `best.yaml`."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,41 +15,49 @@ RESULTS, BEST = "results.csv", "best.yaml"
 
 
 class Report:
-    """Writes and says what a study has found.
+    """Writes the results of a study to files and prints a line per trial.
 
     Args:
-        study: of which.
-        objective: what its trials are made of.
-        space: what is tuned.
-        folder: where the files go.
-        storage: where the study is kept, without credentials.
-        say: takes a line for people.
+        study: the study.
+        objective: its objective.
+        space: the search space.
+        folder: the folder of the files.
+        storage: the storage of the study, without credentials.
+        write_line: prints a line.
     """
 
     def __init__(
-        self, study: Study, objective: Objective, space: Space, folder: Path, storage: str, say: Callable[[str], None]
+        self,
+        study: Study,
+        objective: Objective,
+        space: Space,
+        folder: Path,
+        storage: str,
+        write_line: Callable[[str], None],
     ) -> None:
         self._study, self._objective, self._space = study, objective, space
-        self._folder, self._storage, self._say = folder, storage, say
+        self._folder, self._storage, self._write_line = folder, storage, write_line
         self._keys = [one.key for one in space.dimensions]
-        self._written: int | None = None  # the trial whose values are in the file
+        self._written: int | None = None  # the trial whose values are in `best.yaml`
 
-    def begin(self, wanted: int) -> None:
-        """Says what there is."""
+    def start(self, wanted: int) -> None:
+        """Prints the name, storage and number of trials of the study."""
         running = self._study.running()
-        others = f" {running} more are under way in other processes." if running else ""
-        self._say(f"Study {self._study.name} in {self._storage}: {self._study.finished()} of {wanted} trials.{others}")
+        others = f" {running} more are running in other processes." if running else ""
+        self._write_line(
+            f"Study {self._study.name} in {self._storage}: {self._study.finished()} of {wanted} trials.{others}"
+        )
 
     def after(self, number: int) -> None:
-        """Says how a trial ended, and brings the files up to date."""
-        done = self.tuned()
+        """Prints how a trial ended, and updates the files."""
+        result = self.result()
         record = next(one for one in self._study.records() if one.number == number)
-        self._say(self._line(record, done))
+        self._write_line(self._line(record, result))
 
-    def tuned(self) -> TuneResult:
-        """What was found; the files say the same."""
+    def result(self) -> TuneResult:
+        """The result so far, which is also written to the files."""
         best, records = self._study.best(), ranked(self._study.records(), self._objective.mode)
-        done = TuneResult(
+        result = TuneResult(
             study=self._study.name,
             monitor=self._objective.monitor,
             mode=self._objective.mode,
@@ -61,8 +69,8 @@ class Report:
             config=self._best_file(best),
             storage=self._storage,
         )
-        write_atomically(self._folder / RESULTS, as_csv(done.trials, self._keys))
-        return done
+        write_atomically(self._folder / RESULTS, as_csv(result.trials, self._keys))
+        return result
 
     def _best_file(self, best: TrialRecord | None) -> Path | None:
         text = None if best is None else self._objective.config_text(best.values)
@@ -75,12 +83,12 @@ class Report:
             self._written = best.number
         return file
 
-    def _line(self, record: TrialRecord, done: TuneResult) -> str:
+    def _line(self, record: TrialRecord, result: TuneResult) -> str:
         names = dict(zip(self._keys, short_names(self._keys), strict=True))
         values = " ".join(f"{names[key]}={shown_value(value)}" for key, value in record.values.items())
         number = "" if record.value is None else f"{self._objective.monitor} {record.value:.6g}"
         ends = {
-            "complete": f"{number}{'  best so far' if record.number == done.trial else ''}",
+            "complete": f"{number}{'  best so far' if record.number == result.trial else ''}",
             "pruned": f"pruned at {record.reports}: {number}",
             "failed": f"failed: {record.error}",
         }
@@ -88,13 +96,13 @@ class Report:
         return f"trial {record.number:>3}  {ends.get(record.state, record.state)}{seconds}  {values}"
 
 
-def speaker(quiet: bool) -> Callable[[str], None]:
-    """Writes lines to standard error; nothing where it is to be quiet."""
+def line_writer(quiet: bool) -> Callable[[str], None]:
+    """A function that prints lines to standard error; one that does nothing if `quiet`."""
     console = safe_console(soft_wrap=True, highlight=False, markup=False)
 
-    def say(text: str) -> None:
-        line = "".join(letter if letter.isprintable() else " " for letter in text)
-        with contextlib.suppress(OSError):  # nobody reads any more
+    def write_line(text: str) -> None:
+        line = "".join(char if char.isprintable() else " " for char in text)
+        with contextlib.suppress(OSError):  # a closed pipe does not end a study
             console.print(line)
 
-    return (lambda text: None) if quiet else say
+    return (lambda text: None) if quiet else write_line

@@ -1,4 +1,4 @@
-"""What a study has found, for programs, for spreadsheets and for people."""
+"""The result of a study: as an object, as CSV, and as a table."""
 
 import csv
 import io
@@ -21,19 +21,19 @@ _MOST_ROWS, _WIDEST = 30, 20
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The outcome of `tune`.
+    """The result of `tune`.
 
     Args:
-        study: its name.
-        monitor: what trials were judged by.
-        mode: whether a small value is good or a large one.
-        params: the best values, by dotted key; none where no trial came to its end.
-        value: what came out with them.
-        trial: the number of the trial.
+        study: the name of the study.
+        monitor: the metric that was optimized.
+        mode: whether it was minimized (min) or maximized (max).
+        params: the best hyperparameters, by dotted key; empty if no trial completed.
+        value: the best value of the metric.
+        trial: the number of the best trial.
         trials: every trial, the best first: `trial`, `state`, `value`, `reports`, `seconds`, `params`, `error`.
-        folder: where all of it is.
-        config: the experiment with the best values, as a file; an objective in Python has none.
-        storage: where the study is kept, without credentials.
+        folder: the folder of the results and the trials' runs.
+        config: the YAML file with the best hyperparameters; None for an objective in Python.
+        storage: the storage of the study, without credentials.
     """
 
     study: str
@@ -48,7 +48,7 @@ class TuneResult:
     storage: str
 
     def count(self, state: str) -> int:
-        """How many trials are `complete`, `pruned`, `failed`, `interrupted` or `running`."""
+        """The number of trials in a state: complete, pruned, failed, interrupted or running."""
         return sum(trial["state"] == state for trial in self.trials)
 
     def data(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class TuneResult:
         rows = [self._cells(trial, keys) for trial in self.trials[:_MOST_ROWS]]
         table = Table(title=escape(f"{self.study}: {counts or 'no trials'}"), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name, cells in zip(names, zip(*rows, strict=True) if rows else [()] * len(names), strict=True):
-            widest = max(map(len, cells), default=0)  # a name may be folded, a number may not
+            widest = max(map(len, cells), default=0)  # names may be folded, numbers may not
             table.add_column(escape(name), overflow="fold", min_width=min(widest, _WIDEST))
         for trial, cells in zip(self.trials, rows, strict=False):
             style = "bold" if trial["trial"] == self.trial else "" if trial["state"] == "complete" else "dim"
@@ -94,7 +94,7 @@ class TuneResult:
 
 
 def ranked(records: Sequence[TrialRecord], mode: str) -> list[TrialRecord]:
-    """Trials that came to their end, the best first; then those that were cut, failed, or are under way."""
+    """Completed trials, the best first; then pruned, failed, interrupted and running ones."""
     sign = -1 if mode == "max" else 1
 
     def rank(record: TrialRecord) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def ranked(records: Sequence[TrialRecord], mode: str) -> list[TrialRecord]:
 
 
 def as_csv(trials: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
-    """A line for every trial; numbers are written so that reading them gives the same."""
+    """One line per trial; numbers are written with full precision."""
     text = io.StringIO()
     fixed = ["trial", "state", "value", "reports", "seconds"]
     writer = csv.writer(text, lineterminator="\n")
@@ -120,7 +120,7 @@ def _cell(value: Any) -> str:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or as much of it as tells it from the others.
+    """The last part of each key, or the full key if it is ambiguous.
 
     >>> short_names(["model.hidden", "optimizer.learning_rate.peak_value", "a.x", "b.x"])
     ['hidden', 'peak_value', 'a.x', 'b.x']
@@ -130,7 +130,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def shown_value(value: Any) -> str:
-    """A value for people: not too long, nor with more digits than anybody reads."""
+    """A value for a table, with three digits and truncated."""
     if isinstance(value, float):
         return f"{value:.3g}"
     return value if isinstance(value, str) and value.isprintable() and len(value) <= 40 else shown(value)

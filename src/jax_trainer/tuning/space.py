@@ -1,4 +1,4 @@
-"""Reads a space from a YAML file or from Python data: all that is wrong is told at once, with its line."""
+"""Reads a search space from a YAML file or a dict; reports all problems at once, with their lines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax_trainer.tuning.entries import read_dimension
 
 
 def read_space(source: str | Path | Mapping[str, Any]) -> Space:
-    """The space in a YAML file, or in a dict: dotted keys of the experiment, and what to try for each of them.
+    """Reads a search space from a YAML file or a dict: a list or a range for each dotted key of the experiment.
 
     >>> read_space({"model.c_hid": {"low": 8, "high": 64, "step": 8}, "optimizer.class_name": ["AdamW", "SGD"]}).data()
     {'model.c_hid': {'low': 8, 'high': 64, 'step': 8, 'log': False}, 'optimizer.class_name': ['AdamW', 'SGD']}
@@ -26,7 +26,7 @@ def read_space(source: str | Path | Mapping[str, Any]) -> Space:
 
 
 def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Problems]:
-    """What of a space can be read, and what is wrong with the rest of it."""
+    """The valid dimensions of a space, and the problems of the others."""
     problems = Problems()
     tree = _as_node(source) if isinstance(source, Mapping) else read_dotted(Path(source), problems)
     if not problems and not tree.section:
@@ -38,14 +38,14 @@ def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Probl
 
 
 def with_problems(problems: Problems, error: ConfigError) -> ConfigError:
-    """What is wrong with a space, and with the experiment without what of the space cannot be read."""
+    """The problems of a space and of the experiment, without those that follow from invalid dimensions."""
     unread = [problem.key for problem in problems]
     others = [one for one in error.problems if not any(_are_related(one.key, key) for key in unread)]
     return ConfigError([*problems, *others], more=error.more)
 
 
 def _are_related(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is the other, or in it."""
+    """Whether one of two dotted keys equals or contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 

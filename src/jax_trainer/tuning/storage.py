@@ -1,4 +1,4 @@
-"""Where a study is kept: a journal file, or a database by its URL. Both hold plain data, which is all that is read."""
+"""The storage of a study: an Optuna journal file, or the URL of a database. Both hold plain data only."""
 
 import time
 import warnings
@@ -13,65 +13,65 @@ from jax_trainer.core import lazy_import
 from jax_trainer.redaction import environment_secrets
 
 JOURNAL = "study.journal"
-_FIRST_LETTERS = b'{"op_code":'  # of every line of a journal
-_LONG_ENOUGH = 4  # letters of a password, to be hidden wherever they stand
+_LINE_START = b'{"op_code":'  # of every line of a journal
+_MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
 
 class StorageError(RuntimeError):
-    """The place where a study is kept cannot be used."""
+    """The storage of a study cannot be used."""
 
 
 def optuna() -> Any:
-    """The package that chooses what to try."""
+    """The module `optuna`, imported lazily."""
     return lazy_import("optuna", extra="tune")
 
 
-def open_storage(place: str | Path) -> Any:
-    """Optuna's storage at `place`: the URL of a database, or else the name of a journal file, made if need be."""
+def open_storage(storage: str | Path) -> Any:
+    """Opens Optuna's storage: `storage` is the URL of a database, or a journal file, which is created if missing."""
     try:
-        if is_url(place):
-            return _database(str(place))
-        return _journal(Path(place))
+        if is_url(storage):
+            return _database(str(storage))
+        return _journal(Path(storage))
     except StorageError:
         raise
     except ModuleNotFoundError as missing:
         if missing.name == "optuna":
             raise
-        raise _unusable(place, missing) from None
+        raise _unusable(storage, missing) from None
     except Exception as error:  # of a database, of its driver, of a network disk
-        raise _unusable(place, error) from None  # what it says may have the password in it
+        raise _unusable(storage, error) from None  # its message may contain the password
 
 
-def is_url(place: str | Path) -> bool:
-    """Whether it names a database rather than a file."""
-    return "://" in str(place)
+def is_url(storage: str | Path) -> bool:
+    """Whether `storage` is the URL of a database."""
+    return "://" in str(storage)
 
 
-def shown_place(place: str | Path) -> str:
-    """`place` without the credentials in it."""
-    return redact_text(str(place), environment_secrets() | secrets_of(place))
+def shown_storage(storage: str | Path) -> str:
+    """`storage` with its credentials redacted."""
+    return redact_text(str(storage), environment_secrets() | secrets_of(storage))
 
 
-def secrets_of(place: str | Path) -> frozenset[str]:
-    """What of a URL must be shown nowhere."""
-    if not is_url(place):
+def secrets_of(storage: str | Path) -> frozenset[str]:
+    """The password in a URL."""
+    if not is_url(storage):
         return frozenset()
     try:
-        password = urlsplit(str(place)).password or ""
-    except ValueError:  # no URL, and nobody knows which part of it is a secret
-        return frozenset({str(place)})
-    return frozenset(word for word in (password, unquote(password)) if len(word) >= _LONG_ENOUGH)
+        password = urlsplit(str(storage)).password or ""
+    except ValueError:  # malformed: any part may be a secret
+        return frozenset({str(storage)})
+    return frozenset(word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD)
 
 
-def _unusable(place: str | Path, error: Exception) -> StorageError:
-    reason = redact_text(f"{type(error).__name__}: {error}", environment_secrets() | secrets_of(place))
-    return StorageError(f"The storage {shown_place(place)} cannot be opened. {reason.splitlines()[0][:500]}")
+def _unusable(storage: str | Path, error: Exception) -> StorageError:
+    reason = redact_text(f"{type(error).__name__}: {error}", environment_secrets() | secrets_of(storage))
+    return StorageError(f"The storage {shown_storage(storage)} cannot be opened. {reason.splitlines()[0][:500]}")
 
 
 def _database(url: str, tries: int = 5) -> Any:
     try:
         return optuna().storages.RDBStorage(url)
-    except Exception as error:  # another process may have been making the same tables at the same moment
+    except Exception as error:  # another process may be creating the same tables
         is_race = any(word in str(error).lower() for word in ("already exists", "unique constraint", "duplicate"))
         if not is_race or tries <= 1:
             raise
@@ -82,7 +82,7 @@ def _database(url: str, tries: int = 5) -> Any:
 def _journal(file: Path) -> Any:
     journal = optuna().storages.journal
     if file.exists() and file.stat().st_size and not _is_journal(file):
-        raise StorageError(f"{file} is no journal of a study, and is left as it is. Name another file.")
+        raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = journal.JournalFileSymlinkLock(str(file))
     _drop_torn_line(file, lock)
@@ -91,17 +91,17 @@ def _journal(file: Path) -> Any:
 
 def _is_journal(file: Path) -> bool:
     with file.open("rb") as stream:
-        first = stream.read(len(_FIRST_LETTERS))
-    return _FIRST_LETTERS.startswith(first)  # fewer letters where it was torn while its first line was written
+        first = stream.read(len(_LINE_START))
+    return _LINE_START.startswith(first)  # shorter if the first line is incomplete
 
 
 def _drop_torn_line(file: Path, lock: Any) -> None:
-    """A process that was killed, or a full disk, may leave half a line; with the next one it would be unreadable."""
+    """Removes an incomplete last line, left by a kill or a full disk, which would corrupt the next line."""
     if not file.exists() or _ends_well(file):
         return
     lock.acquire()
     try:
-        if not _ends_well(file):  # not just a line that another process is writing
+        if not _ends_well(file):  # under the lock: no other process is writing this line
             with file.open("r+b") as stream:
                 stream.truncate(file.read_bytes().rfind(b"\n") + 1)
     finally:
@@ -117,7 +117,7 @@ def _ends_well(file: Path) -> bool:
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Optuna says nothing but errors: what happens is told by us, without secrets."""
+    """Silences Optuna's log below errors: we report the trials, with secrets redacted."""
     logging = optuna().logging
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)

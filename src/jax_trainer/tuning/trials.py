@@ -1,4 +1,4 @@
-"""Makes trials until there are enough of them, whoever makes them."""
+"""Runs trials until the study has enough of them, including those of other processes."""
 
 import time
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from jax_trainer.tuning.liveness import beating
 from jax_trainer.tuning.storage import optuna
 from jax_trainer.tuning.study import Study
 
-MOST_FAILURES = 3  # in a row, before anything has come out: then something else than the values is wrong
+MAX_FAILURES = 3  # in a row from the first trial on: then the experiment is wrong, not the values
 
 
-class TrialMaker:
-    """Asks for values, has them tried, and tells what came out.
+class TrialRunner:
+    """Asks the study for values, calls the objective, and reports the result to the study.
 
     Args:
-        study: who is asked and told.
-        objective: makes a number of values; it may raise `optuna.TrialPruned`.
-        space: what is tuned.
-        hide: takes the secrets out of a text.
-        after: called with the number of each trial that is over.
+        study: the study.
+        objective: returns a number; may raise `optuna.TrialPruned`.
+        space: the search space.
+        hide: redacts the secrets in a text.
+        after: called with the number of each finished trial.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class TrialMaker:
     ) -> None:
         self._study, self._objective, self._space = study, objective, space
         self._hide, self._after = hide, after
-        self._failures: int | None = 0  # None from the first trial on that did not fail
+        self._failures: int | None = 0  # None after the first trial that did not fail
 
-    def make(self, wanted: int, timeout: float | None = None) -> None:
-        """Makes trials until `wanted` are over, or under way elsewhere; after `timeout` seconds none begins."""
+    def run(self, wanted: int, timeout: float | None = None) -> None:
+        """Runs trials until `wanted` are finished or running elsewhere; starts none after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
             self._study.fail_stale_trials()
-            if self._study.is_unsure():
-                time.sleep(0.1)  # somebody is about to say so, or was killed before that
+            if self._study.has_unclaimed_trial():
+                time.sleep(0.1)  # its process is about to claim it, or was killed before that
                 continue
             if self._study.finished() + self._study.running() >= wanted:
                 return
@@ -60,7 +60,7 @@ class TrialMaker:
                 value = _number(self._objective(self._space.suggest(trial), trial))
         except optuna().TrialPruned:
             if self._study.diverged(trial):
-                self._fail(trial, NotFinite("The last value that was reported is not finite."))
+                self._fail(trial, NotFinite("The last reported value is not finite."))
             else:
                 self._study.tell_pruned(trial)
                 self._failures = None
@@ -78,8 +78,8 @@ class TrialMaker:
         if self._failures is None:
             return
         self._failures += 1
-        if self._failures >= MOST_FAILURES:
-            error.add_note(f"The first {self._failures} trials have failed, the last one by this: none more is made.")
+        if self._failures >= MAX_FAILURES:
+            error.add_note(f"The first {self._failures} trials failed, the last one with this error: the study stops.")
             raise error
 
 

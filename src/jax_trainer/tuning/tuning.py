@@ -1,4 +1,4 @@
-"""`tune`: looks for the values with which an experiment, or any function, does best."""
+"""`tune`: hyperparameter search for an experiment or any function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, PrunerName, SamplerNa
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.experiments import ExperimentTrials
 from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
-from jax_trainer.tuning.reporting import Report, speaker
+from jax_trainer.tuning.reporting import Report, line_writer
 from jax_trainer.tuning.result import TuneResult
 from jax_trainer.tuning.space import readable_space, with_problems
-from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_place
+from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_storage
 from jax_trainer.tuning.study import Study, study_exists
-from jax_trainer.tuning.trials import TrialMaker
+from jax_trainer.tuning.trials import TrialRunner
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -44,7 +44,7 @@ def tune(
     timeout: float | None = None,
     quiet: bool = False,
 ) -> TuneResult:
-    """Tries values out of `space` until the study has `trials` trials; calling it again adds what is missing.
+    """Runs an Optuna study with values from `space` until it has `trials` trials; call it again to resume the study.
 
     >>> import tempfile
     >>> space = {"x": {"low": 0, "high": 5}}
@@ -56,24 +56,24 @@ def tune(
 
     Args:
         experiment: a YAML file; or a function of the values, by key, and an Optuna trial, that returns a number.
-        space: what to try, by dotted key: a YAML file, or the same as a dict.
-        trials: how many there are to be in the study, including those that were or are being made elsewhere.
-        monitor: the metric of validations by which trials are compared; None: that of `ModelCheckpoint`, or `val/loss`.
-        mode: whether a small value is good or a large one; auto: as `ModelCheckpoint` says, or by the metric's name.
-        storage: a journal file, or the URL of a database; None: a journal in `folder`. Processes and machines that name
-            the same one, and the same study, share the work.
+        space: the search space by dotted key: a YAML file, or a dict.
+        trials: total number of trials in the study, including finished ones and those of other processes.
+        monitor: the validation metric to optimize; None: that of `ModelCheckpoint`, or `val/loss`.
+        mode: min, max, or auto (as in `ModelCheckpoint`, or by the name of the metric).
+        storage: an Optuna journal file, or the URL of a database; None: a journal in `folder`. Processes with the same
+            storage and name share the study.
         name: of the study; None: that of the file or function.
-        folder: where results and the trials' runs go; None: `runs/tune/<name>`.
-        sampler: who chooses: tpe (learns from the trials so far), random, or grid (every combination once).
-        pruner: which trials are cut: median (those below it), halving, hyperband, or none.
-        startup: so many trials are over before the median cuts others, and before the sampler learns.
-        seed: of the sampler; the same seed makes the same trials, in one process.
+        folder: for the results and the trials' runs; None: `runs/tune/<name>`.
+        sampler: tpe (learns from finished trials), random, or grid (every combination once).
+        pruner: median (stops trials below the median), halving, hyperband, or none.
+        startup: number of trials before the median pruner and the TPE sampler start.
+        seed: of the sampler; in one process, the same seed gives the same trials.
         overrides: of the experiment, for all trials.
-        timeout: seconds after which no trial begins.
-        quiet: say nothing.
+        timeout: seconds after which no new trial starts.
+        quiet: print nothing.
     """
     _check_options(sampler, pruner, trials=trials, startup=startup, seed=seed, timeout=timeout)
-    optuna()  # how to get it is said before any work is done
+    optuna()  # raises early if it is not installed
     name = name_of(experiment) if name is None else name
     home, (wanted, problems) = folder_of(name, folder), readable_space(space)
     try:
@@ -87,43 +87,43 @@ def tune(
         space=wanted,
         name=name,
         folder=home,
-        place=home / JOURNAL if storage is None else storage,
+        storage=home / JOURNAL if storage is None else storage,
         trials=min(trials, grid_size(wanted)) if sampler == "grid" else trials,
         choosing=SearchOptions(sampler, pruner, startup, seed),
     )
     with quiet_optuna():
-        return job.run(timeout, speaker(quiet))
+        return job.run(timeout, line_writer(quiet))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A study that is to be made, or gone on with."""
+    """A study to create or resume."""
 
     objective: Objective
     space: Space
     name: str
     folder: Path
-    place: str | Path
+    storage: str | Path
     trials: int
     choosing: SearchOptions
 
-    def run(self, timeout: float | None, say: Callable[[str], None]) -> TuneResult:
+    def run(self, timeout: float | None, write_line: Callable[[str], None]) -> TuneResult:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         study = self._study()
-        report = Report(study, self.objective, self.space, self.folder, shown_place(self.place), say)
-        report.begin(self.trials)
-        maker = TrialMaker(study, self.objective, self.space, hide=self._hide, after=report.after)
+        report = Report(study, self.objective, self.space, self.folder, shown_storage(self.storage), write_line)
+        report.start(self.trials)
+        runner = TrialRunner(study, self.objective, self.space, hide=self._hide, after=report.after)
         try:
-            maker.make(self.trials, timeout)
+            runner.run(self.trials, timeout)
         finally:
-            done = report.tuned()  # also when it was interrupted: there may be something already
-        return done
+            result = report.result()  # also writes the results of an interrupted study
+        return result
 
     def _study(self) -> Study:
-        storage = open_storage(self.place)
+        storage = open_storage(self.storage)
         is_new = not study_exists(storage, self.name)
         if is_new:
-            self.objective.rehearse()  # first: what a study is about is written down when it is made
+            self.objective.rehearse()  # before the study is created, which stores what it optimizes
         notes = {"monitor": self.objective.monitor, "mode": self.objective.mode}
         study = Study(storage, self.name, self.space, notes, self.choosing)
         study.compare(self.objective.identity)
@@ -132,7 +132,7 @@ class _Job:
         return study
 
     def _hide(self, text: str) -> str:
-        return redact_text(text, environment_secrets() | secrets_of(self.place) | self.objective.secrets)
+        return redact_text(text, environment_secrets() | secrets_of(self.storage) | self.objective.secrets)
 
 
 def _objective(
@@ -146,20 +146,20 @@ def _objective(
     if not callable(experiment):
         return ExperimentTrials(Path(experiment), overrides, space, monitor=monitor, mode=mode, folder=folder / TRIALS)
     if overrides:
-        raise ValueError("A function has no configuration to override: `overrides` are for an experiment.")
+        raise ValueError("`overrides` are for a YAML file: a function has no configuration to override.")
     return FunctionTrials(experiment, monitor, mode)
 
 
 def folder_of(name: str, folder: str | Path | None = None) -> Path:
-    """Where the results of a study go."""
+    """The folder of the results of a study."""
     try:
         return (safe_join(PARENT, name) if folder is None else Path(folder)).absolute()
     except ValueError as error:
-        raise StudyError(f"A study cannot be called that. {error}") from None
+        raise StudyError(f"Invalid study name {name!r}. {error}") from None
 
 
 def name_of(experiment: str | Path | Function) -> str:
-    """What a study is called that nobody has named."""
+    """The default name of a study: that of the file or function."""
     if not callable(experiment):
         return Path(experiment).stem
     name = getattr(experiment, "__name__", "")

@@ -1,4 +1,4 @@
-"""The code of the document about `fit` runs as it stands: only its imports are changed, and its `...` filled."""
+"""The code of the document about `fit` runs unchanged: only its imports are changed, and its `...` filled."""
 
 from pathlib import Path
 from types import SimpleNamespace

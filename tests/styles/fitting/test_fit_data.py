@@ -1,4 +1,4 @@
-"""What `fit` takes for data: arrays, batches of any form, and single examples that can be batched."""
+"""The data that `fit` accepts: arrays, batches of any form, and single examples that can be batched."""
 
 import collections
 import dataclasses
@@ -33,33 +33,33 @@ class OwnLoader:
         yield self.x
 
 
-def cut(data, **options):
+def fit_data(data, **options):
     return as_fit_data(data, "train", split_of(None), **{"batch_size": 4, "shuffle": False, "seed": 0, **options})
 
 
 @pytest.mark.parametrize("data", [X, (X, Y), {"x": X, "y": Y}, ((X, X), Y), jnp.asarray(X), torch.from_numpy(X)])
-def test_arrays_are_cut_into_batches(data):
-    given = cut(data)
-    assert given.from_arrays
-    assert len(list(given.data)) == 3
-    assert np.shape(next(iter(given.data)) if is_arrays(X) and data is X else X[:4]) == (4, 2)
+def test_arrays_are_split_into_batches(data):
+    found = fit_data(data)
+    assert found.from_arrays
+    assert len(list(found.data)) == 3
+    assert np.shape(next(iter(found.data)) if is_arrays(X) and data is X else X[:4]) == (4, 2)
 
 
 def test_arrays_for_training_come_in_another_order_every_epoch():
-    loader = cut((X, Y), shuffle=True).data
+    loader = fit_data((X, Y), shuffle=True).data
     orders = [np.concatenate([batch[1] for batch in loader.epoch(epoch)]).tolist() for epoch in (1, 2)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == list(range(10))
 
 
 @pytest.mark.parametrize("data", [[(X, Y)], ArrayLoader(X, 4), OwnLoader(X), iter([X]), lambda: iter([X])])
-def test_what_gives_batches_is_left_as_it_is(data):
+def test_data_that_yields_batches_is_used_unchanged(data):
     assert not is_arrays(data)
-    assert not cut(data).from_arrays
+    assert not fit_data(data).from_arrays
 
 
-def test_a_batch_of_everything_as_a_dataclass_is_cut_too():
-    batches = list(cut(SupervisedBatch.of(X, Y)).data)
+def test_a_dataset_as_a_batch_dataclass_is_split_too():
+    batches = list(fit_data(SupervisedBatch.of(X, Y)).data)
     assert [batch.size for batch in batches] == [4, 4, 2]
 
 
@@ -82,23 +82,23 @@ def test_inputs_need_no_targets():
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "message"),
     [
-        ({"pixels": X, "label": Y}, r"has pixels, label: none .* inputs.*`split_batch=lambda"),
-        ({"x": X, "class": Y}, "has x, class: none .* targets"),
-        ({"x": X, "image": X, "y": Y}, "x and image may both be the inputs"),
+        ({"pixels": X, "label": Y}, r"pixels, label: .*inputs.*`split_batch=lambda"),
+        ({"x": X, "class": Y}, "x, class: .*targets"),
+        ({"x": X, "image": X, "y": Y}, "x and image .*inputs"),
         ((X, Y, Y), "a tuple of 3"),
         (X, "a single array"),
     ],
 )
-def test_a_batch_that_does_not_say_what_is_what_is_an_error_that_lists_what_there_is(batch, words):
-    with pytest.raises(DataError, match=words):
+def test_a_batch_with_unknown_entries_is_an_error_that_lists_them(batch, message):
+    with pytest.raises(DataError, match=message):
         split_of(None)(batch)
 
 
-def test_the_user_may_say_what_is_what():
+def test_split_batch_selects_inputs_and_targets():
     assert split_of(lambda batch: (batch["a"], batch["b"]))({"a": 1, "b": 2}) == (1, 2)
-    with pytest.raises(TypeError, match="returns inputs and targets"):
+    with pytest.raises(TypeError, match="`split_batch`.*got a int"):
         split_of(lambda batch: batch["a"])({"a": 1})
 
 
@@ -117,17 +117,17 @@ class Examples:
         return iter((X[at : at + self.size], Y[at : at + self.size]) for at in range(0, 10, self.size))
 
 
-def test_single_examples_are_batched_by_who_gives_them():
-    given = cut(Examples())
-    assert [len(batch[1]) for batch in given.data] == [4, 4, 2]
-    assert given.example[0].shape == (4, 2)
+def test_single_examples_are_batched_by_their_dataset():
+    found = fit_data(Examples())
+    assert [len(batch[1]) for batch in found.data] == [4, 4, 2]
+    assert found.example[0].shape == (4, 2)
 
 
 def test_a_number_beside_the_targets_makes_no_single_example():
-    assert not cut([{"x": X, "y": Y, "temperature": 0.5}]).from_arrays
-    assert not cut([{"pixels": X[0], "class": Y[0]}]).from_arrays  # which only the user can tell
+    assert not fit_data([{"x": X, "y": Y, "temperature": 0.5}]).from_arrays
+    assert not fit_data([{"pixels": X[0], "class": Y[0]}]).from_arrays  # only the user knows
 
 
-def test_single_examples_that_nobody_can_batch_are_an_error():
-    with pytest.raises(DataError, match=r"single examples and not batches.*DataLoader"):
-        cut([(X[0], Y[0])])
+def test_single_examples_without_a_batch_method_are_an_error():
+    with pytest.raises(DataError, match=r"'train' data \(list\).*single examples.*DataLoader"):
+        fit_data([(X[0], Y[0])])

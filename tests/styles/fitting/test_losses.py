@@ -1,4 +1,4 @@
-"""What a loss and an evaluation want is found out from their parameters, and told before anything is trained."""
+"""The signatures of losses and evaluation steps are inspected before training."""
 
 import functools
 import re
@@ -47,7 +47,7 @@ def anything(*args, **kwargs): ...
         (optax.squared_error, False, ()),
     ],
 )
-def test_what_a_loss_wants_is_told_by_its_parameters(function, takes_batch, optional):
+def test_the_form_of_a_loss_is_inferred_from_its_parameters(function, takes_batch, optional):
     loss = Loss.of(function)
     assert (loss.takes_batch, loss.optional) == (takes_batch, optional)
 
@@ -59,28 +59,28 @@ def by_epoch(logits, labels, epoch): ...
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         (nothing, r"`loss_fn` has no parameters.*loss_fn\(logits, labels\)"),
         (jax.jit(nothing), "has no parameters"),
         (one, "takes only `logits`"),
-        (three, "asks for `weights`"),
-        (by_epoch, "asks for `epoch`, which a compiled step does not know"),
-        (0.5, "is a float, and must be a function"),
+        (three, "`weights`.*`rng`, `step`, `train`"),
+        (by_epoch, "`loss_fn`.*`epoch`"),
+        (0.5, "`loss_fn` must be a function, got a float"),
     ],
 )
-def test_a_loss_that_cannot_be_called_is_an_error(function, words):
-    with pytest.raises(TypeError, match=words):
+def test_a_loss_that_cannot_be_called_is_an_error(function, message):
+    with pytest.raises(TypeError, match=message):
         Loss.of(function)
 
 
-def test_an_epoch_with_a_default_is_left_at_it_and_that_is_told(caplog):
+def test_an_epoch_parameter_keeps_its_default_with_a_warning(caplog):
     loss = Loss.of(lambda logits, labels, epoch=None: 0.0 if epoch is None else 1.0)
-    assert "`epoch`, which stays at its default" in caplog.text
+    assert "parameter `epoch`" in caplog.text
     assert loss.on_outputs(0, 0, KEY, True, 0)[0] == 0
 
 
-def test_what_is_asked_for_is_given_and_nothing_else():
+def test_a_loss_receives_exactly_its_parameters():
     seen = {}
 
     def loss(logits, labels, *, train, rng, step):
@@ -113,10 +113,10 @@ def test_an_evaluation_gives_a_number_or_several_by_name():
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [(nothing, "has no parameters"), (three, "not with `weights`"), (3, "is a int")]
+    ("function", "message"), [(nothing, "has no parameters"), (three, "`eval_step`.*`weights`"), (3, "got a int")]
 )
-def test_an_evaluation_that_cannot_be_called_is_an_error(function, words):
-    with pytest.raises(TypeError, match=words):
+def test_an_evaluation_that_cannot_be_called_is_an_error(function, message):
+    with pytest.raises(TypeError, match=message):
         checked_eval_step(function)
 
 

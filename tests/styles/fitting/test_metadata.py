@@ -6,16 +6,16 @@ from jax_trainer.styles.fitting.metadata import config_text, name_of, plain_hpar
 
 
 def test_hyperparameters_become_plain_data_that_yaml_reads_back():
-    given = {"lr": np.float32(0.5), "layers": (8, np.int64(4)), "deep": {"name": "é", "none": None, "on": True}}
-    told = {"num_epochs": 3, "hparams": plain_hparams(given)}
-    assert yaml.safe_load(config_text(told)) == {
+    hparams = {"lr": np.float32(0.5), "layers": (8, np.int64(4)), "deep": {"name": "é", "none": None, "on": True}}
+    metadata = {"num_epochs": 3, "hparams": plain_hparams(hparams)}
+    assert yaml.safe_load(config_text(metadata)) == {
         "num_epochs": 3,
         "hparams": {"lr": 0.5, "layers": [8, 4], "deep": {"name": "é", "none": None, "on": True}},
     }
 
 
 @pytest.mark.parametrize(
-    ("hparams", "words"),
+    ("hparams", "message"),
     [
         ({"model": {"act": [print]}}, r"`hparams\['model'\]\['act'\]\[0\]` is a builtin_function_or_method"),
         ({"weights": np.zeros(3)}, r"`hparams\['weights'\]` is a ndarray"),
@@ -23,8 +23,8 @@ def test_hyperparameters_become_plain_data_that_yaml_reads_back():
         ([1, 2], "must be a dict, got a list"),
     ],
 )
-def test_what_is_no_plain_data_is_named(hparams, words):
-    with pytest.raises(TypeError, match=words):
+def test_values_that_are_not_plain_data_are_refused_by_name(hparams, message):
+    with pytest.raises(TypeError, match=message):
         plain_hparams(hparams)
 
 
@@ -42,5 +42,5 @@ def test_addresses_lose_their_passwords():
     assert plain_hparams({"url": "https://me:hunter2@host/x"}) == {"url": "https://<hidden>@host/x"}
 
 
-def test_functions_are_told_by_their_names():
+def test_functions_are_stored_by_name():
     assert (name_of(plain_hparams), name_of(None)) == ("plain_hparams", None)

@@ -113,7 +113,7 @@ def test_a_linen_module_begins_as_the_adapter_would():
     assert given.apply_fn({"params": given.params, **given.model_state}, BATCH[0]).shape == (6, 4)
 
 
-def test_an_nnx_module_is_judged_in_evaluation_mode():
+def test_an_nnx_module_is_evaluated_in_evaluation_mode():
     module = TinyNNX(nnx.Rngs(0), dropout=0.5)
     seen = []
 
@@ -144,7 +144,7 @@ def test_a_program_is_trained_as_it_is():
     trained = made(program, loss=None)
     assert trained.program is program
     for wrong in ({"loss": loss_fn}, {"loss": None, "optimizer": TX}):
-        with pytest.raises(TypeError, match="A program has its own loss and optimizer"):
+        with pytest.raises(TypeError, match="`Program` has its own loss and optimizer"):
             made(program, **wrong)
 
 
@@ -183,7 +183,7 @@ class Flagged(nnx.Module):
         return self.out(x) * (2 if train else 1)
 
 
-def test_a_model_whose_call_takes_train_is_told():
+def test_a_model_whose_call_takes_train_receives_it():
     told = []
     loss = lambda logits, labels, train: told.append(train) or loss_fn(logits, labels)
     trained = made(Flagged(nnx.Rngs(0)), loss, optimizer=TX)
@@ -202,7 +202,7 @@ class NeedsTrain(nn.Module):
         return nn.Dense(4)(x)
 
 
-def test_a_linen_module_that_must_be_told_can_be_initialised():
+def test_a_linen_module_that_requires_train_can_be_initialised():
     trained = made(NeedsTrain(), optimizer=TX)
     assert set(compile_program(trained.program).init(trained.key, BATCH).params) == {"Dense_0"}
 
@@ -239,23 +239,23 @@ def params_first(params, batch): ...
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (object(), {}, r"`fit` trains a state .* a linen module, an nnx module, or a `Program`.* this is a object"),
-        (TinyLinen, {"optimizer": TX}, "this is the class TinyLinen. Pass an object of it"),
+        (object(), {}, r"`fit` trains a state .* a linen module, an nnx module, or a `Program`.*got a object"),
+        (TinyLinen, {"optimizer": TX}, "got the class TinyLinen"),
         (MODEL, {}, "`optimizer`.*None"),
-        (MODEL, {"optimizer": 0.1}, "`optimizer`.*0.1, a float"),
+        (MODEL, {"optimizer": 0.1}, "`optimizer`.*0.1"),
         (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
         (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)` is for nnx modules"),
         (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, "is for linen modules"),
-        (flax_state(), {"optimizer": TX}, "has its optimizer"),
+        (flax_state(), {"optimizer": TX}, "`optimizer`.*`tx`"),
         (MODEL, {"optimizer": TX, "eval_step": lambda: 0}, "`eval_step` has no parameters"),
     ],
 )
-def test_what_cannot_be_trained_is_told_at_once(given, options, words):
+def test_what_cannot_be_trained_is_refused_at_once(given, options, words):
     with pytest.raises(TypeError, match=words):
         made(given, **options)
 
 
 def test_a_loss_that_could_not_update_the_statistics_is_refused():
     trained = made(MODEL, lambda params, batch: jnp.float32(0), optimizer=TX)
-    with pytest.raises(TypeError, match=r"has batch_stats besides its parameters.*loss_fn\(logits, labels\)"):
+    with pytest.raises(TypeError, match=r"batch_stats.*loss_fn\(logits, labels\)"):
         compile_program(trained.program).shapes(trained.key, BATCH)

@@ -1,4 +1,4 @@
-"""What can be asked of a training: outputs, curves, the best state; and of modules, that they are trained."""
+"""The methods of a `FitResult`, and the training of modules."""
 
 import copy
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_without_checkpoints_the_best_weights_are_those_that_would_have_been_sav
     assert_same_bits(kept.best_state().params, kept.best_state().params)  # reading them does not give them away
 
 
-def test_checkpoints_are_written_as_often_as_asked(tmp_path):
+def test_checkpoints_are_written_at_the_configured_interval(tmp_path):
     steps = {}
     for name, save in {"epochs": Every(epochs=2), "steps": Every(steps=4)}.items():
         found = trained(tmp_path / name, save=save, num_epochs=5, test=None)
@@ -132,7 +132,7 @@ def test_a_notebook_shows_the_figure_as_a_picture(result):
     assert result.plot()._repr_png_().startswith(b"\x89PNG")
 
 
-def test_it_says_what_it_is(result):
+def test_its_repr_names_status_and_folder(result):
     best = result.best
     value = f"{best.metrics['val/loss']:.6g}"
     said = (
@@ -158,7 +158,7 @@ def test_a_program_is_fitted_too(tmp_path):
 
 def test_where_nothing_was_saved_there_is_no_best_state(result):
     lone = copy.copy(result)
-    lone._asked = replace(result._asked, kept=None)
+    lone._context = replace(result._context, kept=None)
     with pytest.raises(ValueError, match="There is no best checkpoint"):
         lone.best_state()
 

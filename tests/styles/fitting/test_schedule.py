@@ -12,7 +12,7 @@ from jax_trainer.styles.fitting.schedule import lr_schedule as typed
 lr_schedule: Any = typed  # what optax calls a schedule may return anything
 
 
-def by_hand(step, peak, warmup, total):
+def expected_rate(step, peak, warmup, total):
     if step < warmup:
         return peak / 10 + (peak - peak / 10) * step / warmup
     share = min(1.0, (step - warmup) / (total - warmup))
@@ -20,9 +20,9 @@ def by_hand(step, peak, warmup, total):
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5, 2.5])
-def test_it_rises_in_a_line_and_falls_along_a_cosine(warmup):
+def test_linear_warmup_and_cosine_decay(warmup):
     schedule = lr_schedule(base_lr=1e-3, steps_per_epoch=4, epochs=20, warmup_epochs=warmup)
-    expected = [by_hand(step, 1e-3, 4 * warmup, 80) for step in range(100)]
+    expected = [expected_rate(step, 1e-3, 4 * warmup, 80) for step in range(100)]
     np.testing.assert_allclose([float(schedule(step)) for step in range(100)], expected, rtol=1e-5)
 
 
@@ -60,16 +60,16 @@ def test_it_can_be_compiled():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"steps_per_epoch": 3}, "Pass `base_lr`"),
-        ({"base_lr": 0.1, "lr": 0.1, "steps_per_epoch": 3}, "two names of one thing"),
-        ({"base_lr": 0.1, "steps_per_epoch": 3, "warmup": 1, "warmup_epochs": 1}, "two names of one thing"),
+        ({"base_lr": 0.1, "lr": 0.1, "steps_per_epoch": 3}, "alias"),
+        ({"base_lr": 0.1, "steps_per_epoch": 3, "warmup": 1, "warmup_epochs": 1}, "alias"),
         ({"base_lr": 0.1}, "`steps_per_epoch` must be at least 1, got 0"),
         ({"base_lr": 0.1, "steps_per_epoch": 3, "epochs": 5}, "below `epochs`, got 5 of 5 epochs"),
         ({"base_lr": -0.1, "steps_per_epoch": 3}, "`base_lr` must be above 0, got -0.1"),
     ],
 )
-def test_what_cannot_be_is_told(arguments, words):
-    with pytest.raises((TypeError, ValueError), match=words):
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         lr_schedule(**arguments)

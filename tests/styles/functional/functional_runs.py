@@ -66,14 +66,14 @@ def straight() -> Any:
 
 
 class Calls:
-    """A hook that remembers what it was told."""
+    """A hook that records its metrics."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = every_n_steps
-        self.told: dict[int, dict[str, Any]] = {}
+        self.metrics: dict[int, dict[str, Any]] = {}
 
     def __call__(self, step: int, *, model: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-        self.told[step] = metrics
+        self.metrics[step] = metrics
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The code of the document about `train_fn` runs as it stands: only its imports are changed, and its `...` filled."""
+"""The code of the document about `train_fn` runs unchanged: only its imports are changed, and its `...` filled."""
 
 import inspect
 import logging
@@ -204,7 +204,7 @@ def test_hooks_shardings_and_checkpoints_work_together_and_a_run_is_restored(tmp
     page.update(hook_every_n_steps=10, eval_every_n_steps=10, n_eval_batches=2, n_steps=20)
     page.run(HOOK, SAVING, CHECKPOINTER, "hooks = [hook, hook_save]")
     page.run(RESTORING)  # nothing is there yet
-    assert caplog.text.count("model and optimizer stay as they are") == 2
+    assert caplog.text.count("model and optimizer are unchanged") == 2
     page.run(DOING)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [20]
     assert len(page["model"].out.kernel[...].sharding.device_set) == len(jax.devices()) == 8

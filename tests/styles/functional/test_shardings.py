@@ -94,8 +94,8 @@ def sharding(spec: PartitionSpec, mesh: Mesh | None = None) -> NamedSharding:
         (((sharding(NONE), 3), None, None), "or two NamedShardings.*got"),
         (((sharding(NONE, init_ddp_mesh()), sharding(DATA)), None, None), "the same mesh"),
         (((sharding(NONE), sharding(PartitionSpec("data", "model"))), None, None), "more than the first dimension"),
-        ((None, jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), None), "Which of the axes"),
-        ((None, jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)), None), "must be automatic"),
+        ((None, jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), None), "batch axis.*'a', 'b'"),
+        ((None, jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)), None), "Auto"),
         ((None, "mesh", None), "a jax.sharding.Mesh, its sizes.*got a str"),
     ],
 )

@@ -62,7 +62,7 @@ def test_hooks_wandb_and_validation_change_nothing_of_what_is_trained(wandb, mon
     assert {"train/loss", "val/loss", "train/acc", "val/acc"} < set(rows[0][1])
     told = dict(wandb.run.summary)["val/loss"]  # of a row that wandb has taken in
     assert told in [values["val/loss"] for _, values in rows]
-    assert list(calls.told) == [3, 6, 9]
+    assert list(calls.metrics) == [3, 6, 9]
 
 
 def _noting(log: Any, rows: list[Any]) -> Any:
@@ -95,7 +95,7 @@ def test_training_and_validation_losses_are_kept_apart(caplog):
         lambda model, rng_key, batch: constant(0.0)(model),
     )
     trained(n_steps=8, fns=fns, hooks=[calls])
-    assert [(told["train/loss"], told["val/loss"]) for told in calls.told.values()] == [(10.0, 0.0)] * 2
+    assert [(told["train/loss"], told["val/loss"]) for told in calls.metrics.values()] == [(10.0, 0.0)] * 2
     assert "step 4: train/loss 10, val/loss 0" in caplog.messages
 
 
@@ -107,17 +107,17 @@ def test_the_training_loss_is_the_mean_since_the_evaluation_before():
     source = [{**batch, "x": np.full((32, 8), number, np.float32)} for number, batch in enumerate(data().epoch(1))]
     calls = Calls(2)
     trained(n_steps=6, source=source, fns=(step, val_step), hooks=[calls])
-    assert {at: told["train/number"] for at, told in calls.told.items()} == {2: 0.5, 4: 1.5, 6: 4.5}
+    assert {at: told["train/number"] for at, told in calls.metrics.items()} == {2: 0.5, 4: 1.5, 6: 4.5}
 
 
-def test_steps_are_counted_by_the_optimizer_and_when_none_is_left_that_is_said(caplog):
+def test_steps_are_counted_by_the_optimizer_and_a_finished_training_warns(caplog):
     subject = trained(n_steps=6)  # an epoch
     trained(subject, n_steps=STEPS, source=itertools.islice(itertools.cycle([*data().epoch(2)]), 6))
     assert_same_bits(arrays(subject), straight())
     before = arrays(subject)
     trained(subject, n_steps=STEPS)
     assert_same_bits(arrays(subject), before)
-    assert "at step 10 already, and `n_steps=10` is the total" in caplog.text
+    assert "at step 10, and `n_steps=10` is the total" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [nnx.ModelAndOptimizer, flax_nnx.Optimizer])
@@ -132,13 +132,13 @@ def test_an_optimizer_that_knows_its_model_is_enough(kind):
 def test_several_steps_per_call_and_generators_give_the_same_bits():
     calls = Calls(3)
     assert_same_bits(arrays(trained(steps_per_call=4, hooks=[calls])), straight())
-    assert list(calls.told) == [3, 6, 9]
+    assert list(calls.metrics) == [3, 6, 9]
     endless = (batch for epoch in itertools.count(1) for batch in data().epoch(epoch))
     assert_same_bits(arrays(trained(source=endless, val=itertools.cycle(data()))), straight())
 
 
 @pytest.mark.slow
-def test_data_to_judge_may_have_another_structure():
+def test_validation_data_may_have_another_structure():
     evaluated = [{"x": batch["x"], "y": batch["y"]} for batch in data()]
     assert_same_bits(arrays(trained(val=evaluated)), straight())
     with pytest.raises(KeyError):
@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_ends_training_and_with_detection_the_weights_
         assert_same_bits(arrays(subject), arrays(trained(n_steps=3)))
 
 
-def test_a_mistake_in_a_step_is_told_before_anything_is_written(tmp_path):
+def test_a_mistake_in_a_step_is_reported_before_anything_is_written(tmp_path):
     save, *_ = get_default_checkpointer(tmp_path / "none", save_every_n_steps=2)
 
     def wrong(model: Any, rng_key: jax.Array, batch: Any) -> Any:
@@ -217,7 +217,7 @@ def test_data_that_is_empty_is_an_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_steps": 0}, "`n_steps` must be a whole number of at least 1, got 0"),
+        ({"n_steps": 0}, "`n_steps` must be .* of at least 1, got 0"),
         ({"eval_every_n_steps": 1.5}, "`eval_every_n_steps` .* got 1.5"),
         ({"n_eval_batches": True}, "`n_eval_batches` .* got True"),
         ({"fns": (train_step,)}, "the two functions"),
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused_when_the_function_is_made(options, message):
 def test_what_cannot_be_trained_is_refused():
     model, optimizer = fresh()
     train = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
-    with pytest.raises(TypeError, match=r"must be an nnx.Optimizer, got a GradientTransformation"):
+    with pytest.raises(TypeError, match=r"must be an nnx.Optimizer, got .*GradientTransformation"):
         train(KEY, model, optax.adam(1e-2), data(), data())
     with pytest.raises(TypeError, match="must be an nnx.Module, got a NoneType"):
         train(KEY, optimizer, data(), data())
@@ -242,7 +242,7 @@ def test_what_cannot_be_trained_is_refused():
         train(KEY, model, nnx.ModelAndOptimizer(fresh()[0], optax.adam(1e-2)), data(), data())
 
 
-def test_a_key_that_was_left_out_is_asked_for():
+def test_a_missing_key_is_refused():
     train = train_fn(fns=(train_step, val_step), n_steps=2, eval_every_n_steps=2, n_eval_batches=1)
-    with pytest.raises(TypeError, match=r"The first argument of `train` is a key, such as `jax.random.key\(0\)`"):
+    with pytest.raises(TypeError, match=r"The first argument of `train` must be a key, such as `jax.random.key\(0\)`"):
         train(*fresh(), data(), data())

@@ -10,7 +10,7 @@ GRADS = {"kernel": np.full((2, 2), 0.5, np.float32), "bias": np.zeros(9, np.floa
 CHECKPOINT = Checkpoint(WEIGHTS, {}, (), GRADS, loss=0.5, n_completed_steps=4, elapsed_time=2.0, step=8)
 
 
-def test_a_checkpoint_tells_of_its_last_steps():
+def test_a_checkpoint_has_the_metrics_of_its_last_steps():
     assert metrics_of(CHECKPOINT) == {
         "train": {"seconds_per_step": 0.5, "gradients_l2norm": 1.0, "weights_l2norm": 5.0, "loss": 0.5}
     }
@@ -33,6 +33,6 @@ def test_it_is_shown_in_one_line_without_its_arrays():
     assert repr(CHECKPOINT) == "Checkpoint(loss=0.5, n_completed_steps=4, elapsed_time=2.0, step=8)"
 
 
-def test_nothing_goes_on_from_a_checkpoint_that_no_loop_made():
-    with pytest.raises(ValueError, match="step 8 was not made by a `TrainLoop`"):
+def test_a_checkpoint_that_no_loop_made_cannot_be_resumed():
+    with pytest.raises(ValueError, match="step 8 has no `rng`"):
         state_of(CHECKPOINT)

@@ -1,4 +1,4 @@
-"""The code of the document about training loops runs as it stands there, with only its imports changed."""
+"""The code of the document about training loops runs unchanged, with only its imports changed."""
 
 import itertools
 import re
@@ -314,7 +314,7 @@ def test_the_short_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Step    250: eval              lnpp |" in capsys.readouterr().out
     assert list((tmp_path / "tensorboard").iterdir())
     further(WRITING_THE_LOWEST)  # which the document passes a checkpoint without metrics
-    assert "Put an `EvalLoop` that measures it before" in caplog.text
+    assert "`writer(eval_loop(checkpoint))`" in caplog.text
     further(WRITING_THE_LOWEST.replace("(checkpoint)", "(eval_loop(checkpoint))"))
     rest = "task=TrainTask(model().apply, optax.sgd(0.1), categorical_cross_entropy, datastream())"
     namespace["datastream"] = datastream
@@ -334,7 +334,7 @@ def complete(code: str, folder: Path, n_steps: int) -> dict[str, Any]:
     return namespace
 
 
-def test_the_complete_example_runs_goes_on_and_reports_as_the_document_does(
+def test_the_complete_example_runs_resumes_and_reports_as_in_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     code = COMPLETE.replace("MAX_LENGTH = 256", "MAX_LENGTH = 8").replace("D_MODEL = 128", "D_MODEL = 8")

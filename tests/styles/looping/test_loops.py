@@ -1,4 +1,4 @@
-"""A loop gives checkpoints at the right steps, exactly, however it is asked for them and whatever ends it."""
+"""A loop yields checkpoints at exactly the right steps, however it is iterated and whatever ends it."""
 
 import gc
 import itertools
@@ -175,7 +175,7 @@ def test_a_loop_trains_as_the_engine_does(source: Any, through: Checkpoint):
     assert_same_bits((through.model_params, through.model_state), (state.params, state.model_state))
 
 
-def test_however_it_is_asked_the_weights_are_the_same(source: Any, through: Checkpoint):
+def test_every_way_to_iterate_gives_the_same_weights(source: Any, through: Checkpoint):
     loop = net_loop(source(), n_steps=6)
     evaluate = EvalLoop(EvalTask(Net().apply, {"loss": cross_entropy}, loader()))
     steps = [evaluate(loop.next_step()).step, loop.next_checkpoint().step]
@@ -191,7 +191,7 @@ def test_however_it_is_asked_the_weights_are_the_same(source: Any, through: Chec
     assert_same_bits(all_of(last), all_of(through))
 
 
-def test_a_loop_goes_on_from_the_disk_as_if_it_had_not_stopped(source: Any, through: Checkpoint, tmp_path: Path):
+def test_a_loop_resumes_from_disk_to_the_same_bits(source: Any, through: Checkpoint, tmp_path: Path):
     writer, reader = CheckpointFileWriter(tmp_path), CheckpointFileReader(tmp_path, Net().init)
     for step in (10, 15, 17):  # in the middle of an epoch, and with another cadence than the one that ran through
         loop = net_loop(source(), init=reader, rnkey=jax.random.key(99) if step > 10 else jax.random.key(5))
@@ -200,7 +200,7 @@ def test_a_loop_goes_on_from_the_disk_as_if_it_had_not_stopped(source: Any, thro
     assert_same_bits(all_of(last), all_of(through))
 
 
-def test_a_loop_goes_on_from_a_checkpoint_at_hand(source: Any, through: Checkpoint):
+def test_a_loop_resumes_from_a_checkpoint_in_memory(source: Any, through: Checkpoint):
     first = last_of(net_loop(source())(n_steps=9))
     loop = net_loop(source(), init=first)
     assert loop.step == 9
@@ -209,7 +209,7 @@ def test_a_loop_goes_on_from_a_checkpoint_at_hand(source: Any, through: Checkpoi
 
 def test_a_checkpoint_of_another_optimizer_is_refused():
     task = TrainTask(line, optax.adam(RATE), square, points())
-    with pytest.raises(ValueError, match="step 1 does not fit this loop: its opt_state is"):
+    with pytest.raises(ValueError, match="step 1 .*`opt_state`"):
         TrainLoop(line_loop().next_step(), task)
 
 
@@ -254,7 +254,7 @@ def test_the_end_can_be_moved_while_the_loop_runs():
 
 @pytest.mark.parametrize("options", [{"n_steps": -1}, {"n_steps_per_checkpoint": 0}, {"n_steps": 1.5}])
 def test_numbers_of_steps_that_make_no_sense_are_refused(options: dict[str, Any]):
-    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be a whole number of at least"):
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be .* of at least"):
         line_loop(**options)
 
 
@@ -263,7 +263,7 @@ def test_a_stream_that_ends_early_gives_its_last_steps_and_then_an_error():
     assert [next(loop).step, next(loop).step] == [4, 5]
     with pytest.raises(DataError, match="used only once") as raised:
         next(loop)
-    assert "stood at step 5" in "".join(raised.value.__notes__)
+    assert "at step 5" in "".join(raised.value.__notes__)
     with pytest.raises(RuntimeError, match=r"ended at step 5 \(DataError.*init=loop.checkpoint"):
         loop.next_step()
     loop = line_loop(points(5), n_steps_per_checkpoint=4)
@@ -289,7 +289,7 @@ def test_an_error_of_the_data_comes_after_the_steps_before_it():
         next(loop)
 
 
-def test_a_loss_that_fails_is_told_before_anything_is_computed():
+def test_a_failing_loss_is_reported_before_anything_is_computed():
     def wrong(outputs: Any, targets: Any) -> Any:
         return outputs @ jnp.ones(77)  # the line of the user
 
@@ -301,7 +301,8 @@ def test_a_loss_that_fails_is_told_before_anything_is_computed():
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"), [(lambda o, y: (o - y) ** 2, "Take its mean"), (lambda o, y: (o.mean(), {}), "one number")]
+    ("loss", "message"),
+    [(lambda o, y: (o - y) ** 2, "Take its mean"), (lambda o, y: (o.mean(), {}), "TrainTask.loss.*tuple")],
 )
 def test_a_loss_that_is_not_one_number_is_refused(loss: Any, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
@@ -314,7 +315,7 @@ def test_a_batch_that_is_no_pair_is_refused_by_what_it_is():
 
 
 def test_an_unknown_kind_of_collections_is_refused():
-    with pytest.raises(ValueError, match="the key 'inti'"):
+    with pytest.raises(ValueError, match="key 'inti'"):
         line_loop(collections={"inti": ["params"]})
 
 
@@ -454,7 +455,7 @@ def test_several_devices_share_the_batches_and_give_the_same_weights(tmp_path: P
         assert_close(last.model_params, one.model_params, rtol=1e-5)
 
 
-def test_a_loop_tells_how_large_the_model_is_once_and_not_where_it_is_to_be_silent(capsys: pytest.CaptureFixture[str]):
+def test_a_loop_prints_the_size_of_the_model_once_unless_silent(capsys: pytest.CaptureFixture[str]):
     loop = line_loop(stdout=True, devices=jax.devices()[:2])
     assert "Total model initialization time is " in capsys.readouterr().out
     for _ in loop:
@@ -462,7 +463,7 @@ def test_a_loop_tells_how_large_the_model_is_once_and_not_where_it_is_to_be_sile
     assert capsys.readouterr().out.splitlines() == ["Total number of trainable weights: 3 ~ 12 B."]
     for _ in loop:
         pass
-    assert "stands at step 8, and `n_steps` is 8: there is nothing to do" in capsys.readouterr().out
+    assert "at step 8, and `n_steps` is 8" in capsys.readouterr().out
     for _ in line_loop()(n_steps=1):
         pass
     assert not capsys.readouterr().out
@@ -471,19 +472,19 @@ def test_a_loop_tells_how_large_the_model_is_once_and_not_where_it_is_to_be_sile
 def test_the_threads_of_a_loop_end_with_it():
     others = set(threading.enumerate())
 
-    def feeding() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread not in others and "feed" in thread.name]
+    def prefetching() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread not in others and "prefetch" in thread.name]
 
     loop = line_loop(points())
     loop.next_step()
-    assert feeding()
+    assert prefetching()
     del loop
     gc.collect()
-    assert not feeding()
+    assert not prefetching()
     loop = line_loop(points())
     loop.next_step()
     loop.close()
-    assert not feeding()
+    assert not prefetching()
     with pytest.raises(RuntimeError, match="it was closed"):
         loop.next_step()
 

@@ -20,7 +20,7 @@ def test_each_processor_gets_what_the_one_before_returned(compose):
     assert compose(later, later)(CHECKPOINT).step == 5
 
 
-def test_a_processor_that_returns_nothing_passes_on_what_it_was_given():
+def test_a_processor_that_returns_none_passes_its_argument_on():
     seen: list[Checkpoint] = []
     assert serial(later, seen.append, later)(CHECKPOINT).step == 5
     assert [checkpoint.step for checkpoint in seen] == [4]

@@ -36,7 +36,7 @@ def test_columns_are_as_wide_as_their_longest_name(capsys: pytest.CaptureFixture
     assert len({line.index("|") for line in lines}) == 1
 
 
-def test_a_checkpoint_alone_is_reported_with_what_training_tells(capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_without_evaluation_is_reported_with_its_training_metrics(capsys: pytest.CaptureFixture[str]):
     SummaryLogger()(checkpoint(7))
     assert len(capsys.readouterr().out.splitlines()) == 6
 

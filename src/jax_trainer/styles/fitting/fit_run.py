@@ -142,7 +142,7 @@ class _FitRun:
                     state,
                     saves=saves,
                     logger=logger,
-                    remember=lambda saved: (
+                    load_states=lambda saved: (
                         check_data_state(saved, self._spec.data.train),
                         callbacks.load_states(saved),
                     ),
@@ -192,9 +192,9 @@ class _FitRun:
         try:
             yield from train_events(program, state, self._spec.data, plan, at)
         except NonFiniteError as error:
-            if error.place is None or self._latest.flat is None:
+            if error.position is None or self._latest.flat is None:
                 raise
-            before = Position(*error.place)
+            before = Position(*error.position)
             raise explain_nonfinite(error, program, self._latest.flat.state, before, self._folder.path) from error
 
     def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:

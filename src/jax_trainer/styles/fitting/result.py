@@ -157,7 +157,7 @@ class FitResult:
         return drawn
 
     def __repr__(self) -> str:
-        best = "" if self.best is None else f", best: {self.best.words}"
+        best = "" if self.best is None else f", best: {self.best.description}"
         used = f"predict uses the {self.used} weights"
         return f"FitResult({self.status} after {len(self.history)} epochs{best}; {used}; folder={str(self.folder)!r})"
 

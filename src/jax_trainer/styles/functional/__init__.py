@@ -1,1 +1,1 @@
-"""`train_fn`: the step that finds gradients is the user's own."""
+"""`train_fn`: training with the user's own gradient step."""

@@ -1,4 +1,4 @@
-"""`get_default_checkpointer`: a hook that saves, and two functions that restore, over one `CheckpointStore`."""
+"""`get_default_checkpointer`: a hook that saves checkpoints, and functions that restore the best and the latest."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ from jax_trainer.styles.functional.report import MetricReport, is_settled
 from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
-TRAINED = ("step", "params", "model_state", "opt_state")  # of a state: what the caller's objects hold
+TRAINED = ("step", "params", "model_state", "opt_state")  # fields of a state that the model and the optimizer have
 Restore = Callable[..., Any]
 
 
@@ -39,36 +39,36 @@ def get_default_checkpointer(
     criterion_key: str = "val/loss",
     best_mode: Mode = "auto",
 ) -> tuple["SaveHook", Restore, Restore]:
-    """A hook for `train_fn` that saves checkpoints, and the functions `restore_best` and `restore_last`.
+    """Returns a hook for `train_fn` that saves checkpoints, and the functions `restore_best` and `restore_last`.
 
-    The functions take `(model, optimizer)`, or an optimizer that knows its model; they change these objects, and
-    return them. They wait for a save that is running, and raise its `SaveError` where it failed. Where there is no
-    checkpoint they say so, and change nothing. A training that has the hook, and begins
-    with what was restored, goes on exactly as if it had never ended.
+    The functions take `(model, optimizer)`, or an optimizer that has its model; they update these objects in place, and
+    return them. They wait for a pending save, and raise its `SaveError` if it failed. Without a checkpoint they log a
+    warning and change nothing. A training with the hook that starts from a restored checkpoint resumes it; the result
+    is bit-identical to an uninterrupted training.
 
     Args:
-        outfolder: where the checkpoints are; made when training begins.
-        save_every_n_steps: steps between two checkpoints. The last step is saved as well, and whatever a training
-            comes to that is interrupted or fails.
-        max_to_keep: how many of the best checkpoints stay, besides the two latest.
-        criterion_key: the metric that tells the best, among those that hooks are given.
-        best_mode: whether its smallest values are the best, or its largest ("max"); "auto": as the metric's name says.
+        outfolder: folder of the checkpoints; created when training starts.
+        save_every_n_steps: steps between two checkpoints. The last step is also saved, as is the current state of a
+            training that is interrupted or fails.
+        max_to_keep: number of best checkpoints to keep, besides the two latest.
+        criterion_key: the metric that selects the best checkpoint, by the name that hooks see.
+        best_mode: "min" or "max"; "auto" infers it from the metric's name.
     """
     mode = direction.best_mode(best_mode, criterion_key, key="best_mode")
     store = CheckpointStore(Path(outfolder), keep_latest=2, keep_best=max_to_keep, monitor=criterion_key, mode=mode)
 
     def restore_best(*objects: Any) -> Any:
-        """The best checkpoint, put into a model and its optimizer."""
-        return _restored(store, "best", objects)
+        """Restores the best checkpoint into a model and its optimizer."""
+        return _restore(store, "best", objects)
 
     def restore_last(*objects: Any) -> Any:
-        """The latest checkpoint, put into a model and its optimizer."""
-        return _restored(store, "latest", objects)
+        """Restores the latest checkpoint into a model and its optimizer."""
+        return _restore(store, "latest", objects)
 
     return SaveHook(store, save_every_n_steps, criterion_key), restore_best, restore_last
 
 
-def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects: tuple[Any, ...]) -> Any:
+def _restore(store: CheckpointStore, which: Literal["best", "latest"], objects: tuple[Any, ...]) -> Any:
     model, optimizer = objects if len(objects) == 2 else (getattr(objects[0], "model", None), objects[0])
     if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
         raise TypeError("Pass a model and its nnx.Optimizer, or an nnx.ModelAndOptimizer.")
@@ -86,9 +86,9 @@ def _restored(store: CheckpointStore, which: Literal["best", "latest"], objects:
 
 
 def usable(saved: SavedCheckpoint) -> None:
-    """A `CheckpointError` unless a training can be resumed from what the checkpoint says besides its arrays."""
+    """Raises a `CheckpointError` if a training cannot be resumed from the record of this checkpoint."""
     loop_state_of(saved)
-    with damage(saved.path, "what hooks remember"):
+    with damage(saved.path, "the states of the hooks"):
         if saved.callbacks:
             checked(saved.callbacks, {"report": object, "hooks": object})
             MetricReport(Every()).load_state_dict(saved.callbacks["report"])
@@ -96,9 +96,9 @@ def usable(saved: SavedCheckpoint) -> None:
 
 
 class SaveHook(TrainingHook):
-    """Saves what is trained: in `train_fn`, in the background, all that a training needs to go on exactly.
+    """Saves checkpoints: in `train_fn`, in the background, everything that is needed to resume exactly.
 
-    Called in another loop, it saves the model and the optimizer.
+    Called in a custom loop, it saves the model and the optimizer.
     """
 
     def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
@@ -114,58 +114,60 @@ class SaveHook(TrainingHook):
         metrics: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves if it is time, in a loop that is not ours; `metrics` must be those of this step, if there are any."""
+        """Saves in a custom loop if `step` is due; `metrics` are those of this step, if any."""
         if step % self.every_n_steps == 0:
             state = nnx_state(model, optimizer, jax.random.key(0))
             state = state.replace(step=jax.numpy.full_like(state.step, step))
             self._store.save(state, Position(), self._compared(metrics or {}), wait=False)
 
     def check(self, reported: Iterable[str] | None, first: int, training: Training) -> None:
-        """Refuses a criterion that nothing reports; warns where no saved state will have been judged."""
+        """Refuses an unknown criterion; warns if no saved state will have been evaluated."""
         if reported is None:
-            LOG.warning(f"There is nothing to validate on: no checkpoint can be the best by {self.criterion!r}.")
+            LOG.warning(f"No validation data: no checkpoint can be the best by `criterion_key={self.criterion!r}`.")
             return
         known = sorted(reported)
         if self.criterion not in known:
-            raise ValueError(f"No metric {self.criterion!r} to tell the best by. There are {', '.join(known)}.")
+            raise ValueError(
+                f"`criterion_key` is {self.criterion!r}, which is not reported. Reported metrics: {', '.join(known)}."
+            )
         common = math.lcm(self.every_n_steps, training.evaluations.steps)
         if first < training.last < common * (first // common + 1):
             LOG.warning(
-                f"Checkpoints are saved every {self.every_n_steps} steps, and evaluations are made every "
-                f"{training.evaluations.steps}: only the last step has both, and can be the best. Use multiples."
+                f"`save_every_n_steps` is {self.every_n_steps}, and `eval_every_n_steps` is "
+                f"{training.evaluations.steps}: only the last step has a checkpoint and an evaluation, and can be the "
+                "best. Make one a multiple of the other."
             )
 
-    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
-        """The checkpoint with exactly these weights, if there is one; refuses to mix two trainings in one folder."""
-        step, there = step_of(state), self._store.all()
+    def resume_point(self, state: TrainState, training: Training) -> ResumePoint | None:
+        """The checkpoint with exactly these weights, if any; refuses to mix two trainings in one folder."""
+        step, checkpoints = step_of(state), self._store.all()
         trains = step < training.last  # otherwise nothing in the folder changes
-        for saved in there:
+        for saved in checkpoints:
             if saved.step == step and (restored := self._same(state, saved)) is not None:
                 if trains:
                     self._store.mark_resumed_from(saved)
                 key = saved.run.get("key")
-                if key is not None and key != _words(training.key):
-                    LOG.warning("The key is another one than before: from here on, what is random differs.")
+                if key is not None and key != _key_data(training.key):
+                    LOG.warning("`rng_key` differs from that of the checkpoint: random numbers differ from here on.")
                 return ResumePoint(restored, loop_state_of(saved), saved.callbacks)
-        if trains and (later := [saved.step for saved in there if saved.step >= step]):
+        if trains and (later := [saved.step for saved in checkpoints if saved.step >= step]):
             raise CheckpointError(
                 f"{self._store.folder} has checkpoints of another training, up to step {later[-1]}, and this one "
-                f"begins at step {step}. Call `restore_last(model, optimizer)` before, to go on with that; or choose "
+                f"starts at step {step}. Call `restore_last(model, optimizer)` first to resume that training, or use "
                 "another folder."
             )
         return None
 
     def observers(self, training: Training) -> list[Observer]:
-        """The one who saves."""
         return [_Saving(self._store, Every(steps=self.every_n_steps), self._compared, training)]
 
     def _compared(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """`metrics` as they are saved; none where they cannot be compared."""
+        """The metrics to save; empty if the criterion is not among them."""
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         return numbers if self.criterion in numbers else {}
 
     def _same(self, state: TrainState, saved: SavedCheckpoint) -> TrainState | None:
-        """The state of the checkpoint, if `state` has its weights."""
+        """The state of the checkpoint, if its weights equal those of `state`."""
         try:
             restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True, check=usable)
         except CheckpointError:
@@ -174,7 +176,7 @@ class SaveHook(TrainingHook):
 
 
 class _Saving:
-    """Saves when it is due, at the last step, and whatever there is when a training ends before."""
+    """Saves when due, at the last step, and when a training ends early."""
 
     def __init__(
         self,
@@ -185,10 +187,9 @@ class _Saving:
     ) -> None:
         self._store, self.saves_every, self._compared, self._training = store, every, compared, training
         self._first = 0
-        self._saved = (0, False)  # the step that was saved last, and whether it had been judged
+        self._saved = (0, False)  # the step of the last save, and whether it had been evaluated
 
     def handle(self, event: Event) -> None:
-        """Saves if it is time."""
         match event:
             case FitStart():
                 self._first = event.step
@@ -208,17 +209,17 @@ class _Saving:
 
     def _save(self, event: SavePoint) -> None:
         metrics = self._compared(self._training.report.evaluated(event.step))
-        what = (event.step, bool(metrics))
-        if what == self._saved:
+        saved = (event.step, bool(metrics))
+        if saved == self._saved:
             return
         loop_state = event.loop_state
-        run = {"loop": loop_state.to_data(), "key": _words(self._training.key)}
+        run = {"loop": loop_state.to_data(), "key": _key_data(self._training.key)}
         states = self._training.states()
         self._store.save(event.state, loop_state.position, metrics, callbacks=states, run=run, wait=False)
-        self._saved = what
+        self._saved = saved
 
 
-def _words(key: jax.Array) -> list[int]:
+def _key_data(key: jax.Array) -> list[int]:
     is_typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(key) if is_typed else key).tolist()
 

@@ -1,4 +1,4 @@
-"""`get_ema_hook`: an exponential moving average of the weights, beside those that are trained."""
+"""`get_ema_hook`: an exponential moving average (EMA) of the weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,25 +14,25 @@ from jax_trainer.suggestions import checks_keywords
 
 @checks_keywords
 def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Callable[..., nnx.Module]]:
-    """A hook that averages the parameters of `model`, and a function that returns a new module with the averages.
+    """Returns a hook that averages the parameters of `model`, and a function that returns a module with the averages.
 
-    The function may be given the module that has the rest of the variables: `get_ema_model(model)`.
+    The function optionally takes the module that has the other variables: `get_ema_model(model)`.
 
-    In `train_fn` the average is part of the compiled step and of checkpoints. In a loop of your own, call the hook
-    after every step.
+    In `train_fn` the average is part of the compiled step and of checkpoints. In a custom loop, call the hook after
+    every step.
 
     Args:
-        model: the module that is trained; of its variables only the trained parameters are averaged.
-        decay: the share of the old average that stays per step, 0 ≤ decay < 1.
+        model: the trained module; only its parameters are averaged, not its other variables.
+        decay: EMA decay per step, 0 ≤ decay < 1.
     """
     hook = EmaHook(model, decay)
     return hook, hook.averaged
 
 
 class EmaHook(TrainingHook):
-    """Keeps the average."""
+    """Updates the EMA of the parameters."""
 
-    is_alone = True  # the state has room for one
+    is_unique = True  # the state holds one average
 
     def __init__(self, model: nnx.Module, decay: float) -> None:
         if not isinstance(model, nnx.Module):
@@ -40,11 +40,11 @@ class EmaHook(TrainingHook):
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
         self._model, self._decay = model, decay
-        self._average: PyTree | None = None  # None: of no step yet
+        self._average: PyTree | None = None  # None: before the first step
         self._first: PyTree | None = copy_state(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
     def __call__(self, step: int, *, model: nnx.Module, **kwargs: Any) -> None:
-        """Takes one more step into the average, in a loop that is not ours."""
+        """Updates the average after a step of a custom loop."""
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         before = self._first if self._average is None else self._average
         self._average, self._first = jax.tree.map(self._mixed, before, params), None
@@ -53,7 +53,8 @@ class EmaHook(TrainingHook):
         """A new module with the averaged parameters, in evaluation mode.
 
         Args:
-            model: has what is not averaged, such as BatchNorm statistics; left out, the trained one.
+            model: the module with the variables that are not averaged, such as BatchNorm statistics; default: the
+                trained module.
         """
         module = nnx.clone(self._model if model is None else model)
         if self._average is not None:
@@ -63,7 +64,7 @@ class EmaHook(TrainingHook):
         return module
 
     def wrap(self, program: Program) -> Program:
-        """`program` that keeps the average in its state; an average from before is gone on with."""
+        """`program` with the average in its state; an earlier average is continued."""
         averaging, before = with_ema(program, self._decay, warmup=False, evaluate=False), self._average
         first = nnx.to_pure_dict(nnx.state(self._model, nnx.Param))
         self._first = None
@@ -96,6 +97,6 @@ def _check_alike(params: PyTree, average: PyTree) -> None:
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:
         raise ValueError(
-            f"Not the model whose weights were averaged: {wrong[0]} is {shapes[0].get(wrong[0], 'absent')}, and "
-            f"its average {shapes[1].get(wrong[0], 'absent')}."
+            f"This is not the model whose weights were averaged: the shape of {wrong[0]} is "
+            f"{shapes[0].get(wrong[0], 'absent')}, and that of its average {shapes[1].get(wrong[0], 'absent')}."
         )

@@ -1,6 +1,6 @@
-"""`jax_trainer.nnx`: `flax.nnx`, in which `Optimizer(model, tx)` may be written as it was before Flax 0.11.
+"""`jax_trainer.nnx`: `flax.nnx` with `Optimizer(model, tx)` as it was before Flax 0.11.
 
-Everything else is looked up in `flax.nnx`, and is the very same thing.
+All other names are those of `flax.nnx`.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from flax import nnx
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer`; without `wrt`, as before Flax 0.11.
 
-    It then updates all `nnx.Param`s, knows its model, and `update(grads)` is enough, as `update(model, grads)` is.
+    It then updates all `nnx.Param`s, has its model, and accepts both `update(grads)` and `update(model, grads)`.
 
     >>> import jax.numpy as jnp
     >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
@@ -31,7 +31,7 @@ class Optimizer(nnx.Optimizer):
             self.model = model
 
     def update(self, *model_and_grads: Any, **more: Any) -> optax.Updates:
-        """Updates the model by gradients of its parameters."""
+        """Updates the model with the gradients of its parameters."""
         if len(model_and_grads) == 1 and hasattr(self, "model"):
             model_and_grads = (self.model, *model_and_grads)
         return super().update(*model_and_grads, **more)

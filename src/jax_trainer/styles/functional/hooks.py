@@ -1,4 +1,4 @@
-"""Hooks of `train_fn`: functions that are called now and then, and those that take part in the training instead."""
+"""Hooks of `train_fn`: functions called after steps, and training hooks that extend the training itself."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ Hook = Callable[..., Any]
 
 
 def every_n_steps(n: int) -> Callable[[Hook], Hook]:
-    """Lets a hook be called after every `n`-th step only, so that the other steps cost nothing.
+    """Decorator: calls a hook only after every `n`-th step, so that the other steps cost nothing.
 
     >>> @every_n_steps(100)
     ... def hook(step, *, model, **kwargs): ...
@@ -31,11 +31,11 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
 
     def decorate(hook: Hook) -> Hook:
         if isinstance(hook, TrainingHook):
-            raise TypeError(f"The {type(hook).__name__} is not called in a training: it knows itself when to act.")
+            raise TypeError(f"`every_n_steps` cannot wrap a {type(hook).__name__}: it has its own interval.")
 
         @functools.wraps(hook)
         def sometimes(step: int, **kwargs: Any) -> None:
-            if step % n == 0:  # whoever calls it
+            if step % n == 0:  # also when called outside of `train_fn`
                 hook(step, **kwargs)
 
         sometimes.every_n_steps = n  # type: ignore[attr-defined]
@@ -45,23 +45,23 @@ def every_n_steps(n: int) -> Callable[[Hook], Hook]:
 
 
 class ResumePoint(NamedTuple):
-    """What a training goes on from."""
+    """What a training resumes from."""
 
     state: TrainState
     at: "Position | LoopState"
-    remembered: Mapping[str, Any]  # by those who watch, as `Training.states` gave it
+    hook_states: Mapping[str, Any]  # as returned by `Training.states`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What one who takes part may know of a training.
+    """What a training hook knows of a training.
 
     Args:
-        evaluations: when there are evaluations.
+        evaluations: when evaluations are due.
         last: the last step.
-        report: what is known about the training so far.
-        key: the root key.
-        states: gives what those who watch would have to remember now.
+        report: the metrics so far.
+        key: the root random key.
+        states: returns the states of the report and of the hooks, to be saved.
     """
 
     evaluations: Every
@@ -72,31 +72,31 @@ class Training:
 
 
 class TrainingHook:
-    """A hook that takes part in a training of `train_fn` in these ways, instead of being called."""
+    """A hook that extends a training of `train_fn`, instead of being called after steps."""
 
-    is_alone = False  # whether there can be only one of its kind
+    is_unique = False  # whether a training can have only one hook of this class
 
     def check(self, reported: Iterable[str] | None, first: int, training: Training) -> None:
-        """Raises or warns about what cannot be, before anything is done; `reported` is what evaluations report."""
+        """Raises an error or warns about wrong settings before training; `reported` are the names of the metrics."""
 
     def wrap(self, program: Program) -> Program:
-        """The program that is trained instead of `program`."""
+        """Returns the program to train instead of `program`."""
         return program
 
-    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
-        """What the training that begins with `state` goes on from, where it goes on with an earlier one."""
+    def resume_point(self, state: TrainState, training: Training) -> ResumePoint | None:
+        """The checkpoint that `state` belongs to, from which this training resumes; None: a new training."""
         return None
 
     def follow(self, state: TrainState) -> None:
-        """Told whenever the caller's model is brought up to `state`."""
+        """Called whenever the caller's model is updated to `state`."""
 
     def observers(self, training: Training) -> list[Observer]:
-        """Who watches the training; told last."""
+        """Further observers of the training, notified last."""
         return []
 
 
 class HookCaller:
-    """Calls a hook after the steps that it asks for, when everything about them is known, their evaluation included."""
+    """Calls a hook after its steps, once their metrics are known, including the evaluation."""
 
     def __init__(self, hook: Hook, mirror: Mirror, training: Training) -> None:
         self._hook, self._mirror, self._training = hook, mirror, training
@@ -104,52 +104,50 @@ class HookCaller:
         self.called_at = 0  # the step after which it was called last
 
     def handle(self, event: Event) -> None:
-        """Calls it if it is time."""
         if not isinstance(event, SavePoint) or event.step == self.called_at:
             return
         if self.saves_every.at_step(event.step) and is_settled(event, self._training.evaluations):
-            model, optimizer = self._mirror.shown(event)
+            model, optimizer = self._mirror.synced(event)
             self._hook(event.step, model=model, optimizer=optimizer, metrics=self._training.report.metrics())
             self.called_at = event.step
 
 
 def interval_of(hook: Hook) -> int | None:
-    """The number of steps between two calls of `hook`; None where it does not say."""
+    """Steps between two calls of `hook`; None if it does not set `every_n_steps`."""
     n = getattr(hook, "every_n_steps", None)
     return None if n is None else checked_int(f"every_n_steps` of the hook `{name_of(hook)}", n, 1)
 
 
 def checked_hooks(hooks: Iterable[Hook]) -> tuple[list[Hook], list[TrainingHook]]:
-    """The hooks that are called, and those that take part instead. Refuses what could not be called."""
+    """Splits hooks into functions and training hooks; refuses wrong signatures."""
     if not callable(hooks) and not isinstance(hooks, Iterable):
-        raise TypeError(f"`hooks` is a list of functions `fn(step, *, model, **kwargs)`, got {hooks!r}.")
+        raise TypeError(f"`hooks` must be a list of functions `fn(step, *, model, **kwargs)`, got {hooks!r}.")
     hooks = [hooks] if callable(hooks) else list(hooks)
     called = [hook for hook in hooks if not isinstance(hook, TrainingHook)]
     for hook in called:
         if not callable(hook):
-            raise TypeError(f"A hook is a function `fn(step, *, model, **kwargs)`, got a {type(hook).__name__}.")
+            raise TypeError(f"A hook must be a function `fn(step, *, model, **kwargs)`, got a {type(hook).__name__}.")
         interval_of(hook)
         _check_signature(hook)
-    taking_part = [hook for hook in hooks if isinstance(hook, TrainingHook)]
-    kinds = [type(one) for one in taking_part if one.is_alone]
+    training_hooks = [hook for hook in hooks if isinstance(hook, TrainingHook)]
+    kinds = [type(one) for one in training_hooks if one.is_unique]
     if len(kinds) > len(set(kinds)):
-        raise ValueError("Only one hook of `get_ema_hook` can take part in a training.")
-    return called, taking_part
+        raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
+    return called, training_hooks
 
 
-def tell_costs(hooks: Iterable[Hook]) -> None:
-    """Says once per training which hooks make every step wait."""
+def warn_about_slow_hooks(hooks: Iterable[Hook]) -> None:
+    """Warns once per training about hooks that make every step wait."""
     for hook in hooks:
         if interval_of(hook) is None:
             LOG.warning(
                 f"The hook `{name_of(hook)}` is called after every step, and every step waits for it: the weights are "
-                "copied into the model first. If it has nothing to do at most steps, say so: "
-                f"`every_n_steps(100)({name_of(hook)})`."
+                f"copied to the model first. To call it less often: `every_n_steps(100)({name_of(hook)})`."
             )
 
 
 def name_of(hook: Any) -> str:
-    """What people call the hook."""
+    """The name of a hook in messages."""
     return getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
 
 
@@ -161,5 +159,5 @@ def _check_signature(hook: Hook) -> None:
             f"The hook `{name_of(hook)}` cannot be called as `hook(step, model=…, optimizer=…, metrics=…)`: {error}. "
             "Write it as `def fn(step, *, model, **kwargs)`."
         ) from None
-    except ValueError:  # something built in, which does not tell
+    except ValueError:  # some builtins have no signature
         return

@@ -1,4 +1,4 @@
-"""What is known about a training of `train_fn`, and telling of it at every evaluation."""
+"""Collects the metrics of `train_fn`, and logs them at every evaluation."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ LOG = logging.getLogger("jax_trainer")
 
 @dataclass(frozen=True, kw_only=True)
 class EveryAndLast(Every):
-    """Every so many steps, and after the step `last`.
+    """Every `steps` steps, and after the step `last`.
 
     >>> [step for step in range(1, 9) if EveryAndLast(steps=3, last=8).at_step(step)]
     [3, 6, 8]
@@ -27,36 +27,34 @@ class EveryAndLast(Every):
     last: int
 
     def at_step(self, step: int) -> bool:
-        """Whether it is due after this step."""
         return step == self.last or super().at_step(step)
 
     def steps_left(self, step: int) -> int | None:
-        """How many steps from `step` to the next one that is due."""
         left = super().steps_left(step)
         return left if left is None or step >= self.last else min(left, self.last - step)
 
 
 class Writes(Protocol):
-    """Somebody who takes numbers."""
+    """A writer of scalar metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the numbers of a step."""
+        """Writes the metrics of a step."""
         ...
 
 
 def is_settled(point: SavePoint, evaluations: Every) -> bool:
-    """Whether all there is to tell about the step of `point` was told, its evaluation included; not if a run fails."""
+    """Whether all metrics of the step of `point` are known, including its evaluation; False if the run fails."""
     if point.reason is not None:
         return False
     return not evaluations.at_step(point.step) or point.loop_state.evaluated_step == point.step
 
 
 class MetricReport:
-    """The means of training since the last evaluation, and what that found; told at every evaluation.
+    """The training means since the last evaluation, and the metrics of that evaluation; logged at every evaluation.
 
     Args:
-        evaluations: when there are evaluations; without anything to judge, when the means of training are told.
-        writer: takes the numbers, besides the log.
+        evaluations: when evaluations are due; without validation data, when the training means are logged.
+        writer: also receives the metrics.
     """
 
     def __init__(self, evaluations: Every, writer: Writes | None = None) -> None:
@@ -64,46 +62,47 @@ class MetricReport:
         self._meter = WindowAccumulator(LogMode.TRAIN)
         self._trained: dict[str, Any] = {}  # up to the last evaluation
         self._evaluated: dict[str, Any] = {}
-        self._evaluated_at = self._told_at = 0
+        self._evaluated_at = self._reported_at = 0
 
     def handle(self, event: Event) -> None:
-        """Collects, and tells if it is time."""
         match event:
             case StepMetrics():
                 self._meter.add(event.rows)
             case EvalRoundEnd():
                 self._evaluated, self._evaluated_at = merged_names(event.metrics), event.step
-            case SavePoint() if event.step != self._told_at and self.saves_every.at_step(event.step):
+            case SavePoint() if event.step != self._reported_at and self.saves_every.at_step(event.step):
                 if is_settled(event, self.saves_every):
-                    self._told_at, self._trained = event.step, _named(self._meter)
-                    self._tell(event.step)
+                    self._reported_at, self._trained = event.step, _named(self._meter)
+                    self._log(event.step)
 
     def metrics(self) -> dict[str, Any]:
-        """What is known last: "train/loss" is the mean since the evaluation before, "val/loss" that of the last one."""
+        """The latest metrics: "train/loss" is the mean since the last evaluation, "val/loss" that of the last one."""
         now = WindowAccumulator(LogMode.TRAIN)
-        now.load(self._meter.state())  # asked for its values, a meter would start over
+        now.load(self._meter.state())  # computing the values would reset the accumulator
         return {**self._trained, **_named(now), **self._evaluated}
 
     def evaluated(self, step: int) -> dict[str, float]:
-        """What is known of exactly this step, if it was judged, as far as it is numbers."""
+        """The scalar metrics of exactly this step, if it was evaluated; otherwise none."""
         if step != self._evaluated_at:
             return {}
         return {name: float(value) for name, value in self.metrics().items() if np.ndim(value) == 0}
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on after an interruption."""
-        known = {"trained": _numbers(self._trained), "judged": _numbers(self._evaluated)}
-        return {"window": self._meter.state(), "judged_at": self._evaluated_at, "told_at": self._told_at, **known}
+        """The metrics so far."""
+        metrics = {"trained": _numbers(self._trained), "evaluated": _numbers(self._evaluated)}
+        steps = {"evaluated_at": self._evaluated_at, "reported_at": self._reported_at}
+        return {"window": self._meter.state(), **steps, **metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` gave."""
-        known = dict[str, Real]
-        hints = {"window": dict[str, Any], "judged_at": int, "told_at": int, "trained": known, "judged": known}
+        """Restores what `state_dict` returned."""
+        metrics = dict[str, Real]
+        hints = {"window": dict[str, Any], "evaluated_at": int, "reported_at": int}
+        hints |= {"trained": metrics, "evaluated": metrics}
         self._meter.load(checked(state, hints)["window"])
-        self._evaluated_at, self._told_at = state["judged_at"], state["told_at"]
-        self._trained, self._evaluated = dict(state["trained"]), dict(state["judged"])
+        self._evaluated_at, self._reported_at = state["evaluated_at"], state["reported_at"]
+        self._trained, self._evaluated = dict(state["trained"]), dict(state["evaluated"])
 
-    def _tell(self, step: int) -> None:
+    def _log(self, step: int) -> None:
         numbers = _numbers(self.metrics())
         shown = [f"{name} {value:.4g}" for name, value in numbers.items() if name.startswith(("train/", "val/"))]
         LOG.info(f"step {step}: {', '.join(shown)}")
@@ -112,7 +111,7 @@ class MetricReport:
 
 
 def _named(meter: WindowAccumulator) -> dict[str, Any]:
-    """The metrics by full names; what a guard counts is 0 as long as there is something to tell."""
+    """Metrics by full name, without those of the finite guard, which are 0 as long as training runs."""
     named = full_names(meter.compute(), "train")
     return {name: value for name, value in named.items() if not name.startswith("guard/")}
 

@@ -1,4 +1,4 @@
-"""`train_fn`: two functions of an nnx model, one that trains and one that judges, become a training."""
+"""`train_fn`: builds a training function from the training and the validation step of an nnx model."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ from jax_trainer.core import (
     with_finite_check,
     with_finite_guard,
 )
-from jax_trainer.core.user_frame import described, noting
+from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
     ArrayLoader,
     Data,
@@ -49,7 +49,7 @@ from jax_trainer.styles.functional.hooks import (
     Training,
     TrainingHook,
     checked_hooks,
-    tell_costs,
+    warn_about_slow_hooks,
 )
 from jax_trainer.styles.functional.mirror import Mirror, modes_kept
 from jax_trainer.styles.functional.report import EveryAndLast, MetricReport
@@ -76,34 +76,35 @@ def train_fn(
     steps_per_call: int = 1,
     detect_nans: bool = False,
 ) -> Train:
-    """A function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
+    """Returns a function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
 
     It trains from the optimizer's step to `n_steps`, compiled, and evaluates every `eval_every_n_steps` steps and after
-    the last one. However it ends, `model` and `optimizer` have what was trained. `train(rng_key, optimizer, train_itr,
-    val_itr)` is for an optimizer that knows its model. `val_itr` may be None.
+    the last one. However it ends, `model` and `optimizer` are updated with the trained state. Call
+    `train(rng_key, optimizer, train_itr, val_itr)` for an optimizer that has its model. `val_itr` may be None.
 
     Args:
-        fns: `train_step(model, rng_key, batch) -> (loss, grads)`, where `(loss, metrics)` may stand for the loss, and
+        fns: `train_step(model, rng_key, batch) -> (loss, grads)` or `((loss, metrics), grads)`, and
             `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
-        shardings: where the model and the data are placed; None: on one device.
-        mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are placed by their own partitioning.
-        data_partition_spec: which axes of `mesh` split a batch.
-        n_steps: how many steps there are in all.
+        shardings: of the model and of the data; None: one device.
+        mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
+            metadata.
+        data_partition_spec: mesh axes that shard a batch.
+        n_steps: total number of steps.
         eval_every_n_steps: steps between two evaluations.
-        n_eval_batches: how many batches an evaluation takes, at most.
-        log_to_wandb: log what evaluations find, and the means of training, to the active run of wandb.
+        n_eval_batches: maximum number of batches per evaluation.
+        log_to_wandb: log evaluation metrics and training means to the active wandb run.
         hooks: called as `hook(step, model=…, optimizer=…, metrics=…)` after every step, or every
             `hook.every_n_steps` steps, after the evaluation of that step.
         progress: show a progress bar.
-        steps_per_call: optimizer steps in one dispatch.
-        detect_nans: a step whose loss or gradients are not finite changes nothing, so that the model keeps the weights
-            from before; costs a little time. A loss that is not finite ends training in any case.
+        steps_per_call: optimizer steps per dispatch.
+        detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
+            costs a little time. A non-finite loss ends training in any case.
     """
     n_steps = checked_int("n_steps", n_steps, 1)
     eval_every_n_steps = checked_int("eval_every_n_steps", eval_every_n_steps, 1)
     n_eval_batches = checked_int("n_eval_batches", n_eval_batches, 1)
     steps_per_call = checked_int("steps_per_call", steps_per_call, 1)
-    called, taking_part = checked_hooks(hooks)
+    called, training_hooks = checked_hooks(hooks)
     plan = Plan(
         max_steps=n_steps,
         eval_every=EveryAndLast(steps=eval_every_n_steps, last=n_steps),
@@ -111,36 +112,36 @@ def train_fn(
         steps_per_call=steps_per_call,
     )
     layout = layout_from(shardings, mesh, data_partition_spec)
-    setup = _Setup(_two_functions(fns), plan, called, taking_part, log_to_wandb, progress, detect_nans)
+    setup = _Setup(_two_functions(fns), plan, called, training_hooks, log_to_wandb, progress, detect_nans)
 
     @checks_keywords
     def train(
         rng_key: jax.Array, model: Any = None, optimizer: Any = None, train_itr: Any = None, val_itr: Any = None
     ) -> None:
-        """Trains `model`."""
+        """Trains `model` in place."""
         if isinstance(model, nnx.Optimizer):  # the form without a model
             model, optimizer, train_itr, val_itr = None, model, optimizer, train_itr
         job = _Job.of(rng_key, model, optimizer, train_itr, val_itr)
         if job.first >= n_steps:
             LOG.warning(
-                f"The optimizer is at step {job.first} already, and `n_steps={n_steps}` is the total: nothing is "
-                "trained. To train further, make a `train_fn` with a larger `n_steps`."
+                f"The optimizer is already at step {job.first}, and `n_steps={n_steps}` is the total: nothing to do. "
+                "To train further, create a `train_fn` with a larger `n_steps`."
             )
-            if not taking_part:
+            if not training_hooks:
                 return
         with modes_kept(job.model):
-            _trained(setup, job, layout)
+            _train(setup, job, layout)
 
     return train
 
 
 class _Setup(NamedTuple):
-    """What `train_fn` was told."""
+    """The arguments of `train_fn`."""
 
     fns: tuple[NnxStep, NnxStep]
     plan: Plan
     called: list[Hook]
-    taking_part: list[TrainingHook]
+    training_hooks: list[TrainingHook]
     logs_to_wandb: bool
     progress: bool
     guarded: bool
@@ -152,20 +153,20 @@ class _Setup(NamedTuple):
 
     def program(self, job: "_Job") -> Program:
         program = with_transforms(nnx_step_program(job.model, job.optimizer, *self.fns), job.transforms)
-        for one in self.taking_part:
+        for one in self.training_hooks:
             program = one.wrap(program)
         return with_finite_guard(program, max_consecutive=0) if self.guarded else with_finite_check(program)
 
-    def continued(self, state: TrainState, training: Training) -> ResumePoint | None:
-        found = [one.continued(state, training) for one in self.taking_part]  # each may refuse
+    def resume_point(self, state: TrainState, training: Training) -> ResumePoint | None:
+        found = [one.resume_point(state, training) for one in self.training_hooks]  # each may refuse
         return next((one for one in found if one is not None), None)
 
     def savers(self, training: Training) -> list[Observer]:
-        return [observer for one in self.taking_part for observer in one.observers(training)]
+        return [observer for one in self.training_hooks for observer in one.observers(training)]
 
 
 class _Job(NamedTuple):
-    """What `train` was given."""
+    """The arguments of `train`."""
 
     key: jax.Array
     model: nnx.Module
@@ -177,41 +178,38 @@ class _Job(NamedTuple):
     def of(cls, key: Any, model: Any, optimizer: Any, train: Any, val: Any) -> "_Job":
         if not hasattr(key, "dtype"):
             raise TypeError(
-                f"The first argument of `train` is a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
+                f"The first argument of `train` must be a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
-                f"`optimizer` must be an nnx.Optimizer, got a {class_of(optimizer)}. Make it of an optax optimizer: "
+                f"`optimizer` must be an nnx.Optimizer, got a {class_of(optimizer)}. Create it from an optax one: "
                 "`nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)`."
             )
         known = getattr(optimizer, "model", None)
         model = known if model is None else model
         if model is None:
-            raise TypeError(
-                "This optimizer does not know its model: call `train(key, model, optimizer, train_itr, val_itr)`."
-            )
+            raise TypeError("`optimizer` has no model: call `train(key, model, optimizer, train_itr, val_itr)`.")
         if not isinstance(model, nnx.Module):
             kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {class_of(model)}"
             raise TypeError(f"`model` must be an nnx.Module, such as `Network(nnx.Rngs(0))`, got {kind}.")
         if known is not None and known is not model:
-            raise ValueError("The optimizer was made for another model than `model`: make one for this model.")
+            raise ValueError("`optimizer` was created for another model than `model`. Create one for this model.")
         if train is None:
-            raise TypeError("There is nothing to train on: `train_itr` is None.")
+            raise TypeError("`train_itr` is None. Pass the training data.")
         return cls(key, model, optimizer, train, val)
 
     @property
     def transforms(self) -> DeviceTransforms:
-        """What happens to batches on the device, as the data says."""
+        """The device transforms of the data."""
         return common_transforms(transforms_of(self.train), {"val": self.val})
 
     @property
     def first(self) -> int:
-        """The number of steps that were taken before."""
+        """The step of the optimizer when `train` is called."""
         return int(self.optimizer.step.get_value())
 
 
-def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
-    """One training, from the first check to the last event."""
+def _train(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     writer = ActiveWandb() if setup.logs_to_wandb and jax.process_index() == 0 else None
     (example, train), (val_example, val) = peeked(job.train, "train"), _peeked_or_none(job.val)
     program = setup.program(job)
@@ -227,17 +225,17 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
         key=job.key,
         states=lambda: {"report": report.state_dict(), "hooks": {"called_at": [one.called_at for one in callers]}},
     )
-    for one in setup.taking_part:
+    for one in setup.training_hooks:
         one.check(reported, job.first, training)
-    tell_costs(setup.called)
-    mirror = Mirror(job.model, job.optimizer, [one.follow for one in setup.taking_part])
+    warn_about_slow_hooks(setup.called)
+    mirror = Mirror(job.model, job.optimizer, [one.follow for one in setup.training_hooks])
     callers += [HookCaller(hook, mirror, training) for hook in setup.called]
     state, at = compiled.init(job.key, example), Position()
-    if found := setup.continued(state, training):
+    if found := setup.resume_point(state, training):
         state, at = found.state, found.at
-        _remember(found, report, callers)
-    if job.first >= setup.last:  # a finished run: what takes part gets what the checkpoint has, such as averages
-        for one in setup.taking_part:
+        _load_states(found, report, callers)
+    if job.first >= setup.last:  # a finished run: hooks still get the state of the checkpoint, such as averages
+        for one in setup.training_hooks:
             one.follow(state)
         return
     bars, savers = [ProgressBar(in_steps=True, steps=setup.last)] if setup.progress else [], setup.savers(training)
@@ -249,15 +247,15 @@ def _trained(setup: _Setup, job: _Job, layout: Layout | None) -> None:
             end.args = (f"{end} The same call again resumes from the latest checkpoint.",)
         raise
     except NonFiniteError as error:
-        if setup.guarded:  # only the count went on after the last good step
+        if setup.guarded:  # steps after the last finite one only advanced the step counter
             job.optimizer.step.set_value(jnp.asarray(error.step - 1, jnp.uint32))
         raise
 
 
-def _remember(found: ResumePoint, report: MetricReport, callers: list[HookCaller]) -> None:
-    if "report" in found.remembered:
-        report.load_state_dict(found.remembered["report"])
-        for caller, step in zip(callers, found.remembered["hooks"]["called_at"], strict=False):
+def _load_states(found: ResumePoint, report: MetricReport, callers: list[HookCaller]) -> None:
+    if "report" in found.hook_states:
+        report.load_state_dict(found.hook_states["report"])
+        for caller, step in zip(callers, found.hook_states["hooks"]["called_at"], strict=False):
             caller.called_at = step
 
 
@@ -268,22 +266,22 @@ def _peeked_or_none(data: Any) -> tuple[Any, Any]:
 def _reported(
     program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val_example: Batch
 ) -> list[str] | None:
-    """The full names of what training and evaluations tell, after both steps were traced; None: nothing is judged."""
-    if val_example is not None and _look(example) == _look(val_example):
+    """Traces both steps; returns the full names of their metrics, or None without validation data."""
+    if val_example is not None and _signature(example) == _signature(val_example):
         _, trained, evaluated = compiled.shapes(key, example)
         return _names(trained, evaluated)
     with explaining(example):
         state = jax.eval_shape(program.init, key, example)
         trained = jax.eval_shape(program.train_step, state, example)[1].metrics
-    is_like = f"This happened on the first batch of the 'val' data: {described(val_example)}. "
-    with noting(f"{is_like}The training data has {described(example)}."), explaining(val_example):
+    where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
+    with noting(f"{where}The training data has {describe_shapes(example)}."), explaining(val_example):
         evaluated = None if val_example is None else jax.eval_shape(program.eval_step, state, val_example)
     return None if evaluated is None else _names(trained, evaluated)
 
 
 def _check_labels(compiled: CompiledProgram, state: TrainState, val: Any, example: Batch) -> None:
     examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else example
-    with noting(f"This happened on the 'val' data: {described(example)}."):
+    with noting(f"This happened on the 'val' data: {describe_shapes(example)}."):
         compiled.check_eval_indices(state, example, examples)
 
 
@@ -292,8 +290,8 @@ def _names(trained: Metrics, evaluated: Metrics) -> list[str]:
     return [*names, *full_names(evaluated.only(LogMode.VAL).by_name, "val")]
 
 
-def _look(batch: Batch) -> Any:
-    """What two batches of the same kind have in common."""
+def _signature(batch: Batch) -> Any:
+    """Structure, shapes without the batch dimension, and dtypes of a batch."""
     return jax.tree.structure(batch), [(jnp.shape(x)[1:], jnp.asarray(x).dtype) for x in jax.tree.leaves(batch)]
 
 

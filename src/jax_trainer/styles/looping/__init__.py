@@ -1,1 +1,1 @@
-"""`TrainLoop`: the loop is the user's own."""
+"""`TrainLoop`: the user writes the loop."""

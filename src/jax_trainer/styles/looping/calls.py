@@ -1,4 +1,4 @@
-"""How loops call what they are given: a model on the inputs of a batch, a loss on its outputs and the targets."""
+"""How loops call a model with the inputs of a batch, and a loss with its outputs and the targets."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +15,25 @@ Arguments = tuple[Any, ...]
 
 
 class Collections(NamedTuple):
-    """The names of the random streams that a model may ask for."""
+    """The names of the random streams of a model."""
 
     init: tuple[str, ...] = ("params", "dropout")
     apply: tuple[str, ...] = ("dropout",)
 
     @classmethod
-    def of(cls, given: Mapping[str, Sequence[str]] | None) -> "Collections":
-        """Those that the user gave, as in `{"init": ["params"], "apply": ["dropout"]}`."""
-        unknown = sorted(set(given or {}) - set(cls._fields))
+    def of(cls, collections: Mapping[str, Sequence[str]] | None) -> "Collections":
+        """From the argument `collections`, such as `{"init": ["params"], "apply": ["dropout"]}`."""
+        unknown = sorted(set(collections or {}) - set(cls._fields))
         if unknown:
             raise ValueError(
-                f"`collections` has the key {unknown[0]!r}. Its keys are 'init' and 'apply', and its values names of "
-                "random streams."
+                f"`collections` has the unknown key {unknown[0]!r}. Its keys are 'init' and 'apply', its values "
+                "names of random streams."
             )
-        return cls(**{name: tuple(labels) for name, labels in (given or {}).items()})
+        return cls(**{name: tuple(labels) for name, labels in (collections or {}).items()})
 
 
 class ModelCall(NamedTuple):
-    """A model's `apply`, and the random streams that it may ask for."""
+    """A model's `apply`, and the names of its random streams."""
 
     apply: Callable[..., Any]
     names: tuple[str, ...]
@@ -41,14 +41,14 @@ class ModelCall(NamedTuple):
     def __call__(
         self, params: PyTree, model_state: PyTree, inputs: Arguments, rng: jax.Array, *, train: bool
     ) -> tuple[Arguments, PyTree]:
-        """The outputs, and what became of the model state."""
+        """Returns the outputs and the new model state."""
         view = LinenView(_as_linen(self.apply), params, model_state, stream(rng, "model"))
         outputs, changed = view.apply(params, *inputs, train=train, rngs=self.names)
-        return _several(outputs), changed
+        return _as_tuple(outputs), changed
 
 
 def split(batch: Batch) -> tuple[Arguments, Arguments]:
-    """The inputs and the targets of a batch: a pair of these, each an array or several, or something that names them.
+    """Splits a batch into inputs and targets, each a tuple of arrays.
 
     >>> split((1, (2, 3)))
     ((1,), (2, 3))
@@ -57,13 +57,13 @@ def split(batch: Batch) -> tuple[Arguments, Arguments]:
         batch = (batch.input, batch.target)
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise DataError(
-            "A batch of a loop is a pair of inputs and targets: `(x, y)`, `((x, …), (y, …))` or `((x, …), ())`; got "
-            f"{_in_words(batch)}."
+            "A batch must be a pair of inputs and targets: `(x, y)`, `((x, …), (y, …))` or `((x, …), ())`; got "
+            f"{_describe(batch)}."
         )
-    return _several(batch[0]), _several(batch[1])
+    return _as_tuple(batch[0]), _as_tuple(batch[1])
 
 
-def _in_words(batch: Any) -> str:
+def _describe(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a dict with the keys {', '.join(map(str, batch))}"
     if isinstance(batch, tuple | list):
@@ -71,19 +71,19 @@ def _in_words(batch: Any) -> str:
     return "a single array" if hasattr(batch, "shape") else f"a {type(batch).__name__}"
 
 
-def _several(things: Any) -> Arguments:
-    return tuple(things) if isinstance(things, tuple | list) else (things,)
+def _as_tuple(value: Any) -> Arguments:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def _as_linen(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply`; a plain function that is called less richly than that of a linen module, as one of these."""
+    """Wraps a plain function so that it accepts the arguments of a linen module's `apply`."""
     if _takes(apply, "rngs") and _takes(apply, "mutable"):
         return apply
 
     def call(variables: Any, *inputs: Any, train: bool, rngs: Any, mutable: Sequence[str] | None = None) -> Any:
-        told = {name: value for name, value in (("train", train), ("rngs", rngs)) if _takes(apply, name)}
-        told |= mode_flags(apply, train=train)
-        outputs = apply(variables, *inputs, **told)
+        options = {name: value for name, value in (("train", train), ("rngs", rngs)) if _takes(apply, name)}
+        options |= mode_flags(apply, train=train)
+        outputs = apply(variables, *inputs, **options)
         return outputs if mutable is None else (outputs, {name: variables[name] for name in mutable})
 
     return call

@@ -1,7 +1,7 @@
-"""Checkpoints of a loop on the disk: writers that they are passed to, and readers that a loop begins with.
+"""Writers and readers of checkpoint files of a loop.
 
-In the folder that these are given, checkpoints are in `regular`, and the best by a metric in `lowest_<group>_<metric>`
-or `highest_<group>_<metric>`; each of these is the folder of a `CheckpointStore`.
+In their folder, checkpoints are in `regular`, and the best by a metric in `lowest_<group>_<metric>` or
+`highest_<group>_<metric>`; each of these is the folder of a `CheckpointStore`.
 """
 
 import logging
@@ -26,13 +26,13 @@ REGULAR = "regular"
 
 
 class CheckpointFileWriter:
-    """Saves every checkpoint, or summary, that it is called with, and returns it when it is on the disk.
+    """Saves every checkpoint or summary that it is called with, and returns it once it is on disk.
 
     Args:
         output_dir: the folder.
-        keep: how many of the newest stay.
-        overwrite: checkpoints of the same and of later steps, which another run has left there, are replaced;
-            otherwise they are an error.
+        keep: number of latest checkpoints to keep.
+        overwrite: replace checkpoints of the same and of later steps that another run has left there; False: refuse
+            them with an error.
     """
 
     def __init__(self, output_dir: str | Path, *, keep: int = 1, overwrite: bool = True) -> None:
@@ -41,12 +41,12 @@ class CheckpointFileWriter:
 
     def __call__(self, checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `checkpoint`."""
-        _save(self._store, checkpoint, by_full_name(_told(checkpoint)), overwrite=self._overwrite)
+        _save(self._store, checkpoint, by_full_name(_metrics(checkpoint)), overwrite=self._overwrite)
         return checkpoint
 
 
 class _BestCheckpointFileWriter:
-    """Saves the checkpoints that are better than all before, also than those that were there already."""
+    """Saves the checkpoints whose metric is better than all before, including those already on disk."""
 
     word: ClassVar[str]
     mode: ClassVar[Literal["min", "max"]]
@@ -72,9 +72,9 @@ class _BestCheckpointFileWriter:
 
     def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `summary` if its metric is the best so far."""
-        metrics = by_full_name(_told(summary))
+        metrics = by_full_name(_metrics(summary))
         if self._name not in metrics:
-            self._complain(summary, metrics)
+            self._report_missing(summary, metrics)
             return summary
         value = metrics[self._name]
         if self._is_better(value):
@@ -87,43 +87,43 @@ class _BestCheckpointFileWriter:
             return not math.isnan(value)
         return value < self.best if self.mode == "min" else value > self.best
 
-    def _complain(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
-        kind, there = type(self).__name__, f"There are: {', '.join(sorted(metrics))}."
+    def _report_missing(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
+        kind, available = type(self).__name__, f"Its metrics: {', '.join(sorted(metrics))}."
         if isinstance(checkpoint, Summary):
-            raise ValueError(f"{kind} finds no metric {self._name!r} in this summary. {there}")
+            raise ValueError(f"{kind}: the summary has no metric {self._name!r}. {available}")
         if not self._has_warned:
             LOG.warning(
-                f"{kind} was called with a checkpoint that has no metric {self._name!r}, and saves nothing. Put an "
-                f"`EvalLoop` that measures it before: `writer(eval_loop(checkpoint))`. {there}"
+                f"{kind}: the checkpoint has no metric {self._name!r}, and is not saved. Call an `EvalLoop` that "
+                f"measures it first: `writer(eval_loop(checkpoint))`. {available}"
             )
         self._has_warned = True
 
 
 class LowestCheckpointFileWriter(_BestCheckpointFileWriter):
-    """Saves the summaries that it is called with whose metric is lower than all before; returns them.
+    """Saves the summaries whose metric is lower than all before; returns every summary.
 
     Args:
         output_dir: the folder.
         metric: the label of the metric.
-        group: the group that the metric is in.
-        keep: how many of the best stay.
+        group: the group of the metric.
+        keep: number of best checkpoints to keep.
         overwrite: see `CheckpointFileWriter`.
-        stdout: say which value is the lowest so far, where there is one from before.
+        stdout: print the lowest value so far, if checkpoints are on disk.
     """
 
     word, mode = "lowest", "min"
 
 
 class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
-    """Saves the summaries that it is called with whose metric is higher than all before; returns them.
+    """Saves the summaries whose metric is higher than all before; returns every summary.
 
     Args:
         output_dir: the folder.
         metric: the label of the metric.
-        group: the group that the metric is in.
-        keep: how many of the best stay.
+        group: the group of the metric.
+        keep: number of best checkpoints to keep.
         overwrite: see `CheckpointFileWriter`.
-        stdout: say which value is the highest so far, where there is one from before.
+        stdout: print the highest value so far, if checkpoints are on disk.
     """
 
     word, mode = "highest", "max"
@@ -131,18 +131,18 @@ class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
 
 @dataclass(frozen=True)
 class CheckpointFileReader:
-    """Lets a loop begin with the newest checkpoint that a `CheckpointFileWriter` saved: `TrainLoop(init=reader, …)`.
+    """Lets a loop resume from the latest checkpoint of a `CheckpointFileWriter`: `TrainLoop(init=reader, …)`.
 
     Args:
         dir: the folder.
-        target: the `init` of the model, for when there is no checkpoint yet.
+        target: the `init` of the model, called if there is no checkpoint yet.
     """
 
     dir: str | Path
     target: Callable[..., Any]
 
     def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
-        """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
+        """The state, with the structure of `like`, and the position in the data; None without a checkpoint."""
         return _read(self._store(), "latest", like)
 
     def _store(self) -> CheckpointStore:
@@ -151,7 +151,7 @@ class CheckpointFileReader:
 
 @dataclass(frozen=True)
 class _BestCheckpointFileReader(CheckpointFileReader):
-    """Lets a loop begin with the best checkpoint."""
+    """Lets a loop resume from the best checkpoint."""
 
     word: ClassVar[str]
     mode: ClassVar[Literal["min", "max"]]
@@ -160,7 +160,6 @@ class _BestCheckpointFileReader(CheckpointFileReader):
     group: str = "eval"
 
     def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
-        """The state, as `like` describes it, and where in the data it stands; None if there is no checkpoint."""
         return _read(self._store(), "best", like)
 
     def _store(self) -> CheckpointStore:
@@ -169,13 +168,13 @@ class _BestCheckpointFileReader(CheckpointFileReader):
 
 @dataclass(frozen=True)
 class LowestCheckpointFileReader(_BestCheckpointFileReader):
-    """Lets a loop begin with the best checkpoint that a `LowestCheckpointFileWriter` saved.
+    """Lets a loop resume from the best checkpoint of a `LowestCheckpointFileWriter`.
 
     Args:
         dir: the folder.
-        target: the `init` of the model, for when there is no checkpoint yet.
+        target: the `init` of the model, called if there is no checkpoint yet.
         metric: the label of the metric.
-        group: the group that the metric is in.
+        group: the group of the metric.
     """
 
     word, mode = "lowest", "min"
@@ -183,13 +182,13 @@ class LowestCheckpointFileReader(_BestCheckpointFileReader):
 
 @dataclass(frozen=True)
 class HighestCheckpointFileReader(_BestCheckpointFileReader):
-    """Lets a loop begin with the best checkpoint that a `HighestCheckpointFileWriter` saved.
+    """Lets a loop resume from the best checkpoint of a `HighestCheckpointFileWriter`.
 
     Args:
         dir: the folder.
-        target: the `init` of the model, for when there is no checkpoint yet.
+        target: the `init` of the model, called if there is no checkpoint yet.
         metric: the label of the metric.
-        group: the group that the metric is in.
+        group: the group of the metric.
     """
 
     word, mode = "highest", "max"
@@ -198,26 +197,28 @@ class HighestCheckpointFileReader(_BestCheckpointFileReader):
 def _best_store(
     folder: Path, word: str, mode: Literal["min", "max"], group: str, metric: str, keep: int = 1
 ) -> CheckpointStore:
-    place = safe_join(folder.absolute(), f"{word}_{group}_{metric}")
-    return CheckpointStore(place, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
+    path = safe_join(folder.absolute(), f"{word}_{group}_{metric}")
+    return CheckpointStore(path, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
 
 
-def _told(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
+def _metrics(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
     return {group: {label: float(value) for label, value in m.items()} for group, m in metrics_of(checkpoint).items()}
 
 
 def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, float], *, overwrite: bool) -> None:
     loop_state = checkpoint.loop_state or LoopState()
-    at_least_as_late = [step for step in store.steps() if step >= checkpoint.step]
-    if at_least_as_late and not overwrite:
+    same_or_later = [step for step in store.steps() if step >= checkpoint.step]
+    if same_or_later and not overwrite:
         raise CheckpointError(
-            f"{store.folder} has a checkpoint of step {at_least_as_late[-1]} already, and this one is of step "
-            f"{checkpoint.step}. Go on from there with `init=CheckpointFileReader(…)`, use another folder, or let the "
-            "writer replace it with `overwrite=True`."
+            f"{store.folder} already has a checkpoint of step {same_or_later[-1]}, and this one is of step "
+            f"{checkpoint.step}. Resume from it with `init=CheckpointFileReader(…)`, use another folder, or replace it "
+            "with `overwrite=True`."
         )
-    later = [step for step in at_least_as_late if step > checkpoint.step]
+    later = [step for step in same_or_later if step > checkpoint.step]
     if later:
-        LOG.warning(f"{store.folder}: step {checkpoint.step} replaces what another run saved at step {later[-1]}.")
+        LOG.warning(
+            f"{store.folder}: the checkpoint of step {checkpoint.step} replaces another run's step {later[-1]}."
+        )
         store.mark_resumed_from(SavedCheckpoint(checkpoint.step, loop_state.position, {}, store.folder / "step"))
     state = state_of(checkpoint)
     with driving((), state, loop_state):  # the first Ctrl-C waits for the write, the second does not

@@ -1,4 +1,4 @@
-"""`Checkpoint` and `Summary`: what a training loop hands out, and what an evaluation adds to it."""
+"""`Checkpoint` and `Summary`: what a `TrainLoop` yields, and a checkpoint with evaluation metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,20 +16,20 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state of training after some step. It stays as it is, whatever the loop does afterwards.
+    """The state of training after a step. Later steps do not change it.
 
     Args:
-        model_params: what is trained.
-        model_state: what the model carries besides: batch statistics, for example.
-        optimizer_state: of optax.
+        model_params: the trained parameters.
+        model_state: the other variables of the model, such as batch statistics.
+        optimizer_state: the state of the optax optimizer.
         grads: the gradients of this step.
-        loss: of this step.
-        n_completed_steps: the steps since the checkpoint before this one.
-        elapsed_time: seconds that these took.
-        step: how many steps were taken in all.
-        rng: the root key of the loop, as its words.
-        extra: what else the loop keeps.
-        standing: where in the data the loop stands.
+        loss: the loss of this step.
+        n_completed_steps: number of steps since the previous checkpoint.
+        elapsed_time: duration of these steps in seconds.
+        step: total number of steps.
+        rng: key data of the loop's root key.
+        extra: further state of the loop.
+        loop_state: position in the data, to resume from.
     """
 
     model_params: PyTree = field(repr=False)
@@ -59,7 +59,7 @@ def summarised(checkpoint: Checkpoint, group: str, metrics: Metrics) -> Summary:
 
 
 def metrics_of(checkpoint: Checkpoint) -> dict[str, Metrics]:
-    """The metrics of a summary; of a checkpoint alone, what training tells."""
+    """The metrics of a summary by group; of a checkpoint, those of training."""
     if isinstance(checkpoint, Summary):
         return dict(checkpoint.metrics)
     return {"train": train_metrics(checkpoint)}
@@ -75,7 +75,7 @@ def by_full_name(metrics: Mapping[str, Metrics]) -> dict[str, float]:
 
 
 def train_metrics(checkpoint: Checkpoint) -> dict[str, float]:
-    """What training tells of its last steps."""
+    """The training metrics of a checkpoint."""
     return {
         "seconds_per_step": checkpoint.elapsed_time / max(1, checkpoint.n_completed_steps),
         "gradients_l2norm": float(global_norm(checkpoint.grads)),
@@ -85,11 +85,11 @@ def train_metrics(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def state_of(checkpoint: Checkpoint) -> TrainState:
-    """The state that a loop goes on from."""
+    """The training state of a checkpoint, to resume from."""
     if checkpoint.rng is None:
         raise ValueError(
-            f"The checkpoint of step {checkpoint.step} was not made by a `TrainLoop`: it has no `rng`, so nothing can "
-            "go on from it exactly. Pass on the checkpoints of the loop, or give it `rng`, `extra` and `standing`."
+            f"The checkpoint of step {checkpoint.step} has no `rng`: it was not created by a `TrainLoop`, and cannot "
+            "be resumed exactly. Use the checkpoints of the loop, or set `rng`, `extra` and `loop_state`."
         )
     return TrainState(
         step=jnp.asarray(checkpoint.step, jnp.int32),
@@ -102,6 +102,6 @@ def state_of(checkpoint: Checkpoint) -> TrainState:
 
 
 def number_of_weights(params: PyTree) -> tuple[int, int]:
-    """How many numbers `params` are, and in how many bytes."""
+    """The number of parameters in `params`, and their size in bytes."""
     leaves = jax.tree.leaves(params)
     return sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves)

@@ -1,4 +1,4 @@
-"""`EvalLoop`: judges checkpoints."""
+"""`EvalLoop`: evaluates checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -32,13 +32,13 @@ from jax_trainer.suggestions import checks_keywords
 @checks_keywords
 @dataclass(frozen=True, eq=False)
 class EvalTask:
-    """What is measured, and on what.
+    """The metrics to compute, and the data.
 
     Args:
-        apply: of a linen module, or a function `(variables, *inputs)`.
-        metrics: functions `(*outputs, *targets)` by their labels; what they return is averaged over all examples, and a
-            `{"value": sum, "count": n}` over all items that are counted.
-        data: gives pairs of inputs and targets, see `TrainTask`.
+        apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
+        metrics: functions `(*outputs, *targets)` by label; their values are averaged over all examples, and those of a
+            `{"value": sum, "count": n}` over all counted items.
+        data: yields pairs of inputs and targets, see `TrainTask`.
     """
 
     apply: Callable[..., Any] = field(repr=False)
@@ -48,16 +48,16 @@ class EvalTask:
 
 @checks_keywords
 class EvalLoop:
-    """Judges the checkpoints that it is called with; returns them with metrics, as summaries.
+    """Evaluates the checkpoints that it is called with; returns them with metrics, as summaries.
 
-    An iterator as data goes on where the evaluation before stopped; a list or a loader begins anew.
+    Iterator data continues where the previous evaluation stopped; a list or a loader starts over.
 
     Args:
-        task: what is measured.
-        rnkey: what is random in evaluations belongs to this key; it is the same in each of them.
-        n_steps: how many batches are looked at.
-        collections: the random streams that the model may ask for, under "apply".
-        group: under which name a summary has the metrics.
+        task: the metrics and the data.
+        rnkey: random key of the evaluations, the same for each of them.
+        n_steps: number of batches per evaluation.
+        collections: names of the model's random streams, under "apply".
+        group: the group of the metrics in the summary.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class EvalLoop:
         group: str = "eval",
     ) -> None:
         if not isinstance(task.metrics, Mapping) or not all(map(callable, task.metrics.values())):
-            raise TypeError(f"`EvalTask(metrics=…)` must be functions by their labels, got {task.metrics!r}.")
+            raise TypeError(f"`EvalTask(metrics=…)` must be a dict of functions by label, got {task.metrics!r}.")
         if not task.metrics:
-            raise ValueError("`EvalTask(metrics=…)` is empty: there is nothing to measure.")
+            raise ValueError("`EvalTask(metrics=…)` is empty. Pass at least one metric function.")
         self._key, self._group, self._rounds = rnkey, group, 0
         self._plan = Plan(max_steps=0, eval_batches=n_steps)
         self._data_source = DataSource(task.data, group)
         self._program = compile_program(_program(task, Collections.of(collections).apply))
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
-        """`checkpoint` with the metrics of its model, and with those of training."""
+        """Returns `checkpoint` with its evaluation and training metrics."""
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
-                f"An EvalLoop is called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
+                f"An EvalLoop must be called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
             )
         self._rounds += 1
         at = Event(checkpoint.step, self._rounds, FlatState.of(self._state(checkpoint)))
-        # closed here: what is raised while Python throws a generator away, Ctrl-C for example, is lost
+        # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost
         with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]
             for event in events:
                 if isinstance(event, EvalEnd):
@@ -95,14 +95,14 @@ class EvalLoop:
         raise self._data_source.exhausted_error(self._rounds)
 
     def _state(self, checkpoint: Checkpoint) -> TrainState:
-        """What an evaluation needs, and nothing that differs between checkpoints for other reasons."""
+        """The parts of the state that an evaluation needs; all others are constant."""
         key = jax.random.key(0) if self._key is None else self._key
         step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
         return TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
 
 
 def _measured(value: Any) -> Any:
-    """What a metric returned, as a mean over the batch; a `value` with a `count` says itself what it is a mean over."""
+    """The mean over the batch of what a metric returned; a dict with `value` and `count` is already reduced."""
     return value if isinstance(value, Mapping) else jnp.mean(value)
 
 
@@ -119,6 +119,6 @@ def _program(task: EvalTask, names: tuple[str, ...]) -> Program:
         return as_metrics(measured, batch_weight(batch))
 
     def never(*_: Any) -> Any:
-        raise NotImplementedError("This program only judges.")
+        raise NotImplementedError("This program can only evaluate.")
 
     return Program(init=never, train_step=never, eval_step=eval_step)

@@ -1,4 +1,4 @@
-"""`TrainLoop`: training as something to iterate over, which gives checkpoints."""
+"""`TrainLoop`: an iterator over training that yields checkpoints."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,21 +45,21 @@ from jax_trainer.styles.looping.checkpoints import Checkpoint, number_of_weights
 from jax_trainer.styles.looping.steps import Steps
 from jax_trainer.suggestions import checks_keywords
 
-SOWN = "intermediates"  # the collection that Flax keeps for what a model sows
+SOWN = "intermediates"  # the Flax collection of sown values
 ALL_BUT_SOWN = DenyList(SOWN)
 
 
 @checks_keywords
 @dataclass(frozen=True, eq=False)
 class TrainTask:
-    """What is trained, and on what.
+    """The model, optimizer, loss and data of a training.
 
     Args:
-        apply: of a linen module, or a function `(variables, *inputs)`.
-        optimizer: of optax.
-        loss: a function `(*outputs, *targets)` that returns one number.
-        data: gives pairs of inputs and targets, `(x, y)`, where each may be several: `((x1, x2), ())`. An iterator, a
-            list, a loader, or a function that returns an iterator; all but the first begin anew when they end.
+        apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
+        optimizer: an optax optimizer.
+        loss: a function `(*outputs, *targets)` that returns a scalar.
+        data: yields pairs of inputs and targets, `(x, y)`, each an array or a tuple of arrays: `((x1, x2), ())`. An
+            iterator, a list, a loader, or a function that returns an iterator; all but the first start over at the end.
     """
 
     apply: Callable[..., Any] = field(repr=False)
@@ -75,21 +75,20 @@ class TrainTask:
 
 @checks_keywords
 class TrainLoop:
-    """Training as something to iterate over: it gives checkpoints, and goes on where it stopped.
+    """An iterator over training: yields checkpoints, and continues where it stopped.
 
     Args:
-        init: the `init` of a linen module, or a function `(rngs, *inputs)` that returns variables; or, to go on from
-            there, a reader of checkpoint files or a `Checkpoint`.
-        task: what is trained.
-        rnkey: the root of everything that is random; `jax.random.key(0)` if not given. A loop that goes on from
-            a checkpoint takes the one that it has.
-        input_sample: inputs to initialise the model with; the first batch if not given.
-        n_steps_per_checkpoint: a checkpoint is given at every step that is a multiple of this, and at the last one.
-        n_steps: the step that iterating ends at, counted from the first one of all.
-        collections: the random streams that the model may ask for, as in `{"init": ["params"], "apply": ["dropout"]}`.
-        mutable_collections: which collections of the model's variables training changes; others stay as they began.
-        devices: share batches evenly between these; one device if not given.
-        stdout: say on stdout how long initialisation took and how large the model is.
+        init: the `init` of a linen module, or a function `(rngs, *inputs)` that returns variables; or, to resume, a
+            reader of checkpoint files or a `Checkpoint`.
+        task: what to train.
+        rnkey: root random key; default: `jax.random.key(0)`. A resumed loop uses the key of its checkpoint.
+        input_sample: inputs to initialise the model with; default: the first batch.
+        n_steps_per_checkpoint: yield a checkpoint at every multiple of this step, and at the last step.
+        n_steps: total number of steps, after which iteration ends.
+        collections: names of the model's random streams, as in `{"init": ["params"], "apply": ["dropout"]}`.
+        mutable_collections: the variable collections that training updates; all others are constant.
+        devices: shard batches evenly over these devices; default: one device.
+        stdout: print the initialisation time and the size of the model.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class TrainLoop:
         if rnkey is not None and not hasattr(rnkey, "dtype"):
             raise TypeError(f"`rnkey` must be a key, such as `jax.random.key(0)`, got {rnkey!r}.")
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
-        self._stdout, self._has_introduced = stdout, False
+        self._stdout, self._has_printed_size = stdout, False
         data = Data.of(task.data)
         program = _program(init, task, Collections.of(collections), mutable_collections)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
@@ -123,27 +122,27 @@ class TrainLoop:
         if input_sample is None:
             example, source = peeked(data.train)
             data = replace(data, train=source)
-            compiled.shapes(key, example)  # raises what is wrong with model, loss and batch before anything is computed
+            compiled.shapes(key, example)  # traces: finds mistakes in model, loss and batch before anything is computed
         else:
             example = (input_sample, ())
-        begun = self._found(init, lambda: jax.eval_shape(program.init, key, example), layout)
-        state, at = begun or (compiled.init(key, example), Position())
+        restored = self._restored(init, lambda: jax.eval_shape(program.init, key, example), layout)
+        state, at = restored or (compiled.init(key, example), Position())
         self._steps = Steps(compiled, state, data, at)
-        self._say(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
+        self._print(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
 
     @property
     def step(self) -> int:
-        """How many steps were taken, in all."""
+        """Total number of completed steps."""
         return self._steps.step
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The last checkpoint; None before the first step."""
+        """The latest checkpoint; None before the first step."""
         return self._steps.checkpoint
 
     @property
     def n_steps(self) -> int:
-        """The step that iterating ends at."""
+        """The step at which iteration ends."""
         return self._n_steps
 
     @n_steps.setter
@@ -152,7 +151,7 @@ class TrainLoop:
 
     @property
     def n_steps_per_checkpoint(self) -> int:
-        """A checkpoint is given at every multiple of this."""
+        """The loop yields a checkpoint at every multiple of this step."""
         return self._n_steps_per_checkpoint
 
     @n_steps_per_checkpoint.setter
@@ -160,7 +159,7 @@ class TrainLoop:
         self._n_steps_per_checkpoint = checked_int("n_steps_per_checkpoint", value, 1)
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        self._say_if_done(self.n_steps)
+        self._report_if_done(self.n_steps)
         return self
 
     def __next__(self) -> Checkpoint:
@@ -170,37 +169,37 @@ class TrainLoop:
         return checkpoint
 
     def __call__(self, n_steps: int) -> Iterator[Checkpoint]:
-        """The checkpoints up to step `n_steps`, counted from the first one of all, whatever the loop's own end is."""
+        """Yields the checkpoints up to step `n_steps`, regardless of the loop's own `n_steps`."""
         return self.run(n_steps)
 
     def run(self, n_steps: int) -> Iterator[Checkpoint]:
-        """The same as calling the loop."""
-        self._say_if_done(checked_int("n_steps", n_steps, 0))
+        """Yields the checkpoints up to step `n_steps`; the same as calling the loop."""
+        self._report_if_done(checked_int("n_steps", n_steps, 0))
         return iter(partial(self._up_to, n_steps), None)
 
     def next_step(self) -> Checkpoint:
-        """Takes one step, also behind `n_steps`."""
-        return self._to(self.step + 1, patient=False)
+        """Trains one step, also beyond `n_steps`."""
+        return self._to(self.step + 1, yields_partial=False)
 
     def next_checkpoint(self) -> Checkpoint:
-        """Takes the steps that are left up to the next checkpoint, also behind `n_steps`."""
-        return self._to(self._next(self.n_steps), patient=False)
+        """Trains up to the next checkpoint, also beyond `n_steps`."""
+        return self._to(self._next(self.n_steps), yields_partial=False)
 
     def close(self) -> None:
-        """Ends the loop, and the threads that make its batches. What it gave stays valid."""
+        """Ends the loop and its data threads. Its checkpoints stay valid."""
         self._steps.close()
 
     def _up_to(self, n_steps: int) -> Checkpoint | None:
-        """The next checkpoint; None behind `n_steps`."""
+        """The next checkpoint; None beyond `n_steps`."""
         self._steps.raise_pending()
-        return self._to(self._next(n_steps), patient=True) if self.step < n_steps else None
+        return self._to(self._next(n_steps), yields_partial=True) if self.step < n_steps else None
 
-    def _to(self, step: int, *, patient: bool) -> Checkpoint:
-        if not self._has_introduced:
+    def _to(self, step: int, *, yields_partial: bool) -> Checkpoint:
+        if not self._has_printed_size:
             number, size = number_of_weights(self._steps.params)
-            self._say(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
-            self._has_introduced = True
-        return self._steps.to(step, patient=patient)
+            self._print(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
+            self._has_printed_size = True
+        return self._steps.to(step, yields_partial=yields_partial)
 
     def _next(self, n_steps: int) -> int:
         """The step of the next checkpoint."""
@@ -208,10 +207,10 @@ class TrainLoop:
         regular = (self.step // every + 1) * every
         return min(regular, n_steps) if self.step < n_steps else regular
 
-    def _found(
+    def _restored(
         self, init: Any, outline: Callable[[], TrainState], layout: Layout | None
     ) -> tuple[TrainState, Position | LoopState] | None:
-        """The state to go on from, and where in the data it stands; None begins with the first step."""
+        """The state to resume from, and its position in the data; None for a new training."""
         if isinstance(init, Checkpoint):
             state = state_of(init)
             _check_fits(state, outline())
@@ -222,14 +221,14 @@ class TrainLoop:
         began = time.perf_counter()
         found = init.read(_placed(outline(), layout))
         if found is not None:
-            self._say(f"A checkpoint was loaded in {time.perf_counter() - began:.2f} seconds.")
+            self._print(f"A checkpoint was loaded in {time.perf_counter() - began:.2f} seconds.")
         return found
 
-    def _say_if_done(self, n_steps: int) -> None:
+    def _report_if_done(self, n_steps: int) -> None:
         if self.step >= n_steps:
-            self._say(f"The loop stands at step {self.step}, and `n_steps` is {n_steps}: there is nothing to do.")
+            self._print(f"The loop is at step {self.step}, and `n_steps` is {n_steps}: nothing left to train.")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._stdout:
             OUT.write(f"{text}\n")
 
@@ -246,9 +245,9 @@ def _program(
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         if isinstance(target, Checkpoint):
             return target.model_params, target.model_state
-        told = mode_flags(target, train=False, only_required=True)
-        made = dict(target(streams(key, *collections.init), *split(batch)[0], **told))
-        made.pop(SOWN, None)  # while initialising: of no use later
+        flags = mode_flags(target, train=False, only_required=True)
+        made = dict(target(streams(key, *collections.init), *split(batch)[0], **flags))
+        made.pop(SOWN, None)  # sown during initialisation, not needed later
         return made.pop("params", {}), made
 
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
@@ -258,7 +257,7 @@ def _program(
         loss = task.loss(*outputs, *targets)
         if isinstance(loss, tuple | dict):
             raise TypeError(
-                f"`TrainTask.loss` returned {kinds_of(loss)}. Return one number; an `EvalTask` measures others."
+                f"`TrainTask.loss` must return a scalar, got {kinds_of(loss)}. Compute other metrics in an `EvalTask`."
             )
         loss = checked_loss(loss, "TrainTask.loss")
         check_loss(loss, {"predictions": outputs, "targets": targets})
@@ -273,18 +272,18 @@ def _program(
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
-    for name in ("opt_state", "extra"):  # the model's own variables are what the checkpoint has
+    for name in ("opt_state", "extra"):  # the variables of the model come from the checkpoint
         found, wanted = getattr(state, name), getattr(outline, name)
         if jax.tree.structure(found) != jax.tree.structure(wanted):
             raise ValueError(
-                f"The checkpoint of step {int(state.step)} does not fit this loop: its {name} is "
-                f"{jax.tree.structure(found)}, and this loop needs {jax.tree.structure(wanted)}. Use the optimizer "
-                "that it was made with."
+                f"The checkpoint of step {int(state.step)} does not match this loop: its `{name}` has the structure "
+                f"{jax.tree.structure(found)}, expected {jax.tree.structure(wanted)}. Use the optimizer of the "
+                "checkpoint."
             )
 
 
 def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
-    """Shapes that say where their arrays belong."""
+    """`outline` with the shardings of `layout`."""
     if layout is None:
         return outline
     return jax.tree.map(
@@ -300,15 +299,15 @@ def _layout(devices: Sequence[Any] | None) -> Layout | None:
     return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
 
 
-def _check_function(name: str, given: Any, of_module: str = "") -> None:
-    if of_module and isinstance(given, nn.Module):
-        raise TypeError(f"`{name}` is the module {type(given).__name__}. Pass its method: `model.{of_module}`.")
-    if isinstance(given, nnx.Module) or (isinstance(given, type) and issubclass(given, nnx.Module)):
+def _check_function(name: str, function: Any, of_module: str = "") -> None:
+    if of_module and isinstance(function, nn.Module):
+        raise TypeError(f"`{name}` is the module {type(function).__name__}. Pass its method: `model.{of_module}`.")
+    if isinstance(function, nnx.Module) or (isinstance(function, type) and issubclass(function, nnx.Module)):
         raise TypeError(
-            f"`{name}` is of nnx, and loops train linen modules and functions. Train an nnx module by `train_fn` or "
-            "`fit`."
+            f"`{name}` is an nnx module, but `TrainLoop` trains linen modules and functions. Train an nnx module with "
+            "`train_fn` or `fit`."
         )
-    if not callable(given):
+    if not callable(function):
         raise TypeError(
-            f"`{name}` must be a function, such as `model.{of_module or 'apply'}`, got a {class_of(given)}."
+            f"`{name}` must be a function, such as `model.{of_module or 'apply'}`, got a {class_of(function)}."
         )

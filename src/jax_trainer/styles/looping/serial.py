@@ -1,4 +1,4 @@
-"""Doing one thing after the other with a checkpoint."""
+"""`serial`: composes processors of checkpoints."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def serial(*processors: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that calls `processors` one after the other, each with what the one before returned.
+    """Returns a function that calls `processors` in order, each with the result of the previous one.
 
-    One that returns nothing passes on what it was given.
+    A processor that returns None passes its argument on.
 
     >>> seen = []
     >>> serial(lambda x: x + 1, seen.append, lambda x: 10 * x)(1), seen
@@ -19,11 +19,11 @@ def serial(*processors: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise TypeError(f"Processor {number} is a {type(processor).__name__}, which cannot be called.")
 
     def process(checkpoint: Any) -> Any:
-        return reduce(_passed_on, processors, checkpoint)
+        return reduce(_apply, processors, checkpoint)
 
     return process
 
 
-def _passed_on(given: Any, processor: Callable[[Any], Any]) -> Any:
-    returned = processor(given)
-    return given if returned is None else returned
+def _apply(value: Any, processor: Callable[[Any], Any]) -> Any:
+    returned = processor(value)
+    return value if returned is None else returned

@@ -1,4 +1,4 @@
-"""The steps of a `TrainLoop`: one stream of events, which lives as long as the loop and goes as far as it is asked."""
+"""The steps of a `TrainLoop`: one generator of events for the lifetime of the loop, consumed up to a given step."""
 
 import math
 import time
@@ -25,150 +25,149 @@ from jax_trainer.engine import (
 )
 from jax_trainer.styles.looping.checkpoints import Checkpoint
 
-NO_END = 2**62  # steps: the loop decides how far it goes each time it is asked
+NO_END = 2**62  # steps: the caller sets the goal of each call
 
 
 class Steps:
-    """Training that goes as far as it is asked to, and no further; `checkpoint` is the last one that it came to."""
+    """Trains up to a given step at a time; `checkpoint` is the latest one."""
 
     def __init__(self, program: CompiledProgram, state: TrainState, data: Data, at: Position | LoopState) -> None:
         self._goal, self._at = _Goal(), at
         plan = Plan(max_steps=NO_END, saves=(_AtGoal(goal=self._goal),))
         self._generator = cast(Generator[Event], train_events(program, state, data, plan, at))
-        self._seen = _Seen(state)
-        # not the generator itself, which an interruption would end: the loop goes on with it afterwards
-        self._events = map(self._seen.look, self._generator)
-        self._pending: BaseException | None = None  # what is raised before anything else is done
+        self._progress = _Progress(state)
+        # not the generator itself, which an interruption would end: the loop continues with it afterwards
+        self._events = map(self._progress.update, self._generator)
+        self._pending: BaseException | None = None  # raised before the next step
         self._ended_by: BaseException | None = None
         self._seconds = 0.0  # since the last checkpoint
-        self.close = weakref.finalize(self, self._generator.close)  # also when Python exits: threads may make batches
+        self.close = weakref.finalize(self, self._generator.close)  # also when Python exits: it ends the data threads
         self.checkpoint: Checkpoint | None = None
-        self._last = self._seen.step  # of the last checkpoint
+        self._last = self._progress.step  # of the last checkpoint
 
     @property
     def step(self) -> int:
-        """How many steps were taken."""
-        return self._seen.step
+        """Number of completed steps."""
+        return self._progress.step
 
     @property
     def params(self) -> PyTree:
-        """The parameters now."""
-        return self._seen.state.params
+        """The current parameters."""
+        return self._progress.state.params
 
     def raise_pending(self) -> None:
-        """Raises what ended the steps before their goal and was not raised yet."""
+        """Raises the pending exception that ended the previous call early, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             raise pending
 
-    def to(self, step: int, *, patient: bool) -> Checkpoint:
-        """Trains up to `step`, and gives the checkpoint there.
+    def to(self, step: int, *, yields_partial: bool) -> Checkpoint:
+        """Trains up to `step`, and returns its checkpoint.
 
-        What ends training before (Ctrl-C, an error) is raised at once. If `patient`, the checkpoint of the steps that
-        were done is given first, and it is raised when more is asked for.
+        An exception (Ctrl-C, an error) is raised at once. With `yields_partial`, the checkpoint of the completed steps
+        is returned first, and the exception is raised by the next call.
         """
         while True:
             self.raise_pending()
-            self._go(step)
-            checkpoint = self._taken()
-            ended = self._pending is not None or self._seen.reason is not None
-            if checkpoint is not None and (patient or not ended):
+            self._train_to(step)
+            checkpoint = self._new_checkpoint()
+            ended = self._pending is not None or self._progress.reason is not None
+            if checkpoint is not None and (yields_partial or not ended):
                 return checkpoint
 
-    def _go(self, step: int) -> None:
-        self._goal.step, self._seen.is_there, began = step, False, time.perf_counter()
+    def _train_to(self, step: int) -> None:
+        self._goal.step, self._progress.is_reached, began = step, False, time.perf_counter()
         try:
-            with driving((), self._seen.state, self._at) as driver:
-                self._data_source(driver)
+            with driving((), self._progress.state, self._at) as driver:
+                self._consume(driver)
         except (KeyboardInterrupt, SystemExit) as signal:
-            if not self._seen.is_there:
+            if not self._progress.is_reached:
                 raise
-            self._pending = signal if self._seen.reason is None else None
+            self._pending = signal if self._progress.reason is None else None
         except BaseException as error:
             if self._ended_by is None:
                 self._ended_by = error
-                error.add_note(f"The loop stood at step {self.step}; `loop.checkpoint` is its last checkpoint.")
+                error.add_note(f"The loop was at step {self.step}; `loop.checkpoint` is its latest checkpoint.")
             raise
         finally:
             self._seconds += time.perf_counter() - began
 
-    def _data_source(self, driver: Driver) -> None:
+    def _consume(self, driver: Driver) -> None:
         try:
-            while not self._seen.is_there:
+            while not self._progress.is_reached:
                 if driver.consume(self._events, until=SavePoint) is None:
-                    raise self._over()
+                    raise self._ended_error()
         except Interruption as reason:
-            self._come_to_rest(driver.event, reason)
+            self._finish_step(driver.event, reason)
             raise
 
-    def _come_to_rest(self, event: Event | None, reason: Interruption) -> None:
-        """Goes on to the end of the step that is under way; one whose batch does not come is not waited for."""
+    def _finish_step(self, event: Event | None, reason: Interruption) -> None:
+        """Completes the current step, unless it waits for its batch."""
         self._goal.step = 0
-        while event is not None and not self._seen.is_there:
+        while event is not None and not self._progress.is_reached:
             is_stuck = isinstance(event, Waiting)
-            event = self._seen.look(self._generator.throw(reason)) if is_stuck else next(self._events, None)
+            event = self._progress.update(self._generator.throw(reason)) if is_stuck else next(self._events, None)
 
-    def _taken(self) -> Checkpoint | None:
-        """The checkpoint of where it stands, if anything was done since the last one."""
-        seen, state = self._seen, self._seen.state
-        if seen.step == self._last:
+    def _new_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint of the current step; None if no step was taken since the last checkpoint."""
+        progress, state = self._progress, self._progress.state
+        if progress.step == self._last:
             return None
         self.checkpoint = Checkpoint(
             model_params=state.params,
             model_state=state.model_state,
             optimizer_state=state.opt_state,
-            grads=seen.grads,
-            loss=seen.loss,
-            n_completed_steps=seen.step - self._last,
+            grads=progress.grads,
+            loss=progress.loss,
+            n_completed_steps=progress.step - self._last,
             elapsed_time=self._seconds,
-            step=seen.step,
+            step=progress.step,
             rng=state.rng,
             extra=state.extra,
-            loop_state=seen.loop_state,
+            loop_state=progress.loop_state,
         )
-        self._last, self._seconds = seen.step, 0.0
+        self._last, self._seconds = progress.step, 0.0
         return self.checkpoint
 
-    def _over(self) -> RuntimeError:
+    def _ended_error(self) -> RuntimeError:
         why = "it was closed" if self._ended_by is None else f"{type(self._ended_by).__name__}: {self._ended_by}"
         error = RuntimeError(
-            f"This loop ended at step {self.step} ({why}). To go on, make a new one with "
-            "`TrainLoop(init=loop.checkpoint, …)` and fresh data."
+            f"This loop ended at step {self.step} ({why}). To continue, create a new one with "
+            "`TrainLoop(init=loop.checkpoint, …)` and new data."
         )
         error.__cause__ = self._ended_by
         return error
 
 
 class _Goal:
-    """Up to which step the loop trains next."""
+    """The step to train up to."""
 
     step = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _AtGoal(Every):
-    """Due at the goal, wherever that is by then."""
+    """Due at the current goal."""
 
     goal: _Goal
 
     def at_step(self, step: int) -> bool:
-        """Whether it is due after this step."""
         return step >= self.goal.step
 
 
-class _Seen:
-    """What a checkpoint is made of, as the events tell it."""
+class _Progress:
+    """Collects the contents of a checkpoint from events."""
 
     def __init__(self, state: TrainState) -> None:
         self.state, self.step = state, step_of(state)
         self.grads: PyTree = None
         self.loss = math.nan
         self.loop_state: LoopState | None = None
-        self.is_there = False  # at the goal, or where it ended before
+        self.is_reached = False  # the goal, or an earlier end
         self.reason: BaseException | None = None
 
-    def look(self, event: Event) -> Event:
-        """Takes note of `event`, and passes it on."""
+    def update(self, event: Event) -> Event:
+        """Records `event`, and returns it."""
         match event:
             case StepEnd():
                 self.grads = event.grads
@@ -176,5 +175,5 @@ class _Seen:
                 self.loss = float(event.rows.values_of("loss")[-1])
             case SavePoint(due=True):
                 self.state, self.step, self.loop_state = event.state, event.step, event.loop_state
-                self.is_there, self.reason = True, event.reason
+                self.is_reached, self.reason = True, event.reason
         return event

@@ -1,4 +1,4 @@
-"""Reports of checkpoints: to people on stdout, and to TensorBoard."""
+"""Reports of checkpoints on stdout and for TensorBoard."""
 
 import weakref
 from pathlib import Path
@@ -9,17 +9,17 @@ from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
 from jax_trainer.styles.looping.checkpoints import Checkpoint, by_full_name, metrics_of
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
-_GROUP, _LABEL = len("train"), len("seconds_per_step")  # the widths of the columns, unless something is longer
+_GROUP, _LABEL = len("train"), len("seconds_per_step")  # minimum column widths
 
 
 class SummaryLogger:
-    """Writes a report of every checkpoint, or summary, that it is called with to stdout; returns it.
+    """Prints a report of every checkpoint or summary that it is called with; returns it.
 
     >>> logger = SummaryLogger()
     """
 
     def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
-        """Reports `summary`."""
+        """Prints the report of `summary`."""
         OUT.write("\n" + "".join(f"{line}\n" for line in report(summary)))
         return summary
 
@@ -38,9 +38,9 @@ def report(checkpoint: Checkpoint) -> list[str]:
 
 
 class SummaryWriter:
-    """Writes the metrics of every checkpoint, or summary, that it is called with for TensorBoard; returns it.
+    """Writes the metrics of every checkpoint or summary that it is called with to TensorBoard; returns it.
 
-    All go to one file, as "group/label", and are on the disk when it returns. Needs the extra `tensorboard`.
+    All metrics go to one file, as "group/label", and are on disk when it returns. Needs the extra `tensorboard`.
     """
 
     def __init__(self, output_dir: str | Path) -> None:
@@ -58,7 +58,7 @@ class SummaryWriter:
         return summary
 
     def close(self) -> None:
-        """Closes the file; what is written later goes to a new one."""
+        """Closes the file; later metrics go to a new one."""
         if self._tool is not None:
             self._close()
             self._tool = None

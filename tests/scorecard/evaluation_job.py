@@ -1,4 +1,4 @@
-"""One of several processes that judge 21 examples together; says what came out, and what numpy makes of it."""
+"""One of several processes that evaluate 21 examples together; says what came out, and what numpy makes of it."""
 
 import json
 import sys
@@ -41,5 +41,5 @@ wanted = {
     "min": x.min(),
     "weighed": (x[:, 0] ** 2).sum() / abs(x[:, 0]).sum(),
 }
-told = {name: (float(found[name]), float(value)) for name, value in wanted.items()}
-sys.stdout.write(json.dumps({"count": int(found["count"]), "metrics": told}) + "\n")
+compared = {name: (float(found[name]), float(value)) for name, value in wanted.items()}
+sys.stdout.write(json.dumps({"count": int(found["count"]), "metrics": compared}) + "\n")

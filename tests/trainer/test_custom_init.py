@@ -68,7 +68,7 @@ def options(folder: Any) -> dict[str, Any]:
     ],
     ids=["a default", "forwarded", "required", "makes its parts"],
 )
-def test_a_subclass_with_its_own_init_is_loaded_with_its_weights(kind, given, again, tmp_path):
+def test_a_subclass_with_a_custom_init_is_loaded_with_its_weights(kind, given, again, tmp_path):
     trainer = run_of(kind(**given, **options(tmp_path)))
     loaded = kind.load_from_checkpoint(trainer.folder.path, **again)
     assert loaded.scale == given.get("scale", 2.0)
@@ -87,5 +87,5 @@ def test_a_subclass_that_takes_nothing_but_its_configuration_is_loaded_too(tmp_p
 
 def test_what_a_subclass_needs_and_no_run_stores_is_named(tmp_path):
     trainer = run_of(WithDefault(**PARTS, **options(tmp_path)))
-    with pytest.raises(TypeError, match=r"`Required.__init__` needs `scale`.*load_from_checkpoint"):
+    with pytest.raises(TypeError, match=r"`Required.__init__` requires `scale`.*load_from_checkpoint"):
         Required.load_from_checkpoint(trainer.folder.path, **PARTS)

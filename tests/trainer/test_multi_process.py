@@ -9,7 +9,7 @@ import pytest
 
 from jax_trainer.trainer import build, load_experiment
 
-JOB = Path(__file__).with_name("together_job.py")
+JOB = Path(__file__).with_name("multi_process_job.py")
 TINY = """\
 trainer:
   class_name: ImgClassifierTrainer
@@ -99,7 +99,7 @@ def test_all_processes_return_the_same_metrics_which_are_those_of_one_process(do
 
 
 @pytest.mark.slow
-def test_what_two_processes_began_one_goes_on_with_and_the_other_way(done, tmp_path):
+def test_a_run_of_two_processes_resumes_in_one_and_the_other_way(done, tmp_path):
     _, (lead, _) = done
     (tmp_path / "tiny.yaml").write_text(TINY)
     assert_agree(alone(tmp_path, resume=cut_short(lead["run"], tmp_path / "of two")), lead)

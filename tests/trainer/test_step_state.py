@@ -67,7 +67,7 @@ IN_BETWEEN = [
 
 
 @pytest.mark.parametrize("where", IN_BETWEEN)
-def test_a_state_that_is_assigned_in_the_middle_of_a_run_is_an_error_that_says_what_to_do(where, tmp_path):
+def test_assigning_the_state_during_a_run_is_an_error(where, tmp_path):
     trainer = plain_for("nnx", tmp_path, kind=Assigning, **ONE_EPOCH)
     trainer.where = where
     with pytest.raises(RuntimeError, match=r"`state`(?s:.*)`load_weights`"):
