@@ -85,10 +85,10 @@ def test_any_mutable_collection_is_carried_and_sown_ones_are_not():
     assert set(state.model_state) == {"counters"}
 
 
-def test_a_loss_that_returns_no_collections_does_not_change_them(key):
+def test_a_loss_that_returns_its_collections_unchanged_keeps_them(key):
     def loss(params, state, batch, rng, train):
         logits = state.apply_fn({"params": params, **state.mutable_variables}, batch["x"])
-        return (logits**2).mean(), (None, {})
+        return (logits**2).mean(), (state.mutable_variables, {})
 
     program = linen_program(TinyLinen(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
     start = compile_program(program).init(key, EXAMPLE)
