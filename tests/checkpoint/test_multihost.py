@@ -448,9 +448,9 @@ class Scripted(ProcessGroup):
         super().__init__(index, 2)
         self._answers = [json.dumps(one) for one in answers]
 
-    def all_gather(self, topic: str, word: str = "", *, timeout: float = 1.0) -> list[str]:
+    def all_gather(self, topic: str, value: str = "", *, timeout: float = 1.0) -> list[str]:
         other = self._answers.pop(0)
-        return [other, word] if self.index else [word, other]
+        return [other, value] if self.index else [value, other]
 
 
 @pytest.fixture

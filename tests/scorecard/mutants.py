@@ -73,13 +73,13 @@ def _mean_of_means() -> None:
 
 
 def _zero_times_nan() -> None:
-    def chosen(keep: Any, new: Any, old: Any) -> Any:
+    def select(keep: Any, new: Any, old: Any) -> Any:
         def mixed(a: Any, b: Any) -> Any:
             return (a * keep + b * (1 - keep)).astype(a.dtype)
 
         return jax.tree.map(mixed, new, old)
 
-    wrappers._chosen = chosen
+    wrappers._select = select
 
 
 MUTANTS = {

@@ -274,7 +274,7 @@ class Loop(Style):
             if last.step % SAVE == 0 or last.step == TOTAL:
                 write(last)
         if last is None:  # of a finished run there is no step to take
-            state = loop._steps._seen.state
+            state = loop._steps._progress.state
             return Outcome(state.params, state.model_state, history)
         return Outcome(last.model_params, last.model_state, history)
 

@@ -2,6 +2,7 @@ import errno
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 from trainer_runs import STEPS, Plain, callbacks, plain_for, rows, train, train_plain, trainer_for, values
@@ -108,7 +109,7 @@ def test_there_must_be_something_to_resume(tmp_path):
 
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path, capsys):
     class Slow(Plain):
-        def init_model(self, exmp_input):
+        def init_model(self, exmp_input: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt, match="before the first step.*Nothing was saved") as caught:
