@@ -241,7 +241,7 @@ def test_an_unknown_metric_is_an_error_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"`metric` is 'val/acc'.* val/accuracy, val/loss"):
         trained(tmp_path / "runs", metric="val/acc")
     with pytest.raises(ValueError, match="`metric` is 'val/accuracy'.*`test_ds`"):
-        trained(tmp_path / "runs", test=None, metric="val/accuracy")
+        trained(tmp_path / "runs", test=None, eval_step=None, metric="val/accuracy")
     with pytest.raises(ValueError, match="'val/spread'.*`mode: min` or `mode: max`"):
         trained(tmp_path / "runs", metric="spread")
     assert not (tmp_path / "runs").exists()
@@ -457,7 +457,7 @@ def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp
     with pytest.raises(DataError, match="steps_per_epoch"):
         trained(tmp_path / "runs", generator)
     assert len(list(generator)) == STEPS
-    with pytest.raises(DataError, match=r"`test_ds` is an iterator .* list_iterator"):
+    with pytest.raises(DataError, match=r"`test_ds` is an iterator .*list_iterator"):
         trained(tmp_path / "runs", test=iter(batches()))
     assert not (tmp_path / "runs").exists()
 

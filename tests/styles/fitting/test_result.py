@@ -159,7 +159,7 @@ def test_a_program_is_fitted_too(tmp_path):
 def test_where_nothing_was_saved_there_is_no_best_state(result):
     lone = copy.copy(result)
     lone._context = replace(result._context, kept=None)
-    with pytest.raises(ValueError, match="There is no best checkpoint"):
+    with pytest.raises(ValueError, match="No best checkpoint"):
         lone.best_state()
 
 

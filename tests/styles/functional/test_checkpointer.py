@@ -186,7 +186,7 @@ def test_two_trainings_are_not_mixed_in_one_folder(complete):
     changed = fresh()
     session.restore_last(*changed)
     changed[0].out.bias[...] += 1
-    with pytest.raises(CheckpointError, match="begins at step 10"):
+    with pytest.raises(CheckpointError, match="starts at step 10"):
         trained(changed, n_steps=12, hooks=[save])
     assert steps_in(folder) == [9, 10]
 
@@ -208,7 +208,7 @@ def test_a_criterion_that_cannot_be_compared_is_reported_before_training(tmp_pat
     assert not (tmp_path / "a").exists()
     save, *_ = get_default_checkpointer(tmp_path / "b", save_every_n_steps=3)
     trained(n_steps=4, hooks=[save])
-    assert "saved every 3 steps, and evaluations are made every 4: only the last step has both" in caplog.text
+    assert "`save_every_n_steps` is 3, and `eval_every_n_steps` is 4" in caplog.text
     save, *_ = get_default_checkpointer(tmp_path / "c", save_every_n_steps=2)
     trained(n_steps=2, hooks=[save], val=None)
     assert "no checkpoint can be the best by 'val/loss'" in caplog.text

@@ -234,7 +234,7 @@ def test_what_cannot_be_trained_is_refused():
     train = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     with pytest.raises(TypeError, match=r"must be an nnx.Optimizer, got .*GradientTransformation"):
         train(KEY, model, optax.adam(1e-2), data(), data())
-    with pytest.raises(TypeError, match="must be an nnx.Module, got a NoneType"):
+    with pytest.raises(TypeError, match="`optimizer` has no model"):
         train(KEY, optimizer, data(), data())
     with pytest.raises(TypeError, match="nothing to train on"):
         train(KEY, model, optimizer)
