@@ -205,7 +205,7 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(x))
 
 
-@DATA.row("fit: names beside the numbers of a batch", "name", "S1", "leave it out", error=DataError)
+@DATA.row("fit: names beside the numbers of a batch", "name", "S1", "remove it", error=DataError)
 def _(folder: Path) -> None:
     fitted(folder, train_ds=[{"x": X[:8], "y": Y[:8], "name": np.array([b"a"] * 8)}])
 
@@ -337,7 +337,7 @@ def _(folder: Path) -> None:
     fitted(folder, train_ds=[(X[:8], Y[:8], Y[:8])])
 
 
-@DATA.row("fit: split_batch returns one thing", "split_batch", "inputs and targets", error=TypeError)
+@DATA.row("fit: split_batch returns one thing", "split_batch", r"\(inputs, targets\)", error=TypeError)
 def _(folder: Path) -> None:
     fitted(folder, split_batch=lambda batch: batch[0])
 

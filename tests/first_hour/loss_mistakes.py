@@ -393,7 +393,7 @@ def _(folder: Path) -> None:
     fitted(folder, nnx_net(), loss_fn=lambda params, batch: 0.0)
 
 
-@LOSSES.row("fit: labels and logits exchanged in the loss", IN_YOUR_CODE, r"int32\[8\]")
+@LOSSES.row("fit: labels and logits exchanged in the loss", r"loss_fn\(logits, labels\)")
 def _(folder: Path) -> None:
     fitted(folder, loss_fn=lambda labels, logits: cross_entropy(logits, labels))
 
@@ -512,7 +512,7 @@ def _(folder: Path) -> None:
     evaluated({"acc": lambda logits, labels: logits @ labels})
 
 
-@LOSSES.row("EvalTask: a function instead of functions by name", "metrics", "labels", error=TypeError, at=LATE)
+@LOSSES.row("EvalTask: a function instead of functions by name", "metrics", "by label", error=TypeError, at=LATE)
 def _(folder: Path) -> None:
     evaluated(cross_entropy)
 
@@ -548,7 +548,7 @@ def _(folder: Path) -> None:
     trained(folder, kind=Own)
 
 
-@LOSSES.row("TrainerModule: self.log", "no attribute 'log'", "Return what is to be logged", IN_YOUR_CODE)
+@LOSSES.row("TrainerModule: self.log", "no attribute 'log'", "Return metrics", IN_YOUR_CODE)
 def _(folder: Path) -> None:
     class Own(Trainer):
         def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:

@@ -436,7 +436,7 @@ class Normed(nn.Module):
 
 
 @MODELS.row(
-    "TrainerModule: the statistics of BatchNorm are left out", "batch_stats", "never change", "mutable_variables"
+    "TrainerModule: the statistics of BatchNorm are left out", "batch_stats", "never be updated", "mutable_variables"
 )
 def _(folder: Path) -> None:
     class Own(Trainer):
@@ -506,7 +506,7 @@ def _(folder: Path) -> None:
     fitted(folder).predict((X, X))
 
 
-@MODELS.each("a learning rate of text", "optimizer's update", r"optax\.adam\(1e-3\)", "text")
+@MODELS.each("a learning rate of text", "optimizer's update", r"optax\.adam\(1e-3\)", "strings")
 def _(style: str, folder: Path) -> None:
     train(style, folder, tx=optax.adam(cast(Any, "1e-3")))
 

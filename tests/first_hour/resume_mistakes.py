@@ -87,12 +87,12 @@ def _(folder: Path) -> None:
     fitted(folder, log_dir=_no_writing(folder))
 
 
-@RESUMING.row("fit: log_dir on a read-only disk", "/proc", "made|written", error=OSError)
+@RESUMING.row("fit: log_dir on a read-only disk", "/proc", "writable path", error=OSError)
 def _(folder: Path) -> None:
     fitted(folder, log_dir="/proc/runs")
 
 
-@RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "made|written", error=OSError)
+@RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "writable path", error=OSError)
 def _(folder: Path) -> None:
     trained(folder, logger=LoggerConfig(log_dir="/proc/runs"))
 

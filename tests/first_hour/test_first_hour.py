@@ -28,7 +28,7 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_found_in_time_and_its_message_names_the_cure(
+def test_a_mistake_is_found_in_time_and_its_message_names_the_fix(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     steps, dispatch = [], StepDispatcher.dispatch
@@ -69,4 +69,4 @@ def test_a_loss_without_gradients_is_warned_of(style: str, tmp_path: Path, caplo
 def test_a_validation_loss_that_is_nan_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         train(style, tmp_path, val=loader(np.full_like(X, np.nan), Y))
-    assert "The loss on the 'val' data is nan" in caplog.text
+    assert "The loss on the 'val' data is NaN" in caplog.text

@@ -211,7 +211,7 @@ def test_a_criterion_that_cannot_be_compared_is_reported_before_training(tmp_pat
     assert "`save_every_n_steps` is 3, and `eval_every_n_steps` is 4" in caplog.text
     save, *_ = get_default_checkpointer(tmp_path / "c", save_every_n_steps=2)
     trained(n_steps=2, hooks=[save], val=None)
-    assert "no checkpoint can be the best by 'val/loss'" in caplog.text
+    assert "`criterion_key='val/loss'`" in caplog.text
     with pytest.raises(ValueError, match="`save_every_n_steps` must be a complete number of at least 1, got 0"):
         get_default_checkpointer(tmp_path, save_every_n_steps=0)
 

@@ -236,7 +236,7 @@ def test_what_cannot_be_trained_is_refused():
         train(KEY, model, optax.adam(1e-2), data(), data())
     with pytest.raises(TypeError, match="`optimizer` has no model"):
         train(KEY, optimizer, data(), data())
-    with pytest.raises(TypeError, match="nothing to train on"):
+    with pytest.raises(TypeError, match="`train_itr` is None"):
         train(KEY, model, optimizer)
     with pytest.raises(ValueError, match="another model"):
         train(KEY, model, nnx.ModelAndOptimizer(fresh()[0], optax.adam(1e-2)), data(), data())
