@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from mistakes import (
     IN_YOUR_CODE,
-    JUDGING,
+    VALIDATING,
     LATE,
     STEP,
     Net,
@@ -62,7 +62,7 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(WIDE))
 
 
-@DATA.each("validation inputs are wider than those of training", "val", r"float32\[8, ?5\]", styles=JUDGING)
+@DATA.each("validation inputs are wider than those of training", "val", r"float32\[8, ?5\]", styles=VALIDATING)
 def _(style: str, folder: Path) -> None:
     train(style, folder, val=loader(WIDE))
 
@@ -516,12 +516,12 @@ def _(folder: Path) -> None:
 # labels of evaluation data
 
 
-@DATA.each("labels of the validation data that are out of range", "holds 3", "0 to 2", "'val'", styles=JUDGING)
+@DATA.each("labels of the validation data that are out of range", "holds 3", "0 to 2", "'val'", styles=VALIDATING)
 def _(style: str, folder: Path) -> None:
     train(style, folder, val=loader(X, Y + 1))
 
 
-@DATA.each("a later label of the validation data that is out of range", "holds 7", "0 to 2", styles=JUDGING[:4])
+@DATA.each("a later label of the validation data that is out of range", "holds 7", "0 to 2", styles=VALIDATING[:4])
 def _(style: str, folder: Path) -> None:
     labels = Y.copy()
     labels[-1] = 7

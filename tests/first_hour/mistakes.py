@@ -238,7 +238,7 @@ def train(
 
 
 STYLES = ("fit, linen", "fit, nnx", "TrainerModule, linen", "TrainerModule, nnx", "train_fn", "TrainLoop")
-JUDGING = STYLES[:5]  # which take validation data
+VALIDATING = STYLES[:5]  # which take validation data
 
 
 TINY = """\

@@ -371,7 +371,7 @@ def _(folder: Path) -> None:
 
 
 class Flagless(nn.Module):
-    """Layers that behave otherwise in training, and are not told."""
+    """Layers with a training mode that is not set."""
 
     layer: Any
 
@@ -380,12 +380,12 @@ class Flagless(nn.Module):
         return nn.Dense(3)(self.layer()(x))
 
 
-@MODELS.each("BatchNorm that is not told of training", "use_running_average=not train", IN_YOUR_CODE, styles=LINEN)
+@MODELS.each("BatchNorm without its training mode", "use_running_average=not train", IN_YOUR_CODE, styles=LINEN)
 def _(style: str, folder: Path) -> None:
     train(style, folder, linen=Flagless(nn.BatchNorm))
 
 
-@MODELS.each("Dropout that is not told of training", "deterministic=not train", IN_YOUR_CODE, styles=LINEN)
+@MODELS.each("Dropout without its training mode", "deterministic=not train", IN_YOUR_CODE, styles=LINEN)
 def _(style: str, folder: Path) -> None:
     train(style, folder, linen=Flagless(lambda: nn.Dropout(0.5)))
 

@@ -1,4 +1,4 @@
-"""The mistakes of the first hour: each is found in time, and its message names what is wrong and the cure."""
+"""The mistakes of the first hour: each is found in time, and its message names the mistake and the fix."""
 
 import logging
 import re

@@ -26,7 +26,7 @@ class Loader(ArrayLoader):
         self.opened: list[tuple[int, int]] = []
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
-        if (number, start) == (1, 0):  # an example is taken
+        if (number, start) == (1, 0):  # the example batch
             return super().epoch(number, start)
         self.opened.append((number, start))
         raise InterruptedError

@@ -30,10 +30,10 @@ trainer = build(load_experiment(folder / "tiny.yaml", words).value)
 data = trainer.dataset
 loaders = data.train_loader, data.val_loader, data.test_loader
 results = trainer.train_model(*loaders, resume=resume or False, quiet=True)
-told = {
+output = {
     "written": sorted(written),
     "results": {str(place): {n: float(v) for n, v in each.items()} for place, each in results.items()},
     "devices": jax.device_count(),
     "run": str(trainer.folder.path),
 }
-sys.stdout.write(json.dumps(told) + "\n")
+sys.stdout.write(json.dumps(output) + "\n")

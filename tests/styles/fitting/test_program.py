@@ -174,7 +174,7 @@ def test_a_loss_may_call_the_model_itself():
 
 
 class Flagged(nnx.Module):
-    """An nnx module that wants to be told whether it trains."""
+    """An nnx module whose call takes `train`."""
 
     def __init__(self, rngs):
         self.out = nnx.Linear(8, 4, rngs=rngs)
@@ -184,18 +184,18 @@ class Flagged(nnx.Module):
 
 
 def test_a_model_whose_call_takes_train_receives_it():
-    told = []
-    loss = lambda logits, labels, train: told.append(train) or loss_fn(logits, labels)
+    modes = []
+    loss = lambda logits, labels, train: modes.append(train) or loss_fn(logits, labels)
     trained = made(Flagged(nnx.Rngs(0)), loss, optimizer=TX)
     state = trained.program.init(trained.key, BATCH)
     doubled = 2 * (BATCH[0] @ state.params["out"]["kernel"] + state.params["out"]["bias"])
     _, report = trained.program.train_step(state, BATCH)
     assert float(report.metrics.by_name["loss"].value) == pytest.approx(float(loss_fn(doubled, BATCH[1])), rel=1e-5)
-    assert told == [True]
+    assert modes == [True]
 
 
 class NeedsTrain(nn.Module):
-    """A linen module that cannot be called without being told."""
+    """A linen module that requires `train`."""
 
     @nn.compact
     def __call__(self, x, train):

@@ -112,9 +112,9 @@ WRONG_SAVES = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), WRONG_SAVES.values(), ids=WRONG_SAVES)
-def test_a_save_that_cannot_be_done_is_refused_before_anything_is_written(tmp_path, options, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("options", "message"), WRONG_SAVES.values(), ids=WRONG_SAVES)
+def test_a_save_that_cannot_be_done_is_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         trained(tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 

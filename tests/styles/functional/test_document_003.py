@@ -215,9 +215,9 @@ def test_hooks_shardings_and_checkpoints_work_together_and_a_run_is_restored(tmp
     page.update(n_steps=24)
     page.run(SAVING, "hooks = [hook, hook_save]", DOING)
     assert page.step == 24
-    told = [message for message in caplog.messages if message.startswith("metrics at step")]
-    assert [message.split(":")[0] for message in told] == ["metrics at step 10", "metrics at step 20"]
-    assert "accuracy" in told[0]
+    logged = [message for message in caplog.messages if message.startswith("metrics at step")]
+    assert [message.split(":")[0] for message in logged] == ["metrics at step 10", "metrics at step 20"]
+    assert "accuracy" in logged[0]
 
 
 @pytest.mark.parametrize(

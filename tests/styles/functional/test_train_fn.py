@@ -60,8 +60,8 @@ def test_hooks_wandb_and_validation_change_nothing_of_what_is_trained(wandb, mon
     assert_same_bits(arrays(trained(val=None, fns=(train_step, lambda *given: 1 / 0))), straight())
     assert [step for step, _ in rows] == [4, 8, 10]
     assert {"train/loss", "val/loss", "train/acc", "val/acc"} < set(rows[0][1])
-    told = dict(wandb.run.summary)["val/loss"]  # of a row that wandb has taken in
-    assert told in [values["val/loss"] for _, values in rows]
+    logged = dict(wandb.run.summary)["val/loss"]  # of a row that wandb has processed
+    assert logged in [values["val/loss"] for _, values in rows]
     assert list(calls.metrics) == [3, 6, 9]
 
 
@@ -95,7 +95,7 @@ def test_training_and_validation_losses_are_kept_apart(caplog):
         lambda model, rng_key, batch: constant(0.0)(model),
     )
     trained(n_steps=8, fns=fns, hooks=[calls])
-    assert [(told["train/loss"], told["val/loss"]) for told in calls.metrics.values()] == [(10.0, 0.0)] * 2
+    assert [(metrics["train/loss"], metrics["val/loss"]) for metrics in calls.metrics.values()] == [(10.0, 0.0)] * 2
     assert "step 4: train/loss 10, val/loss 0" in caplog.messages
 
 
@@ -107,7 +107,7 @@ def test_the_training_loss_is_the_mean_since_the_evaluation_before():
     source = [{**batch, "x": np.full((32, 8), number, np.float32)} for number, batch in enumerate(data().epoch(1))]
     calls = Calls(2)
     trained(n_steps=6, source=source, fns=(step, val_step), hooks=[calls])
-    assert {at: told["train/number"] for at, told in calls.metrics.items()} == {2: 0.5, 4: 1.5, 6: 4.5}
+    assert {at: metrics["train/number"] for at, metrics in calls.metrics.items()} == {2: 0.5, 4: 1.5, 6: 4.5}
 
 
 def test_steps_are_counted_by_the_optimizer_and_a_finished_training_warns(caplog):

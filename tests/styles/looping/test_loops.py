@@ -348,7 +348,7 @@ def interrupting(at: int, number: int = signal.SIGINT) -> Data:
 def test_an_interruption_gives_a_last_checkpoint_and_is_raised_at_the_next_pull():
     loop = line_loop(interrupting(4))
     assert steps_until(KeyboardInterrupt, loop) == [(3, 3), (5, 2)]
-    rest = list(loop)  # and then it goes on, with the same iterator
+    rest = list(loop)  # continues with the same iterator
     assert [checkpoint.step for checkpoint in rest] == [6, 8]
     assert_same_bits(all_of(rest[-1]), all_of(last_of(line_loop())))
 
