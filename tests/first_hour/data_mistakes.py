@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from mistakes import (
     IN_YOUR_CODE,
-    VALIDATING,
     LATE,
     STEP,
+    VALIDATING,
     Net,
     Table,
     Trainer,

@@ -1,4 +1,4 @@
-"""Generative models through the trainer: every objective trains, draws, saves, and goes on exactly."""
+"""Generative models through the trainer: every objective trains, draws, saves, and resumes exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,8 @@ class LinenNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x, t, condition=None, train=False):
-        told = [x.reshape(len(x), -1), t[:, None], nn.one_hot(condition, 10)]
-        hidden = nn.tanh(nn.Dense(16)(jax.numpy.concatenate(told, axis=-1)))
+        inputs = [x.reshape(len(x), -1), t[:, None], nn.one_hot(condition, 10)]
+        hidden = nn.tanh(nn.Dense(16)(jax.numpy.concatenate(inputs, axis=-1)))
         return nn.Dense(64)(nn.Dropout(0.1, deterministic=not train)(hidden)).reshape(x.shape)
 
 

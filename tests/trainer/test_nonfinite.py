@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: what is told, what is kept, and who is told of it."""
+"""A non-finite loss or gradient: the error, what is kept, and which callbacks are notified."""
 
 import json
 from typing import Any

@@ -94,7 +94,7 @@ def test_init_optimizer_can_give_any_optimizer_and_knows_the_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "loader", "told"),
+    ("limits", "loader", "expected"),
     [
         ({"train_epochs": 3}, numbered_loader(32 * STEPS), (3, STEPS)),
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, numbered_loader(32 * STEPS), (3, 2)),
@@ -106,7 +106,7 @@ def test_init_optimizer_can_give_any_optimizer_and_knows_the_length(tmp_path):
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, loader, told, tmp_path):
+def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, loader, expected, tmp_path):
     lengths: list[Any] = []
 
     class Own(Plain):
@@ -115,7 +115,7 @@ def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, 
             return optax.sgd(0.0)
 
     plain_for("nnx", tmp_path, kind=Own, **limits).prepare(loader)
-    assert lengths == [told]
+    assert lengths == [expected]
 
 
 def test_init_logger_can_give_any_logger(tmp_path):
@@ -363,12 +363,12 @@ def test_better_is_what_the_usual_metrics_say(tmp_path, new, old, better):
 
 
 def test_a_separate_test_can_notify_callbacks(tmp_path):
-    told: list[Any] = []
-    watcher = LambdaCallback(on_test_epoch_end=lambda metrics, epoch: told.append((metrics, epoch)))
+    notified: list[Any] = []
+    watcher = LambdaCallback(on_test_epoch_end=lambda metrics, epoch: notified.append((metrics, epoch)))
     trainer = plain_for("nnx", tmp_path, given=[watcher], **ONE_EPOCH)
     train_plain(trainer)
     assert trainer.test_model(first_examples(32)) == trainer.test_model(first_examples(32), True, 7)
-    assert told == [(trainer.test_model(first_examples(32)), 7)]
+    assert notified == [(trainer.test_model(first_examples(32)), 7)]
 
 
 def test_metrics_can_be_saved_whether_a_run_is_on_or_over(tmp_path):

@@ -1,4 +1,4 @@
-"""Where a training goes on: by itself, in the same folder or in a new one."""
+"""Where a training resumes: automatically, in the same folder or in a new one."""
 
 import hashlib
 import json

@@ -27,7 +27,7 @@ def crashed(done, folder, *steps: int, **changes):
 
 
 def test_a_run_that_crashed_three_times_resumes_to_the_same_bits_and_rows(done, tmp_path):
-    trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, 3)  # nothing is lost: it goes on after the last step
+    trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, 3)  # nothing is lost: it resumes after the last step
     results = train(trainer, resume=True)
     assert_same_bits(trainer.state, done.trainer.state)
     assert rows(trainer) == rows(done.trainer)
