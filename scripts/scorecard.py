@@ -22,12 +22,12 @@ BEGIN, END = "<!-- scorecard -->", "<!-- /scorecard -->"
 ENOUGH = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must be as they should be, by priority
 INTRODUCTION = f"""# Reliability
 
-What a run survives, measured. Every case runs the library in processes of its own where that matters, does what the
-table says to it, and compares what comes out with the run that nobody disturbed: parameters, optimizer state, random
-numbers, metric values, log rows and the examples of every step, bit for bit. `make scorecard` runs all of it and writes
-this table; `make test` runs a small part.
+The fault-injection scorecard. Every case injects the fault of its row into a training run, in child processes where that
+matters, and compares the result with an undisturbed run, bit for bit: parameters, optimizer state, random numbers, metric
+values, log rows and the examples of every step. `make scorecard` runs all cases and writes this table; `make test` runs a
+few of them.
 
-P0 must hold always, P1 in 95 of 100 runs, P2 in 80.
+P0 must pass in every run, P1 in 95 % and P2 in 80 % of the runs.
 
 {BEGIN}
 {END}

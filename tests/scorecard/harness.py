@@ -161,7 +161,7 @@ def ledger(options: Options) -> list[dict[str, Any]]:
 
 
 def starts(options: Options) -> list[int]:
-    """From which step each process of a job went on."""
+    """The step from which each process of a job resumed."""
     return [row["step"] for row in lines(Path(options.out) / "starts.jsonl")]
 
 
