@@ -21,7 +21,6 @@ FOREIGN = {
     "validation_step": "Did you mean `loss_function`",
     "configure_optimizers": "Did you mean `init_optimizer`",
     "train_dataloader": "Did you mean `train_model`",
-    "forward": "Did you mean `model_apply` or `model_linen_apply`",
     "predict_step": "Did you mean `predict`",
     "finalize": "Did you mean `on_training_end`",
     "train_step": "Did you mean `loss_function`",

@@ -20,7 +20,6 @@ _FOREIGN = {  # methods of a LightningModule, and the equivalent here
     "configure_optimizers": "init_optimizer",
     "configure_callbacks": "init_callbacks",
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
-    "forward": "model_apply` or `model_linen_apply",
     "predict_step": "predict",
     "finalize": "on_training_end",
 }
