@@ -22,10 +22,10 @@ BEGIN, END = "<!-- scorecard -->", "<!-- /scorecard -->"
 ENOUGH = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must be as they should be, by priority
 INTRODUCTION = f"""# Reliability
 
-The fault-injection scorecard. Every case injects the fault of its row into a training run, in child processes where that
-matters, and compares the result with an undisturbed run, bit for bit: parameters, optimizer state, random numbers, metric
-values, log rows and the examples of every step. `make scorecard` runs all cases and writes this table; `make test` runs a
-few of them.
+The fault-injection scorecard. Every case injects the fault of its row into a training run, in child processes where
+that matters, and compares the result with an undisturbed run, bit for bit: parameters, optimizer state, random
+numbers, metric values, log rows and the examples of every step. `make scorecard` runs all cases and writes this
+table; `make test` runs a few of them.
 
 P0 must pass in every run, P1 in 95 % and P2 in 80 % of the runs.
 

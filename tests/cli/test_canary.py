@@ -108,7 +108,7 @@ def test_a_run_with_hidden_secrets_is_resumed_when_they_are_set_again(
     [run] = (expected[0] / "runs" / "MLP").iterdir()
     result = run_command("test", run, folder=tmp_path)
     assert result.code == 2
-    assert "dataset.aux" in result.err and "Give it again" in result.err and str(run / "config.yaml") in result.err
+    assert "dataset.aux" in result.err and "secret" in result.err and str(run / "config.yaml") in result.err
     again = run_command("test", run, f"dataset.aux={{api_key: {CANARY}-again-0001}}", "--json", folder=tmp_path)
     assert again.code == 0
     assert list(found_in(tmp_path, again)) == []

@@ -148,7 +148,7 @@ def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
     assert "Traceback" not in result.err
     step = int(max((run / "checkpoints").iterdir()).name.removeprefix("step_"))
     assert 8 <= step < 4 * EPOCHS
-    way_on = f"Interrupted. Go on from step {step} by `jax-trainer resume '{run}' --import own_pause.py`."
+    way_on = f"Interrupted. Resume from step {step} with `jax-trainer resume '{run}' --import own_pause.py`."
     assert result.err.splitlines()[-1] == f"jax-trainer: {way_on}"
     if options:
         assert result.data == {"status": "interrupted", "error": way_on, "run": str(run)}

@@ -190,7 +190,7 @@ def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog
     logger = logger_with(tmp_path, TensorboardConfig())
     assert [record.message for record in caplog.records] == [  # before anything is logged
         "TensorboardToolLogger failed: ModuleNotFoundError: tensorboardX is not installed; run "
-        "`pip install 'jax-trainer[tensorboard]'`. Training continues; metrics.jsonl has every number."
+        "`pip install 'jax-trainer[tensorboard]'`. Training continues; metrics.jsonl has all metrics."
     ]
     logger.write(1, {"x": 1.0})
     assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]

@@ -165,7 +165,7 @@ def test_without_wandb_one_sentence_says_what_to_install(tmp_path, caplog, monke
     logger = logger_with(tmp_path, WandBConfig())
     assert [record.message for record in caplog.records] == [  # before anything is logged
         "WandBToolLogger failed: ModuleNotFoundError: wandb is not installed; run `pip install 'jax-trainer[wandb]'`. "
-        "Training continues; metrics.jsonl has every number."
+        "Training continues; metrics.jsonl has all metrics."
     ]
     assert not any("wandb" in thread.name.lower() for thread in threading.enumerate() if "jax-trainer" in thread.name)
     logger.close("completed")

@@ -1,4 +1,4 @@
-"""Readers of IDX files (MNIST, Fashion-MNIST) and of both versions of CIFAR-10, without unpickling."""
+"""Readers of IDX files (MNIST, Fashion-MNIST) and of both versions of CIFAR-10, without running their code."""
 
 import gzip
 import struct
@@ -97,7 +97,7 @@ def _text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Named:
-    """A class or function that a pickle refers to. It is compared with known names, never imported."""
+    """A class or function that the file refers to. It is compared with known names, never imported."""
 
     module: str
     name: str
@@ -117,7 +117,7 @@ _MARK = object()
 
 
 class _PickleReader:
-    """Interprets the pickle opcodes that the python version of CIFAR-10 contains, and no others."""
+    """Interprets the opcodes that the python version of CIFAR-10 contains, and no others."""
 
     def __init__(self, data: bytes, path: str) -> None:
         self._data, self._path, self._at = data, path, 0

@@ -129,8 +129,8 @@ def _store(batch: Batch, path: Path) -> Stored:
 def _load(stored: Stored, item: int, batches: Batches, structures: dict[str, Any]) -> Batch:
     """Loads a batch that a worker has stored.
 
-    Batch classes are not pickled, since a class that is defined in a script is another class in a worker. For a new
-    tree structure, the batch is made once more in this process.
+    Batch classes are not sent to workers, since a class that is defined in a script is another class in a worker.
+    For a new tree structure, the batch is made once more in this process.
     """
     text, locations = stored
     if text not in structures:
