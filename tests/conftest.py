@@ -6,7 +6,9 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
+import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # many tests compile the same small programs: what one of them compiled, the others load, also in other processes
@@ -44,3 +46,11 @@ def flavour(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as in a terminal: a shell starts background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

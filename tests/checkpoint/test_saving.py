@@ -141,8 +141,9 @@ def test_what_waits_is_written_after_a_failure_which_is_raised(store):
         store.save(state(6), AT, {}, wait=False, coalesce=True)
         with pytest.raises(SaveError, match="step [45] could not be saved") as error:
             store.wait()
-    store.wait()  # the first one failed: 4, or 5 if that replaced 4 before the thread had started
-    assert store.steps() in ([5, 6], [6]) and error.value.step not in store.steps()
+    store.wait()  # the first one failed: 4, or 5 if that replaced 4 before the thread had started; 6 may replace 5
+    assert store.steps() in ([5, 6], [3, 6])
+    assert error.value.step not in store.steps()
 
 
 def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tmp_path):

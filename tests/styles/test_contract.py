@@ -3,7 +3,6 @@
 import inspect
 import logging
 import re
-import signal
 import traceback
 from functools import cache
 from pathlib import Path
@@ -135,14 +134,6 @@ def test_a_loss_that_is_not_finite_ends_every_style_before_it_is_saved(name, tmp
         STYLES[name](tmp_path).train(SpoiltData())
     saved = {path.name for path in STYLES[name](tmp_path).checkpoints}
     assert saved and max(saved) < f"step_{BAD:08d}"
-
-
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C does what it does in front of a terminal: what a shell starts in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @EVERY

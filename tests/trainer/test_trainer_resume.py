@@ -107,6 +107,7 @@ def test_there_must_be_something_to_resume(tmp_path):
     assert unsaved.folder.metrics_file.read_bytes() == before
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path, capsys):
     class Slow(Plain):
         def init_model(self, exmp_input: Any) -> Any:

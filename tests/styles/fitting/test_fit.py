@@ -499,6 +499,7 @@ def test_a_state_of_a_model_without_statistics_may_say_so(tmp_path):
     assert int(result.state.step) == 1
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path, capsys):
     class Slow(nn.Module):
         @nn.compact
