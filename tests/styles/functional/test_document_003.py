@@ -237,10 +237,11 @@ def test_everything_that_a_signature_promises_is_there(name, signature):
 def test_a_hook_has_the_signature_that_is_promised():
     page = Page()
     page.run(HOOK_SIGNATURE)
-    page["train_fn"](
+    train = page["train_fn"](
         fns=(page["train_step"], page["val_step"]),
         n_steps=1,
         eval_every_n_steps=1,
         n_eval_batches=1,
         hooks=[page["hook_fn"]],
     )
+    assert callable(train)  # a hook with another signature is refused here
