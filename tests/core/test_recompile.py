@@ -31,10 +31,16 @@ def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
     return ((first.astype(jnp.float32) @ params["w"]) ** 2).mean()
 
 
+def loss_with_callback(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
+    """A loss whose executables belong to `jax.jit`, which compares weak types and placements."""
+    jax.debug.callback(lambda: None)
+    return loss(params, batch, rng=rng, train=train)
+
+
 class Run:
     """A compiled regression with its state and metric buffer."""
 
-    def __init__(self, batch: Any = None, **options: Any) -> None:
+    def __init__(self, batch: Any = None, *, loss: Any = loss, **options: Any) -> None:
         batch = batch_of() if batch is None else batch
         program = function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1))
         self.compiled = compile_program(program, **options)
@@ -123,8 +129,18 @@ def test_a_changed_static_value_is_named():
         run.step(Sized(x, scale=2.0, size=8))
 
 
-def test_a_changed_weak_type_is_named():
+@pytest.mark.parametrize(
+    "change", [{"temperature": 2.0}, {"y": jax.device_put(np.ones(8, np.float32), jax.devices()[0])}]
+)
+def test_a_weak_type_or_placement_that_the_executable_accepts_compiles_nothing(change):
     run = Run(batch_of(temperature=np.float32(2)))
+    run.step(batch_of(temperature=np.float32(2)))
+    run.step(batch_of(temperature=np.float32(2)) | change)
+    assert compilations(run.compiled.flat_train_step) == 1
+
+
+def test_a_changed_weak_type_is_named():
+    run = Run(batch_of(temperature=np.float32(2)), loss=loss_with_callback)
     run.step(batch_of(temperature=np.float32(2)))
     message = r"batch\.temperature changed from float32\[\] to float32\[\] \(weak type\)\. Wrap Python numbers"
     with pytest.warns(RecompileWarning, match=message):
@@ -132,7 +148,7 @@ def test_a_changed_weak_type_is_named():
 
 
 def test_a_changed_placement_is_named():
-    run = Run()
+    run = Run(loss=loss_with_callback)
     run.step(batch_of())
     placed = {**batch_of(), "y": jax.device_put(batch_of()["y"], jax.devices()[0])}
     message = r"batch\.y changed from float32\[8\] to float32\[8\] on 1 device\..*`layout`"

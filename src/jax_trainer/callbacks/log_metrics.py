@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepMetrics
+from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
 from jax_trainer.logger import Logger, MetricWriter
 from jax_trainer.settings import checked
 
@@ -70,6 +70,8 @@ class LogMetrics:
 
     def handle(self, event: Event) -> None:
         """Writes the metrics of `event`."""
+        if type(event) is StepEnd:  # first: by far the most frequent
+            return
         match event:
             case StepMetrics() if self._windows:
                 for step, metrics in self._windows.add(event.rows):

@@ -68,7 +68,9 @@ class CompiledProgram:
         self._eval_format: MetricBufferFormat | None = None
         self._indices: frozenset[Use] = frozenset()  # entries of a batch that training steps use as indices
         self.index_ranges = ""  # their valid ranges, as text
-        # by the shapes and dtypes of state and batch
+        # by the shapes and dtypes of state and batch: tracing takes longer than a short run or evaluation. Buffers are
+        # never overwritten: steps do not donate them
+        self._train_buffers: dict[Any, tuple[tuple[MetricBufferFormat, jax.Array], tuple[Any, str, bool]]] = {}
         self._eval_buffers: dict[Any, tuple[MetricBufferFormat, jax.Array]] = {}
         self._on_recompile: OnRecompile = on_recompile
         # inside a loop, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
@@ -196,26 +198,28 @@ class CompiledProgram:
         """The format of the training metrics, and an empty buffer for `length` steps."""
         _start_data(self.flat_train_step, self._full_chunk, self._part_chunk)
         _start_data(self.flat_train_step_from, self._full_chunk_from, self._part_chunk_from)
-        if not self.debug:
-            self._find_indices(state, batch)
-            convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
-            self.steps_one_by_one = convolves and jax.default_backend() == "cpu"
-        self._train_format = MetricBufferFormat.of(_reported(self._result_shapes(self._train_inner, state, batch)[1]))
-        return self._train_format, self._blank(self._train_format, length)
+        kind = (length, *_kinds(state, batch))
+        if kind not in self._train_buffers:
+            convolves = False
+            if not self.debug:
+                self._find_indices(state, batch)
+                convolves = uses(self._train_inner.trace(state, batch).jaxpr, "conv_general_dilated")
+            fmt = MetricBufferFormat.of(_reported(self._result_shapes(self._train_inner, state, batch)[1]))
+            one_by_one = convolves and jax.default_backend() == "cpu"
+            self._train_buffers[kind] = (fmt, self._blank(fmt, length)), (self._indices, self.index_ranges, one_by_one)
+        found, (self._indices, self.index_ranges, self.steps_one_by_one) = self._train_buffers[kind]
+        self.check_indices(batch)
+        self._train_format = found[0]
+        return found
 
     def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> tuple[MetricBufferFormat, jax.Array]:
         """The format of the evaluation metrics, and an empty buffer for `length` batches."""
         _start_data(self.flat_eval_step)
-        leaves, structure = jax.tree.flatten((state, batch))
-        shapes = [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
-        kind = (length, structure, *shapes)
-        if kind not in self._eval_buffers:  # small sets are evaluated often; tracing takes longer
+        kind = (length, *_kinds(state, batch))
+        if kind not in self._eval_buffers:
             self.check_eval_indices(state, batch, batch)
             fmt = MetricBufferFormat.of(_evaluated(self._result_shapes(self._eval_inner, state, batch)))
-            self._eval_buffers[kind] = (
-                fmt,
-                self._blank(fmt, length),
-            )  # never overwritten: evaluation steps do not donate
+            self._eval_buffers[kind] = (fmt, self._blank(fmt, length))
         self._eval_format = self._eval_buffers[kind][0]
         return self._eval_buffers[kind]
 
@@ -465,6 +469,12 @@ def _uses(inner: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
     jaxpr = inner.trace(state, batch).jaxpr
     # counted from the end: constants that the step closes over come first
     return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+
+
+def _kinds(*trees: PyTree) -> tuple[Any, ...]:
+    """The structure of `trees`, and the shapes and dtypes of their leaves."""
+    leaves, structure = jax.tree.flatten(trees)
+    return structure, *((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def _reported(report: StepReport) -> Metrics:

@@ -41,24 +41,21 @@ class SharedExecutable:
     def __init__(self, jitted: Any, shardings: Any = None) -> None:
         self._jitted, self._shardings = jitted, tuple(jax.tree.leaves(shardings))
         self._by_kind: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._kind: list[Any] | None = None  # of the arguments of `_run`
-        self._run: Callable[..., Any] = jitted
+        self._kind: tuple[Any, ...] = ()  # of the arguments of `_run`
+        self._run: Callable[..., Any] | None = None
         self.compilations = 0  # used, compiled here or elsewhere
 
     def __call__(self, first: Any, *more: Any) -> Any:
         """Runs the function. All arrays of a list `first` must be on the same devices, as those of a state are."""
-        head = first[0] if type(first) is list else first
-        # shapes and shardings only, because this runs at every step
-        kind: list[Any] = [getattr(head, "committed", False) and head.sharding]
-        for leaf in jax.tree.leaves(more):
-            kind.append(leaf.shape if type(leaf) is np.ndarray else _kind(leaf))
-        if kind != self._kind:
-            self._select(kind, first, *more)
+        # most functions see one kind of arguments: an executable compares them itself, in less time than `_kind_of`
+        if self._run is None or len(self._by_kind) > 1:
+            self._select(first, *more)
         if self._run is not self._jitted:
             try:
-                return self._run(first, *more)
+                return self._run(first, *more)  # type: ignore[misc]
             except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
-                pass
+                if self._select(first, *more):
+                    return self(first, *more)
         results = self._jitted(first, *more)
         self._count()
         return results
@@ -66,12 +63,16 @@ class SharedExecutable:
     def _count(self) -> None:
         self.compilations = len(self._by_kind) + self._jitted._cache_size()
 
-    def _select(self, kind: list[Any], *args: Any) -> None:
-        key = tuple(kind)
-        if key not in self._by_kind:
-            self._by_kind[key] = self._compiled(*args)
+    def _select(self, *args: Any) -> bool:
+        """Selects the executable for such arguments; returns whether it is another one than before."""
+        kind = _kind_of(*args)
+        if kind == self._kind:
+            return False
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._compiled(*args)
             self._count()
-        self._kind, self._run = kind, self._by_kind[key]
+        self._kind, self._run = kind, self._by_kind[kind]
+        return True
 
     def _compiled(self, *args: Any) -> Callable[..., Any]:
         config: Any = jax.config
@@ -93,8 +94,18 @@ class SharedExecutable:
         return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *self._shardings, *options), lowered)
 
 
-def _kind(leaf: Any) -> Any:
-    return getattr(leaf, "shape", None), getattr(leaf, "committed", False) and leaf.sharding
+def _kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
+    """The shapes and shardings of the arguments. All arrays of a state are on the same devices."""
+    head = first[0] if type(first) is list else first
+    kind: list[Any] = [getattr(head, "committed", False) and head.sharding]
+    for leaf in jax.tree.leaves(more):
+        is_numpy = type(leaf) is np.ndarray
+        kind.append(leaf.shape if is_numpy else (getattr(leaf, "shape", None), _committed(leaf)))
+    return tuple(kind)
+
+
+def _committed(leaf: Any) -> Any:
+    return getattr(leaf, "committed", False) and leaf.sharding
 
 
 def _shared(key: Hashable, lowered: Any) -> Callable[..., Any]:

@@ -35,10 +35,10 @@ class OomReporter(RecompileGuard):
         """Runs the function; waits for its results after each compilation."""
         try:
             results = super().__call__(flat, *more)
-            if self.compilations != self._ran:
+            if len(self._seen) != self._ran:
                 # the CPU allocates after the call has returned: without waiting, the error shows at a later batch
                 jax.block_until_ready(results)
-                self._ran = self.compilations
+                self._ran = len(self._seen)
             return results
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, self.name, flat.state, more[1])  # noqa: B904 - the same error, or one from it

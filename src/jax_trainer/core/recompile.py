@@ -71,18 +71,19 @@ class RecompileGuard:
         if flat.structure is not self._structure:
             self._select(flat.structure)
         self._args = (flat, *more)
-        if self._reference is None:
-            self._reference = self._batch_signature()
         try:
+            if self._reference is None:
+                self._reference = self._batch_signature()
             if self._on_recompile == "error":
                 self._check_placement()
             started = time.perf_counter()
-            first, *rest = self._compiled(flat.leaves, *more)
+            results = self._compiled(flat.leaves, *more)
             if self._compiled.compilations != self._entries:
                 self._record(time.perf_counter() - started)
-            return (FlatState(first, flat.structure) if type(first) is list else first, *rest)
         finally:
             self._args = ()  # keeps neither batch nor state alive
+        first = results[0]
+        return (FlatState(first, flat.structure), *results[1:]) if type(first) is list else results
 
     def start_data(self) -> None:
         """Starts a new data set, whose batches may differ in kind from those before."""

@@ -64,12 +64,14 @@ def step_batches(
     with closing(open_epoch()) as epoch_iterator:
         while True:
             limit = limit or plan.steps_until_cut(step, plan.epoch_steps(step, epoch_step, length))
-            before_next = min((number - epoch_step for number in skipped if number >= epoch_step), default=limit)
-            if limit and not before_next:
-                epoch_iterator.skip()
-                epoch_step, limit = epoch_step + 1, 0
-                continue
-            step_batch = epoch_iterator.take(min(limit, before_next), chunk) if limit else None
+            most = limit
+            if skipped and limit:
+                most = min((number - epoch_step for number in skipped if number >= epoch_step), default=limit)
+                if not most:
+                    epoch_iterator.skip()
+                    epoch_step, limit = epoch_step + 1, 0
+                    continue
+            step_batch = epoch_iterator.take(most, chunk) if limit else None
             if step_batch is None:
                 return
             step, epoch_step, limit = step + step_batch.steps, epoch_step + step_batch.steps, limit - step_batch.steps

@@ -130,25 +130,23 @@ class Driver:
     def consume(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
         """Notifies the observers of `events`: all, or up to the first of type `until`, which is returned."""
         try:
-            for self.event in events:
+            for event in events:
+                self.event = event
                 try:
-                    _notify(self._observers, self.event)
+                    _notify(self._observers, event)
                     if self._stop.signal is not None:
                         raise Interruption(self._stop.signal)
-                    self._check_processes()
+                    self._watch.check()
+                    if type(event) is StepEnd:
+                        self._watch.report_progress(event.step, event.idle)
                 except BaseException as reason:
                     self.close_early(events, reason)
                     raise
-                if until is not None and isinstance(self.event, until):
-                    return self.event
+                if until is not None and isinstance(event, until):
+                    return event
         except StopTraining as stopped:
             self.stopped = stopped
         return None
-
-    def _check_processes(self) -> None:
-        self._watch.check()
-        if isinstance(self.event, StepEnd):
-            self._watch.report_progress(self.event.step, self.event.idle)
 
     def close_early(self, events: Iterator[Event], reason: BaseException) -> None:
         """Throws `reason` into the generator of the events, and notifies the observers of its last ones."""
@@ -169,7 +167,7 @@ class Driver:
 def _notify(observers: Sequence[Observer], event: Event) -> None:
     """Notifies every observer, even if some fail or stop the run; then raises the first failure, or the first stop."""
     stops, failures = _handle_all(observers, event)
-    if isinstance(event, Notice):
+    if type(event) is Notice:
         is_shown = any(getattr(observer, "shows_notices", False) for observer in observers)
         LOG.log(logging.INFO if is_shown else event.level, event.text)
     for failure in failures[1:]:

@@ -217,32 +217,36 @@ class _Training:
             yield from self._notices(early_end(self._data_source.name, self._epoch, steps, length))
 
     def _train_on(self, batches: BatchIterator) -> Iterator[Event]:
-        while self._time.now() < self._deadline and (step_batch := batches.next(PATIENCE)) is not None:
+        plan, dispatcher, now = self._plan, self._dispatcher, self._time.now()
+        while now < self._deadline and (step_batch := batches.next(PATIENCE)) is not None:
             if step_batch is NOT_READY:
                 yield Waiting(self._step, self._epoch, self._flat_state, self._data_source.name)
+                now = self._time.now()
                 continue
+            steps = step_batch.steps
             self._idle_timer.before_dispatch()
-            self._flat_state, grads = self._dispatcher.dispatch(self._flat_state, step_batch, self._step)
-            self._idle_timer.after_dispatch(self._dispatcher.last_dispatched)
+            self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, self._step)
+            self._idle_timer.after_dispatch(dispatcher.last_dispatched)
             self._time.dispatched()
-            self._step += step_batch.steps
+            self._step += steps
             self._epoch_step = step_batch.number + 1  # some before it may have been skipped
             self._data_state = step_batch.state
             failpoint("step")
-            progress = (step_batch.steps, self._epoch_step, grads, self._data_state, self._idle_timer.seconds)
+            progress = (steps, self._epoch_step, grads, self._data_state, self._idle_timer.seconds)
             yield StepEnd(self._step, self._epoch, self._flat_state, *progress)
             if not self._has_notified:
                 raw = "" if self._program.transforms else self._data_source.transforms_notice
                 yield from self._notices(self._data_source.replay_notice, raw, self._dispatcher.notice)
                 self._has_notified = True
             now = self._time.now()
-            due = self._plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
-            saves = bool(self._plan.saves) and self._plan.saves_at(self._step, now - self._saved)
-            if due or saves or self._dispatcher.has_news:
+            due = plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
+            saves = bool(plan.saves) and plan.saves_at(self._step, now - self._saved)
+            if due or saves or dispatcher.has_news:
                 yield from self._read_metrics(wait=due or saves)
             if due or saves:
                 with self._clock.paused():
                     yield from self._evaluate(saves=saves) if due else self._pause(saves=True)
+                now = self._time.now()
             self._preemption.check()
 
     def _is_finished(self) -> bool:
