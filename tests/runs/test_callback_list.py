@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jax_trainer.callbacks import EarlyStoppingConfig, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig
-from jax_trainer.runs import CallbackList, named_callbacks
+from jax_trainer.runs import named_callbacks
+from jax_trainer.runs.callback_list import CallbackList
 
 
 class Remembering:

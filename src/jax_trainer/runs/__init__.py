@@ -1,39 +1,29 @@
-"""Runs that write to a folder: its path, callbacks, resuming, the best weights, and reports of failures."""
+"""Runs: their one lifecycle, folder, callbacks, history, best weights, and reports of failures."""
 
-from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Weights, best_in, select_weights, used_by_default
-from jax_trainer.runs.callback_list import CallbackList, CallbacksLike, named_callbacks
-from jax_trainer.runs.interrupted import interrupted, resumable_step
-from jax_trainer.runs.nonfinite import FiniteEvaluations, explain_nonfinite
-from jax_trainer.runs.target import (
-    RunTarget,
-    broadcast_from_primary,
-    check_data_state,
-    loop_state_of,
-    record_mark,
-    restore_run,
-    resumable,
-    run_and_step,
-)
+from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
+from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
+from jax_trainer.runs.history import History, Validation
+from jax_trainer.runs.interrupted import before_first_step, resumable_step
+from jax_trainer.runs.run import Recording, Run, RunSpec
+from jax_trainer.runs.target import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
 
 __all__ = [
     "WEIGHTS",
     "Best",
-    "CallbackList",
     "CallbacksLike",
-    "FiniteEvaluations",
+    "History",
     "KeptBest",
+    "Ranking",
+    "Recording",
+    "Run",
+    "RunSpec",
     "RunTarget",
+    "Validation",
     "Weights",
-    "best_in",
+    "before_first_step",
     "broadcast_from_primary",
-    "check_data_state",
-    "explain_nonfinite",
-    "interrupted",
     "loop_state_of",
     "named_callbacks",
-    "record_mark",
-    "restore_run",
-    "resumable",
     "resumable_step",
     "run_and_step",
     "select_weights",

@@ -1,17 +1,20 @@
 """The best weights of a run, and which weights are used after it: the same rule for every style."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
-from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.callbacks import full_names, merged_names
 from jax_trainer.callbacks.monitored import Direction, describe_mode
-from jax_trainer.checkpoint.memory import WEIGHTS, BestInMemory
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import TrainState, step_of
+from jax_trainer.core import TrainState, copied, step_of
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event
 
 Weights = Literal["best", "last"]
+WEIGHTS = ("params", "model_state", "extra")  # the fields of a state that inference needs
+Metrics = Mapping[str, Any]
 
 
 class Best(NamedTuple):
@@ -60,19 +63,76 @@ class KeptBest:
         return self.load()
 
 
+class Ranking(NamedTuple):
+    """How the weights of a run are compared.
+
+    Args:
+        monitor: returns the metric that ranks weights with these metrics, and "min" or "max"; None: they have no rank,
+            or a user's function ranks them.
+        is_better: whether weights with the first metrics are better than those with the second; None: the first ones.
+        is_custom: whether `is_better` also ranks weights without a monitored metric.
+    """
+
+    monitor: Callable[[Metrics], tuple[str, Direction] | None]
+    is_better: Callable[[Metrics, Metrics | None], bool]
+    is_custom: bool = False
+
+    @classmethod
+    def by(cls, monitor: str, mode: Direction) -> "Ranking":
+        """A ranking by one metric."""
+
+        def is_better(new: Metrics, old: Metrics | None) -> bool:
+            return old is None or (new[monitor] < old[monitor] if mode == "min" else new[monitor] > old[monitor])
+
+        return cls(lambda metrics: (monitor, mode) if monitor in metrics else None, is_better)
+
+
+class BestInMemory:
+    """An observer that keeps a copy of the best weights so far on the device, for a run without checkpoints.
+
+    Args:
+        ranking: compares weights.
+        validates: whether validations rank the weights; otherwise the training metrics of epochs do.
+    """
+
+    def __init__(self, ranking: Ranking, *, validates: bool) -> None:
+        self._ranking, self._validates = ranking, validates
+        self._best: Best | None = None
+        self._weights: dict[str, Any] = {}
+
+    def handle(self, event: Event) -> None:
+        """Keeps the weights of `event` if they are the best so far."""
+        match event:
+            case EvalRoundEnd() if not all(name.startswith("test") for name in event.metrics):
+                self._compare(event, merged_names(event.metrics))
+            case EpochEnd() if not self._validates:
+                self._compare(event, full_names(event.metrics, "train"))
+
+    def _compare(self, event: Event, metrics: dict[str, Any]) -> None:
+        ranking = self._ranking
+        by = ranking.monitor(metrics)
+        if (by is None and not ranking.is_custom) or (by is not None and math.isnan(metrics[by[0]])):
+            return
+        if ranking.is_better(metrics, None if self._best is None else self._best.metrics):
+            self._best = Best(event.epoch, event.step, metrics, *(by or (None, None)))
+            # a copy: the next step donates the buffers of its state
+            self._weights = copied({name: getattr(event.state, name) for name in WEIGHTS})
+
+    def kept(self, last: TrainState) -> "KeptBest | None":
+        """The best weights, in a run that ended with the state `last`; None without any."""
+        if self._best is None:
+            return None
+        return KeptBest(self._best, lambda: last.replace(**self._weights), self._validates)
+
+
 def best_in(
-    store: CheckpointStore | BestInMemory,
-    last: TrainState,
-    saver: ModelCheckpointConfig | None,
-    *,
-    validated: bool = True,
+    store: CheckpointStore, last: TrainState, by: tuple[str, Direction] | None, *, validated: bool = True
 ) -> KeptBest | None:
-    """The best weights that a run has saved or kept in memory; `saver` has the metric. None if there are none."""
+    """The best weights that a run has saved; `by` is the metric that ranks them. None if there are none."""
     saved = store.best()
     if saved is None:
         return None
-    by: Mapping[str, Any] = {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
-    best = Best(saved.epoch, saved.step, dict(saved.metrics), **by)
+    best = Best(saved.epoch, saved.step, dict(saved.metrics), *(by or (None, None)))
     is_last = saved.step == step_of(last)
     return KeptBest(best, lambda: last if is_last else store.restore("best", like=last, only=WEIGHTS)[0], validated)
 

@@ -8,12 +8,11 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, MeshLike
 from jax_trainer.datasets import DatasetModule, Position
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, LoopState, SavePoint, StepEnd
+from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.processes import process_group
 from jax_trainer.runs import WEIGHTS, run_and_step
@@ -57,17 +56,6 @@ class CheckpointMethods(ModelMethods):
         """Whether this class overrides `is_new_model_better`."""
         return type(self).is_new_model_better is not TrainerBase.is_new_model_better
 
-    def track(self, event: Event) -> None:
-        """Updates the state and the position in the data after an event of a run."""
-        self._flat_state = event.flat_state
-        match event:
-            case StepEnd() | EpochEnd():
-                self._at = event.position
-            case SavePoint():
-                self._at = event.loop_state
-            case EvalRoundEnd():
-                self._last_metrics = {event.step: merged_names(event.metrics)}
-
     def _own_folder(self, purpose: str) -> RunFolder:
         if self.folder is None:
             raise ValueError(f"This trainer has no run folder to {purpose}. Train first, or pass `folder`.")
@@ -87,14 +75,15 @@ class CheckpointMethods(ModelMethods):
 
         Default: the metrics of the last evaluation, if it was of this state.
         """
-        folder, state = self._own_folder("save to"), self.state
-        known = self._last_metrics.get(int(state.step), {}) if metrics is None else metrics
+        folder, state, run = self._own_folder("save to"), self.state, self._run
+        at, evaluated = (self._at, self._last_metrics) if run is None else (run.at, dict([run.evaluated]))
+        known = evaluated.get(int(state.step), {}) if metrics is None else metrics
         saver = self.config.saver
         unknown = {saver.monitor: math.nan} if known and saver is not None else {}  # never the best
-        at = LoopState.of(self._at, int(state.step))
+        at = LoopState.of(at, int(state.step))
         seen = {"transforms": self.describe_transforms} if self.device_transforms else {}
-        run = {"loop": at.to_data(), **seen}
-        return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=run)
+        data = {"loop": at.to_data(), **seen}
+        return self._store(folder).save(state, at.position, {**unknown, **scalars_of(known)}, run=data)
 
     def load_model(
         self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None

@@ -8,9 +8,9 @@ import numpy as np
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names
 from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
 from jax_trainer.engine import EvalRoundEnd
+from jax_trainer.runs import History
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.model_methods import ModelMethods
-from jax_trainer.trainer.results import Results
 
 _LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}
 _STEPS = dict.fromkeys(
@@ -40,9 +40,9 @@ class TrainerHooks(Callback):
 
     config: CallbackConfig
 
-    def __init__(self, run: RunContext, results: Results, loaders: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunContext, history: History, loaders: Mapping[str, Any]) -> None:
         super().__init__(CallbackConfig(), run)
-        self._results, self._loaders = results, loaders
+        self._history, self._loaders = history, loaders
 
     def on_training_start(self) -> None:
         self.trainer.on_training_start()
@@ -105,6 +105,6 @@ class TrainerHooks(Callback):
             )
         # later callbacks, such as ModelCheckpoint, see them
         event.metrics[next(iter(event.metrics))].update(added)
-        self._results.add(event, added)
+        self._history.add(event, added)
         scalars = {name: float(value) for name, value in added.items() if np.ndim(value) == 0}
         self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})

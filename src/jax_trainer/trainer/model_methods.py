@@ -43,7 +43,7 @@ from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
-from jax_trainer.runs import KeptBest, Weights, select_weights
+from jax_trainer.runs import KeptBest, Run, Weights, select_weights
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.arguments import ModelArgument, Module, optimizer_of
 from jax_trainer.trainer.base import TrainerBase
@@ -76,7 +76,7 @@ class ModelMethods(TrainerBase):
         self._program: CompiledProgram | None = None
         self._flat_state: FlatState | None = None
         self._kept_best: KeptBest | None = None  # of the last run
-        self._state_is_in_use = False
+        self._run: Run | None = None  # the current one
         self._callback_objects: dict[str, Callback] = {}
         self._carried: DeviceTransforms | None = None  # transforms of the data; None: no data yet
         self._just_evaluated: dict[str, dict[str, Any]] = {}  # by the current run, which must not evaluate twice
@@ -109,6 +109,8 @@ class ModelMethods(TrainerBase):
     @property
     def state(self) -> TrainState:
         """The training state with the last weights. Before training, it is initialised from `seed` and the example."""
+        if self._run is not None and self._run.flat_state is not None:
+            return self._run.state
         if self._flat_state is None:
             self.pre_model_init_callback()
             self.state = self.init_model(self.exmp_input)
@@ -118,26 +120,11 @@ class ModelMethods(TrainerBase):
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        if self._state_is_in_use:
+        if self._run is not None and self._run.is_training:
             raise state_in_use()
-        self.set_state(state)
-
-    def set_state(self, state: TrainState) -> None:
-        """Replaces the current state; also during a run, which the setter of `state` refuses."""
+        if self._run is not None and self._run.flat_state is not None:
+            self._run.state = state  # the first step will use it
         self._flat_state, self._kept_best = FlatState.of(state), None
-
-    def use_best(self, kept: KeptBest | None) -> None:
-        """Sets the best weights of a run, which are used by default until another state is set."""
-        self._kept_best = kept
-
-    @contextmanager
-    def state_in_use_by_run(self) -> Iterator[None]:
-        """Context in which a run owns the state: it cannot be assigned."""
-        self._state_is_in_use = True
-        try:
-            yield
-        finally:
-            self._state_is_in_use = False
 
     @property
     def _key(self) -> jax.Array:

@@ -6,13 +6,12 @@ from copy import copy
 from dataclasses import fields
 from typing import Any
 
-from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.folder import CONFIG, RunFolder
 from jax_trainer.config import dump_config, redact
 from jax_trainer.config.dumping import as_data
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.logger.values import flat
 from jax_trainer.registration import registered_name
-from jax_trainer.runs import RunTarget
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import StoredRun
 
@@ -33,11 +32,9 @@ def configs_of(trainer: Any) -> dict[str, Any]:
     return {**own, **trainer.other_configs}
 
 
-def write_configs(trainer: Any, target: RunTarget) -> None:
-    """Writes `config.yaml`, from which the run can be rebuilt, and `hparams.json`, all values by dotted key."""
-    configs = configs_of(trainer)
-    target.write_text(target.folder.config_file.name, dump_config(configs))
-    target.write_text(HPARAMS, json.dumps(hparams_of(configs), indent=1) + "\n")
+def config_files(configs: Mapping[str, Any]) -> dict[str, str]:
+    """`config.yaml`, from which the run can be rebuilt, and `hparams.json`, all values by dotted key."""
+    return {CONFIG: dump_config(configs), HPARAMS: json.dumps(hparams_of(configs), indent=1) + "\n"}
 
 
 def hparams_of(configs: Mapping[str, Any]) -> dict[str, Any]:

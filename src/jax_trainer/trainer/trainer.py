@@ -17,10 +17,19 @@ from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import Batch, CompiledProgram, FlatState, MeshLike, checked_int, copy_state, noting
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    FlatState,
+    MeshLike,
+    TrainState,
+    checked_int,
+    copy_state,
+    noting,
+)
 from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position, transforms_of
 from jax_trainer.datasets.foreign import as_example, check_batch
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, checked_evals, eval_events, run
+from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, Plan, checked_evals, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.logger import Logger
 from jax_trainer.optimizer import checked_optimizer
@@ -28,28 +37,28 @@ from jax_trainer.processes import process_group
 from jax_trainer.registration import full_name
 from jax_trainer.runs import (
     CallbacksLike,
+    Ranking,
+    Recording,
+    Run,
+    RunSpec,
     RunTarget,
     Weights,
+    before_first_step,
     broadcast_from_primary,
-    interrupted,
-    loop_state_of,
-    restore_run,
 )
-from jax_trainer.runs.interrupted import before_first_step
 from jax_trainer.settings import SettingsError, classes_in, config_of
 from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
 from jax_trainer.trainer.arguments import one_of
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.callback_setup import resolve_callbacks
-from jax_trainer.trainer.checkpoint_methods import CheckpointMethods, scalars_of
+from jax_trainer.trainer.checkpoint_methods import CheckpointMethods
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.hooks import check_trainer_hooks
+from jax_trainer.trainer.hooks import TrainerHooks, check_trainer_hooks
 from jax_trainer.trainer.model_methods import ModelMethods
 from jax_trainer.trainer.results import TrainResults, named_sets
 from jax_trainer.trainer.resuming import Resume, resolve_target
-from jax_trainer.trainer.stored import configs_of, hparams_of, write_configs
-from jax_trainer.trainer.training_run import RunSpec, TrainingRun
+from jax_trainer.trainer.stored import config_files, configs_of, hparams_of
 
 LOG = logging.getLogger("jax_trainer")
 LAYOUT = "layout.txt"
@@ -129,7 +138,6 @@ class TrainerModule(CheckpointMethods):
         self.logger: Logger | None = None  # of the last run; closed when the run ends
         self.callbacks: dict[str, Callback] = {}  # of the last run
         self._callback_objects = objects
-        self._training_run: TrainingRun | None = None
         self._has_optimizer = False
 
     if not TYPE_CHECKING:
@@ -283,43 +291,95 @@ class TrainerModule(CheckpointMethods):
             evals, tests = self._check(program, evals, tests, num_epochs)
             target = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
             self._start(program, resume=target.resumes is not None)
-        with target.locked():
-            self.folder = target.folder
-            data = self._data(train_loader, evals)
-            return self._train(target, RunSpec(program, plan, data, tests), quiet=quiet)
-
-    def _train(self, target: RunTarget, spec: RunSpec, *, quiet: bool) -> TrainResults:
-        store = self._store(target.folder, validates=bool(spec.data.evals))
-        saver = self.config.saver
-        saves = saver is not None and saver.saves_at_all
-        self.logger = self.init_logger(target.folder)
-        training_run = TrainingRun(self, spec, target.folder, store, self.logger)
+        spec = self._spec(program, plan, self._data(train_loader, evals), tests, target, quiet=quiet)
+        self._run = Run(spec, target)
         try:
-            with before_first_step():
-                training_run.callbacks = self.callbacks = self.init_callbacks(training_run.run)
-                options: dict[str, Any] = {"logger": training_run.logger, "load_states": training_run.load_states}
-                found = restore_run(target, store, self.state, saves=saves, **options)
-                write_configs(self, target)
-                if found is None:
-                    self._log_size(training_run.logger)
-                else:
-                    self.state, self._at = found[0], loop_state_of(found[1])
-                training_run.at = self._at
-                self._report_layout(target, quiet=quiet)
-            self._training_run = training_run
-            return training_run.run_all(quiet=quiet)
-        except (KeyboardInterrupt, SystemExit) as end:
-            if self._training_run is None:  # before the first step: nothing was reached
-                raise
-            call = f"train_model(…, resume={str(target.folder.path)!r})"
-            # other processes may have ended, and the store would wait for them
-            reached = training_run.results.metrics if process_group().is_multi_process else training_run.finish()
-            raise interrupted(end, reached, target.folder, call) from None
+            return self._run.execute(self._finish)
         finally:
-            self._training_run = None
-            if training_run.results.status in ("completed", "stopped"):
-                training_run.logger.log_hparams(hparams_of(configs_of(self)), scalars_of(training_run.results.final))
-            training_run.logger.close(training_run.results.status)
+            self._leave_run()
+
+    def _spec(
+        self,
+        program: CompiledProgram,
+        plan: Plan,
+        data: Data,
+        tests: Mapping[str, Any],
+        target: RunTarget,
+        *,
+        quiet: bool,
+    ) -> RunSpec:
+        """A run of this trainer: its hooks, its policies, and what it writes."""
+
+        def init() -> TrainState:
+            self.folder = target.folder  # now that it is locked
+            return self.state
+
+        config = self.config
+        return RunSpec(
+            program=program,
+            plan=plan,
+            data=data,
+            init=init,
+            tests=tests,
+            test_batches=config.test_plan.eval_batches,
+            observers=lambda run: [TrainerHooks(run.context, run.history, {**data.evals, **tests})],
+            policy=config.guards or "raise",
+            max_rollbacks=config.max_rollbacks,
+            finite_metrics=config.checked_eval_metrics if config.guards else (),
+            progress=config.enable_progress_bar and not quiet,
+            train_epoch=lambda epoch: self.train_epoch(data.train, epoch),
+            on_open=lambda run: self._report(run, target, quiet=quiet),
+            recording=self._recording(validates=bool(data.evals), must_rank=bool(tests)),
+        )
+
+    def _recording(self, *, validates: bool, must_rank: bool) -> Recording:
+        config, is_custom, configs = self.config, self.has_custom_comparison, configs_of(self)
+        monitor = (lambda metrics: None) if is_custom else self.compared_by
+        must_rank &= config.saver is None  # a test uses the best weights: what ranks them must be reported
+        return Recording(
+            logger=self._open_logger,
+            callbacks=self._create_callbacks,
+            files=config_files(configs),
+            hparams=hparams_of(configs),
+            saver=config.saver,
+            ranking=Ranking(monitor, self.is_new_model_better, is_custom=is_custom or must_rank),
+            is_ranked=validates,
+            dataset=self.dataset,
+            trainer=self,
+            transforms=self.describe_transforms,
+            monitors=not is_custom,
+            resume_call="train_model(…, resume={})",
+        )
+
+    def _open_logger(self, folder: RunFolder) -> Logger:
+        self.logger = self.init_logger(folder)
+        return self.logger
+
+    def _create_callbacks(self, run: RunContext) -> dict[str, Callback]:
+        self.callbacks = self.init_callbacks(run)
+        return self.callbacks
+
+    def _report(self, run: Run, target: RunTarget, *, quiet: bool) -> None:
+        """Logs the size of a new model; writes and shows the sharding of the state, if there are several devices."""
+        if not run.is_resumed and run.logger is not None:
+            count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.state.params))
+            run.logger.log_scalar("param/num_model_params", count, 0)
+        if (table := self.layout_table()) is None:
+            return
+        target.write_text(LAYOUT, table.text())
+        if self.config.enable_progress_bar and not quiet and process_group().is_primary:
+            progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
+
+    def _finish(self, run: Run) -> TrainResults:
+        self._leave_run()
+        self._kept_best = run.kept_best
+        return TrainResults(run.history, None if run.kept_best is None else run.kept_best.best, run.tested)
+
+    def _leave_run(self) -> None:
+        """Takes over the state that the run has reached."""
+        run, self._run = self._run, None
+        if run is not None and run.flat_state is not None:
+            self._flat_state, self._at, self._last_metrics = run.flat_state, run.at, dict([run.evaluated])
 
     def train_epoch(
         self, train_loader: Any, epoch_idx: int, train_metrics: Mapping[str, Any] | None = None
@@ -328,8 +388,8 @@ class TrainerModule(CheckpointMethods):
 
         `train_model` calls it for every epoch. `train_metrics` is ignored: metrics are computed per epoch.
         """
-        if self._training_run is not None:
-            return full_names(self._training_run.train_epoch(), "train")
+        if self._run is not None:
+            return full_names(self._run.train_epoch(), "train")
         if not self._has_optimizer:
             program = self.prepare(train_loader)
             self._check(program, {}, {})
@@ -387,19 +447,6 @@ class TrainerModule(CheckpointMethods):
             averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
             initial = program.init_from_params(self._key, state.params, state.model_state)
             self.state = initial.replace(extra={**initial.extra, **averaged})
-
-    def _log_size(self, logger: Logger) -> None:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
-        logger.log_scalar("param/num_model_params", count, 0)
-
-    def _report_layout(self, target: RunTarget, *, quiet: bool) -> None:
-        """Writes and shows the sharding of the state, if there are several devices."""
-        table = self.layout_table()
-        if table is None:
-            return
-        target.write_text(LAYOUT, table.text())
-        if self.config.enable_progress_bar and not quiet and process_group().is_primary:
-            progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
     def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
         data = Data(train_loader) if self.dataset is None else self.dataset.data()

@@ -1,7 +1,6 @@
 """The methods of a `FitResult`, and the training of modules."""
 
 import copy
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +157,7 @@ def test_a_program_is_fitted_too(tmp_path):
 
 def test_where_nothing_was_saved_there_is_no_best_state(result):
     lone = copy.copy(result)
-    lone._context = replace(result._context, kept=None)
+    lone._kept = None
     with pytest.raises(ValueError, match="No best checkpoint"):
         lone.best_state()
 

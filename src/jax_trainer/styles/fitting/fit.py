@@ -25,14 +25,11 @@ from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.engine import Every, Plan, checked_evals
 from jax_trainer.engine.batches import train_source
 from jax_trainer.optimizer.reported import with_learning_rate
-from jax_trainer.runs import broadcast_from_primary, named_callbacks
-from jax_trainer.runs.callback_list import CallbacksLike
-from jax_trainer.runs.interrupted import before_first_step
+from jax_trainer.runs import CallbacksLike, before_first_step, broadcast_from_primary, named_callbacks
 from jax_trainer.styles.fitting.data import SplitBatch, as_fit_data, split_of
 from jax_trainer.styles.fitting.fit_run import (
     Resume,
     RunOutputs,
-    RunSpec,
     check_save,
     find_saver,
     resolve_target,
@@ -169,10 +166,17 @@ def fit(
         "mode": saver.best_mode,
         "hparams": plain,
     }
-    init = partial(program.init, target.key, train.example)
-    spec = RunSpec(target, program, init, Data(train.data, evals, resident=resident), plan, batch_size)
-    outputs = RunOutputs(metadata, saving, tensorboard, progress, writes_checkpoints=save is not False)
-    return run_fit(spec, outputs, broadcast_from_primary(lambda: resolve_target(log_dir, log_name, metadata, resume)))
+    return run_fit(
+        target,
+        program,
+        # a function, so that the initial state is not kept in memory
+        partial(program.init, target.key, train.example),
+        Data(train.data, evals, resident=resident),
+        plan,
+        batch_size,
+        RunOutputs(metadata, saving, tensorboard, progress, writes_checkpoints=save is not False),
+        broadcast_from_primary(lambda: resolve_target(log_dir, log_name, metadata, resume)),
+    )
 
 
 def _check_arguments(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:

@@ -2,76 +2,25 @@
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jax_trainer.callbacks import full_names, merged_names
-from jax_trainer.checkpoint.json_codec import Fixed
-from jax_trainer.core import CompiledProgram, PyTree, TrainState, lazy_import
+from jax_trainer.callbacks import merged_names
+from jax_trainer.core import PyTree, lazy_import
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
-from jax_trainer.engine import EpochEnd, EvalEnd, Event, FitEnd, Status, evaluate, predictions
-from jax_trainer.runs import Best, KeptBest, Weights, select_weights, used_by_default
-from jax_trainer.settings import checked
+from jax_trainer.engine import evaluate, predictions
+from jax_trainer.runs import Best, Run, Weights, select_weights, used_by_default
 from jax_trainer.styles.fitting.data import Inputs
 from jax_trainer.styles.fitting.program import FitTarget
 
 _GUARD_PREFIX = "guard/"  # always 0 here: a run ends at the first non-finite step
 _OPTIMIZER_PREFIX = "optimizer/"  # metrics that are not about the model
 _WIDTH, _HEIGHT = 5.0, 3.5  # inches of one plot
-
-
-class History:
-    """Collects the metrics of every epoch, and how the run ended."""
-
-    def __init__(self) -> None:
-        self.epochs: dict[int, dict[str, Any]] = {}
-        self.status: Status = "failed"
-        self.reason = ""
-
-    def handle(self, event: Event) -> None:
-        match event:
-            case EpochEnd():
-                self._add(event.epoch, full_names(event.metrics, "train"))
-            case EvalEnd():
-                self._add(event.epoch, full_names(event.metrics, event.name))
-            case FitEnd():
-                self.status, self.reason = event.status, event.reason
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": dict(self.epochs)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        epochs = checked(state, {"epochs": dict[int, dict[str, object]]})["epochs"]
-        self.epochs = {epoch: Fixed(metrics) for epoch, metrics in epochs.items()}
-
-    @property
-    def last(self) -> dict[str, float]:
-        """The scalar metrics of the last epoch, without those of the optimizer."""
-        metrics = self.epochs[max(self.epochs)] if self.epochs else {}
-        own = {name: value for name, value in metrics.items() if not name.startswith(_OPTIMIZER_PREFIX)}
-        return {name: float(value) for name, value in own.items() if np.ndim(value) == 0}
-
-    def _add(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        known = {name: value for name, value in metrics.items() if not name.startswith(_GUARD_PREFIX)}
-        self.epochs[epoch] = Fixed({**self.epochs.get(epoch, {}), **known})
-
-
-@dataclass(frozen=True)
-class PredictContext:
-    """What `predict` and `evaluate` need."""
-
-    target: FitTarget
-    program: CompiledProgram
-    state: TrainState
-    kept: KeptBest | None
-    batch_size: int
 
 
 class FitResult:
@@ -90,16 +39,19 @@ class FitResult:
         reason: why a callback did.
     """
 
-    def __init__(self, context: PredictContext, history: History, folder: Path) -> None:
-        self._context, self.folder = context, folder
-        self.status, self.reason = history.status, history.reason
+    def __init__(self, run: Run, target: FitTarget, batch_size: int) -> None:
+        assert run.target is not None
+        self._target, self._program, self._batch_size = target, run.spec.program, batch_size
+        self._state, self._kept, self.folder = run.state, run.kept_best, run.target.folder.path
+        self.status, self.reason = run.history.status, run.history.reason
         self.history: dict[int, dict[str, Any]] = {
-            epoch: dict(metrics) for epoch, metrics in sorted(history.epochs.items())
+            epoch: {name: value for name, value in metrics.items() if not name.startswith(_GUARD_PREFIX)}
+            for epoch, metrics in run.history.by_epoch().items()
         }
-        self.state: Any = context.target.as_passed(context.state)
-        self.model: nnx.Module | None = context.target.module
-        self.best: Best | None = None if context.kept is None else context.kept.best
-        self.used: Weights = used_by_default(context.kept)
+        self.state: Any = target.as_passed(run.state)
+        self.model: nnx.Module | None = target.module
+        self.best: Best | None = None if self._kept is None else self._kept.best
+        self.used: Weights = used_by_default(self._kept)
 
     def predict(self, x: Any, *, batch_size: int | None = None, which: Weights | None = None) -> PyTree:
         """The outputs of the trained model, in evaluation mode, for every example in `x`, as numpy arrays.
@@ -110,11 +62,10 @@ class FitResult:
             batch_size: batch size for arrays; default: that of the training.
             which: "best" or "last"; default: the best weights in validation, or the last ones without validation.
         """
-        context = self._context
         if is_arrays(x):
-            inputs = x if context.target.is_program else Inputs(x)
-            x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or context.batch_size)
-        outputs = list(predictions(context.program, select_weights(which, context.state, context.kept), x))
+            inputs = x if self._target.is_program else Inputs(x)
+            x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or self._batch_size)
+        outputs = list(predictions(self._program, select_weights(which, self._state, self._kept), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None, which: Weights | None = None) -> dict[str, Any]:
@@ -125,21 +76,19 @@ class FitResult:
             batch_size: batch size for arrays; default: that of the training.
             which: "best" or "last"; default: the best weights in validation, or the last ones without validation.
         """
-        context = self._context
         if is_arrays(data):
-            data = ArrayLoader(as_arrays(data, copy=False), batch_size or context.batch_size)
-        state = select_weights(which, context.state, context.kept)
-        return merged_names(evaluate(context.program, state, {"test": data}))
+            data = ArrayLoader(as_arrays(data, copy=False), batch_size or self._batch_size)
+        state = select_weights(which, self._state, self._kept)
+        return merged_names(evaluate(self._program, state, {"test": data}))
 
     def best_state(self) -> Any:
         """The state with the best weights, from its checkpoint or, with `save=False`, from memory.
 
         `write_back(model, result.best_state())` copies them to an nnx module.
         """
-        context = self._context
-        if context.kept is None:
+        if self._kept is None:
             raise ValueError(f"No best checkpoint in {self.folder}: no saved state has the monitored metric.")
-        return context.target.as_passed(context.kept.state)
+        return self._target.as_passed(self._kept.state)
 
     def plot(self) -> Any:
         """A matplotlib figure of each metric over the epochs, training and evaluation in one plot.

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
-from jax_trainer.callbacks import ProgressBar
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
@@ -40,8 +40,9 @@ from jax_trainer.datasets import (
     with_transforms,
 )
 from jax_trainer.datasets.peek import peeked
-from jax_trainer.engine import Observer, Plan, is_by_ctrl_c, run
+from jax_trainer.engine import LoopState, Observer, Plan, is_by_ctrl_c
 from jax_trainer.logger.active_wandb import ActiveWandb
+from jax_trainer.runs import Run, RunSpec
 from jax_trainer.styles.functional.hooks import (
     Hook,
     HookCaller,
@@ -230,18 +231,34 @@ def _train(setup: _Setup, job: _Job, layout: Layout | None) -> None:
     warn_about_slow_hooks(setup.called)
     mirror = Mirror(job.model, job.optimizer, [one.follow for one in setup.training_hooks])
     callers += [HookCaller(hook, mirror, training) for hook in setup.called]
-    state, at = compiled.init(job.key, example), Position()
-    if found := setup.resume_point(state, training):
-        state, at = found.state, found.at
+    savers = setup.savers(training)
+
+    def restore(initial: TrainState) -> tuple[TrainState, Position | LoopState] | None:
+        found = setup.resume_point(initial, training)
+        if found is None:
+            return None
         _load_states(found, report, callers)
+        return found.state, found.at
+
+    run = Run(
+        RunSpec(
+            program=compiled,
+            plan=setup.plan,
+            data=Data(train, {} if val is None else {"val": val}),
+            init=partial(compiled.init, job.key, example),
+            restore=restore,
+            observers=lambda run: [report, *callers, *savers, mirror],
+            progress=setup.progress,
+            in_steps=True,
+        )
+    )
     if job.first >= setup.last:  # a finished run: hooks still get the state of the checkpoint, such as averages
+        run.open()
         for one in setup.training_hooks:
-            one.follow(state)
+            one.follow(run.state)
         return
-    bars, savers = [ProgressBar(in_steps=True, steps=setup.last)] if setup.progress else [], setup.savers(training)
-    data = Data(train, {} if val is None else {"val": val})
     try:
-        run(compiled, state, data, setup.plan, [*bars, report, *callers, *savers, mirror], at)
+        run.execute()
     except KeyboardInterrupt as end:
         if savers and is_by_ctrl_c(end):
             end.args = (f"{end} The same call again resumes from the latest checkpoint.",)

@@ -126,8 +126,7 @@ class TrainLoop:
         else:
             example = (input_sample, ())
         restored = self._restored(init, lambda: jax.eval_shape(program.init, key, example), layout)
-        state, at = restored or (compiled.init(key, example), Position())
-        self._steps = Steps(compiled, state, data, at)
+        self._steps = Steps(compiled, data, restored or (compiled.init(key, example), Position()))
         self._print(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
 
     @property

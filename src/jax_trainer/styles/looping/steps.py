@@ -21,8 +21,8 @@ from jax_trainer.engine import (
     StepMetrics,
     Waiting,
     driving,
-    train_events,
 )
+from jax_trainer.runs import Run, RunSpec
 from jax_trainer.styles.looping.checkpoints import Checkpoint
 
 NO_END = 2**62  # steps: the caller sets the goal of each call
@@ -31,10 +31,12 @@ NO_END = 2**62  # steps: the caller sets the goal of each call
 class Steps:
     """Trains up to a given step at a time; `checkpoint` is the latest one."""
 
-    def __init__(self, program: CompiledProgram, state: TrainState, data: Data, at: Position | LoopState) -> None:
-        self._goal, self._at = _Goal(), at
+    def __init__(self, program: CompiledProgram, data: Data, start: tuple[TrainState, Position | LoopState]) -> None:
+        self._goal, (state, self._at) = _Goal(), start
         plan = Plan(max_steps=NO_END, saves=(_AtGoal(goal=self._goal),))
-        self._generator = cast(Generator[Event], train_events(program, state, data, plan, at))
+        run = Run(RunSpec(program=program, plan=plan, data=data, init=lambda: state, restore=lambda _: start))
+        run.open()
+        self._generator = cast(Generator[Event], run.training())
         self._progress = _Progress(state)
         # not the generator itself, which an interruption would end: the loop continues with it afterwards
         self._events = map(self._progress.update, self._generator)

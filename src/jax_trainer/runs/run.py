@@ -1,0 +1,411 @@
+"""One training run, the same for every style: what it locks, restores and opens, in which order its observers are
+notified, what ends it, and how it closes.
+
+A style translates its arguments into a `RunSpec`, and reads the `Run` when it has ended.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jax_trainer.callbacks import Callback, ModelCheckpointConfig, Progress, ProgressBar, RunContext, logger_observers
+from jax_trainer.callbacks.log_metrics import merged_names
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
+from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, step_of
+from jax_trainer.datasets import Data, DatasetModule, DataSource, Position
+from jax_trainer.engine import (
+    Driver,
+    EpochEnd,
+    EpochStart,
+    EvalRoundEnd,
+    EvalStart,
+    Event,
+    LoopState,
+    Observer,
+    Plan,
+    SavePoint,
+    StepEnd,
+    StopTraining,
+    driving,
+    eval_events,
+    train_events,
+)
+from jax_trainer.logger import Logger
+from jax_trainer.processes import process_group
+from jax_trainer.runs.best import BestInMemory, KeptBest, Ranking, Weights, best_in, select_weights, used_by_default
+from jax_trainer.runs.callback_list import CallbackList
+from jax_trainer.runs.history import TEST, History
+from jax_trainer.runs.interrupted import before_first_step, interrupted
+from jax_trainer.runs.nonfinite import FiniteEvaluations, Policy, explain_nonfinite
+from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, record_mark, restore_run, resumable
+
+LOG = logging.getLogger("jax_trainer")
+Restored = tuple[TrainState, Position | LoopState]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a run writes to its folder.
+
+    Args:
+        logger: opens the logger of a run folder.
+        callbacks: creates the callbacks of the run, by name, or attaches those of the user.
+        files: texts by file name, such as the configuration.
+        hparams: the hyperparameters that a completed run logs with its final metrics.
+        saver: the configuration of the checkpoint callback; None: the run saves none, and keeps the best in memory.
+        ranking: compares weights; None: by the metric that `saver` monitors.
+        is_ranked: whether the run reports what ranks its checkpoints.
+        dataset, trainer, transforms, monitors: what callbacks see of the run, see `RunContext`.
+        resume_call: the call that resumes the run, with "{}" for its folder.
+    """
+
+    logger: Callable[[RunFolder], Logger]
+    callbacks: Callable[[RunContext], Mapping[str, Callback]]
+    files: Mapping[str, str]
+    hparams: Mapping[str, Any]
+    saver: ModelCheckpointConfig | None
+    ranking: Ranking | None = None
+    is_ranked: bool = True
+    dataset: DatasetModule | None = None
+    trainer: Any = None
+    transforms: str = ""
+    monitors: bool = True
+    resume_call: str = ""
+
+    def store(self, folder: RunFolder) -> CheckpointStore:
+        """The checkpoints of the run."""
+        better = None if self.ranking is None or not self.ranking.is_custom else self.ranking.is_better
+        saver, is_ranked = self.saver, self.is_ranked
+        options = {} if saver is None else saver.store_options(validates=is_ranked, monitors=better is None)
+        return CheckpointStore(folder.checkpoints, **options, better=better if is_ranked else None)
+
+    def in_memory(self, *, validates: bool) -> BestInMemory | None:
+        """Keeps the best weights of a run without checkpoints; None if nothing ranks them."""
+        if self.saver is not None or self.ranking is None or not self.is_ranked:
+            return None
+        return BestInMemory(self.ranking, validates=validates)
+
+    @property
+    def ranked_by(self) -> tuple[str, Any] | None:
+        """The metric that ranks checkpoints, and "min" or "max"; None: a user's function does."""
+        is_custom = self.ranking is not None and self.ranking.is_custom
+        return None if self.saver is None or is_custom else (self.saver.monitor, self.saver.best_mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What to train, for how long, and what to write.
+
+    Args:
+        program: the compiled program.
+        plan: the length of the run, and when it evaluates.
+        data: the training data and the validation sets.
+        init: returns the initial state; not called before the folder is locked.
+        restore: returns the state to resume from and its position, given the initial state; None: a new run. By
+            default, the checkpoint of the run's target.
+        tests: test sets by name, evaluated with the best weights after training.
+        test_batches: maximum number of batches of each test set.
+        observers: returns the observers of the style, which are notified before the callbacks.
+        policy: what a step with a non-finite loss or gradient does, if the program has a guard.
+        max_rollbacks: maximum number of rollbacks.
+        finite_metrics: evaluation metrics that must be finite.
+        progress: show a progress bar.
+        in_steps: count in steps, not in epochs, in the progress bar.
+        train_epoch: trains the epoch with this number by calling `Run.train_epoch`; None: the run does.
+        on_open: called when the logger, the callbacks and the state are there, before the first event.
+        recording: what the run writes to its folder; None: it has none.
+    """
+
+    program: CompiledProgram
+    plan: Plan
+    data: Data
+    init: Callable[[], TrainState]
+    restore: Callable[[TrainState], Restored | None] | None = None
+    tests: Mapping[str, Any] = field(default_factory=dict)
+    test_batches: int | None = None
+    observers: "Callable[[Run], Sequence[Observer]]" = lambda run: ()
+    policy: Policy = "raise"
+    max_rollbacks: int = 0
+    finite_metrics: Sequence[str] = ()
+    progress: bool = True
+    in_steps: bool = False
+    train_epoch: Callable[[int], object] | None = None
+    on_open: "Callable[[Run], object]" = lambda run: None
+    recording: Recording | None = None
+
+
+class Run:
+    """One run: `execute` trains, and the attributes tell the state, the metrics and the best weights.
+
+    Attributes:
+        flat_state: the state after the last event of training.
+        at: its position.
+        evaluated: step and metrics of the last evaluation.
+        history: all metrics so far, and how the run ended.
+        is_training: whether the loop owns the state.
+        is_resumed: whether it continues an earlier run.
+        tested: which weights were tested; None: no test.
+        store, logger, callbacks, context: of a run with a recording, once it is open.
+    """
+
+    store: CheckpointStore
+    callbacks: CallbackList
+    context: RunContext
+
+    def __init__(self, spec: RunSpec, target: RunTarget | None = None) -> None:
+        self.spec, self.target, self.plan = spec, target, spec.plan
+        self.flat_state: FlatState | None = None
+        self.at: Position | LoopState = Position()
+        self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self.history, self.is_training, self.is_resumed = History(), False, False
+        self.tested: Weights | None = None
+        self.logger: Logger | None = None
+        self.best_in_memory: BestInMemory | None = None
+        self._has_started = self._is_testing = False
+        self._driver: Driver | None = None
+        self._events: Iterator[Event] = iter(())
+
+    # the story of a run
+
+    def execute(self, result: "Callable[[Run], Any]" = lambda run: run) -> Any:
+        """Trains from the first step, or from the checkpoint to resume, to the last; returns `result(run)`.
+
+        After Ctrl-C or SIGTERM, the exception has the result so far, and names the call that resumes the run.
+        """
+        with self._locked():
+            try:
+                with before_first_step():
+                    self.open()
+                self._train()
+            except (KeyboardInterrupt, SystemExit) as end:
+                raise self._with_result(end, result) from None
+            finally:
+                self._close()
+            return result(self)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.target is None else self.target.locked()
+
+    def open(self) -> None:
+        """Opens the store and the logger, creates the callbacks, and restores or initialises the state."""
+        spec, recording = self.spec, self.spec.recording
+        if recording is None or self.target is None:
+            self.state = spec.init()
+            found = None if spec.restore is None else spec.restore(self.state)
+        else:
+            folder = self.target.folder
+            self.store = recording.store(folder)
+            self.best_in_memory = recording.in_memory(validates=bool(spec.data.evals))
+            self.logger = recording.logger(folder)
+            logs = {f"run/log/{index}": one for index, one in enumerate(logger_observers(self.logger))}
+            callbacks: dict[str, Callback] = {}
+            self.callbacks = CallbackList(callbacks, {**logs, "run/history": self.history})
+            self.context = self._context(recording, self.logger)
+            callbacks.update(recording.callbacks(self.context))
+            self.state = spec.init()
+            found = self._restored(recording, self.logger)
+            for name, text in recording.files.items():
+                self.target.write_text(name, text)
+        if found is not None:
+            self.state, self.at = found
+        self.is_resumed = found is not None
+        spec.on_open(self)
+
+    def _restored(self, recording: Recording, logger: Logger) -> Restored | None:
+        assert self.target is not None
+        saves = recording.saver is not None and recording.saver.saves_at_all
+        options: dict[str, Any] = {"saves": saves, "logger": logger, "load_states": self._load_states}
+        found = restore_run(self.target, self.store, self.state, **options)
+        return None if found is None else (found[0], loop_state_of(found[1]))
+
+    def _train(self) -> None:
+        """Notifies the observers of all events of the training, and of the test of the best weights."""
+        observers = self._observers()
+        self.plan = self.plan.with_observers(observers)
+        with driving(observers, self.state, self.at) as driver, closing(self.training()) as self._events:  # type: ignore[type-var]
+            self._driver, self.is_training = driver, True
+            try:
+                if self.spec.train_epoch is None and driver.is_running:
+                    driver.consume(self._events)
+                while self.spec.train_epoch and driver.is_running and driver.consume(self._events, until=EpochStart):
+                    self._train_one(driver, self.spec.train_epoch)
+                if self.spec.tests and (driver.stopped is None or driver.stopped.then is None):
+                    driver.consume(self._testing(driver.event.epoch))
+            finally:
+                self._driver, self.is_training = None, False
+
+    def _close(self) -> None:
+        if self.spec.recording is None or self.logger is None:
+            return
+        if self.history.status in ("completed", "stopped"):
+            self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **self._best_metric()})
+        self.logger.close(self.history.status)
+
+    # what the loop runs
+
+    def training(self) -> Iterator[Event]:
+        """Trains to the end of the plan. At a non-finite step that the guard has found, applies the policy."""
+        at = self.at
+        for rollbacks in range(self.spec.max_rollbacks + 1):
+            try:
+                yield from train_events(self.spec.program, self.state, self.spec.data, self.plan, at)
+                return
+            except NonFiniteError as error:
+                if error.position is None or self.target is None:
+                    raise
+                can_roll_back = self.spec.policy == "rollback" and rollbacks < self.spec.max_rollbacks
+                rolled_back = self._roll_back(error) if can_roll_back else None
+                if rolled_back is None:
+                    before, folder = Position(*error.position), self.target.folder.path
+                    explained = explain_nonfinite(error, self.spec.program, self.state, before, folder)
+                    raise (StopTraining(str(explained)) if self.spec.policy == "stop" else explained) from error
+                at = rolled_back
+
+    def _roll_back(self, error: NonFiniteError) -> Position | LoopState | None:
+        """Restores the latest checkpoint, and skips the batch from now on; None if that is impossible."""
+        assert error.position is not None
+        self.store.wait()
+        if self.store.latest() is None or not DataSource(self.spec.data.train, "train").can_rewind:
+            return None
+        assert self.logger is not None
+        self.state, saved = resumable(self.store, "latest", self.state, self._load_states)
+        self.logger.cut(record_mark(saved))
+        self.plan = replace(self.plan, skipped_batches=self.plan.skipped_batches | {error.position})
+        LOG.warning(
+            f"Step {error.step} was not finite. Rolled back to the checkpoint of step {saved.step}; batch "
+            f"{error.position[1]} of epoch {error.position[0]} is skipped from now on."
+        )
+        return loop_state_of(saved)
+
+    def _train_one(self, driver: Driver, train_epoch: Callable[[int], object]) -> None:
+        try:
+            train_epoch(driver.event.epoch)
+            # an epoch whose time was up before its first step has no end event, and the run has ended
+            if driver.is_running and isinstance(driver.event, EpochStart):
+                name = type(self.context.trainer).__name__
+                raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
+        except Exception as reason:  # from the user's `train_epoch`; the events already know of others
+            driver.close_early(self._events, reason)
+            raise
+
+    def train_epoch(self) -> dict[str, Any]:
+        """Trains the rest of the current epoch; returns its metrics, none if it was cut off."""
+        assert self._driver is not None
+        end = self._driver.consume(self._events, until=EpochEnd)
+        return end.metrics if isinstance(end, EpochEnd) else {}
+
+    def _testing(self, epoch: int) -> Iterator[Event]:
+        self.tested = used_by_default(self.kept_best)
+        at = Event(step_of(self.state), epoch, FlatState.of(select_weights(None, self.state, self.kept_best)))
+        plan = Plan(max_steps=0, eval_batches=self.spec.test_batches)
+        return eval_events(self.spec.program, at, self.spec.tests, plan)
+
+    # observers: the order of notification
+
+    def _observers(self) -> list[Any]:
+        """The state of this run, the bar, logs and history, the style, the best weights, callbacks, those that save."""
+        spec = self.spec
+        if spec.recording is None:
+            return [self, *self._bar({}), *spec.observers(self)]
+        more: list[Any] = [*spec.observers(self)]
+        more += [self.best_in_memory] if self.best_in_memory is not None else []
+        more += [FiniteEvaluations(spec.finite_metrics, spec.policy)] if spec.finite_metrics else []
+        observers = self.callbacks.observers([self, *self._bar(self.callbacks.callbacks)], more)
+        return [one for one in observers if spec.progress or not isinstance(one, Progress)]
+
+    def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:
+        if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
+            return []
+        epochs, steps = self.ends_at
+        title = "" if self.target is None else f"Run folder: {self.target.folder.path}"
+        return [ProgressBar(title=title, epochs=epochs, steps=steps, in_steps=self.spec.in_steps)]
+
+    def handle(self, event: Event) -> None:
+        """Follows the state of training; a test may use other weights."""
+        self._has_started = True
+        self._is_testing |= isinstance(event, EvalStart) and event.name.startswith(TEST)
+        if self._is_testing:
+            return
+        self.flat_state = event.flat_state
+        match event:
+            case StepEnd() | EpochEnd():
+                self.at = event.position
+            case SavePoint():
+                self.at = event.loop_state
+            case EvalRoundEnd():
+                self.evaluated = (event.step, merged_names(event.metrics))
+
+    def _context(self, recording: Recording, logger: Logger) -> RunContext:
+        assert self.target is not None
+        epochs, steps = self.ends_at
+        return RunContext(
+            self.target.folder.path,
+            logger,
+            checkpoints=self.store,
+            dataset=recording.dataset,
+            validates=bool(self.spec.data.evals),
+            trainer=recording.trainer,
+            callback_states=self.callbacks.states,
+            monitors=recording.monitors,
+            epochs=epochs,
+            steps=steps,
+            transforms=recording.transforms,
+        )
+
+    def _load_states(self, saved: SavedCheckpoint) -> None:
+        check_data_state(saved, self.spec.data.train)
+        self.callbacks.load_states(saved)
+
+    # what a style reads
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last event of training."""
+        assert self.flat_state is not None
+        return self.flat_state.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.flat_state = FlatState.of(state)
+
+    @property
+    def has_state(self) -> bool:
+        """False before the initialisation, and after a step that failed on the device and deleted its arrays."""
+        return self.flat_state is not None and not any(leaf.is_deleted() for leaf in self.flat_state.leaves)
+
+    @property
+    def ends_at(self) -> tuple[int | None, int | None]:
+        """The last epoch and the last step, None if unknown."""
+        return self.plan.ends_at(DataSource(self.spec.data.train, "train").length)
+
+    @cached_property
+    def kept_best(self) -> KeptBest | None:
+        """The best weights, once training is over; None without any."""
+        if self.spec.recording is None:
+            return None
+        if self.best_in_memory is not None:
+            return self.best_in_memory.kept(self.state)
+        self.store.wait()
+        return best_in(self.store, self.state, self.spec.recording.ranked_by, validated=bool(self.spec.data.evals))
+
+    def _best_metric(self) -> dict[str, float]:
+        best = None if self.kept_best is None else self.kept_best.best
+        if best is None or best.monitor is None:
+            return {}
+        return {f"best/{best.monitor}": float(best.metrics[best.monitor])}
+
+    def _with_result(
+        self, end: KeyboardInterrupt | SystemExit, result: "Callable[[Run], Any]"
+    ) -> KeyboardInterrupt | SystemExit:
+        """`end` with the result so far; before the first step and without a folder, `end` itself."""
+        recording, target = self.spec.recording, self.target
+        if recording is None or target is None or not self._has_started:
+            return end
+        if process_group().is_multi_process:
+            self.kept_best = None  # other processes may have ended, and the store would wait for them
+        reached = result(self) if self.has_state else None
+        return interrupted(end, reached, target.folder, recording.resume_call.format(repr(str(target.folder.path))))
