@@ -4,7 +4,8 @@ from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, sel
 from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
 from jax_trainer.runs.history import History, Validation
 from jax_trainer.runs.interrupted import before_first_step, resumable_step
-from jax_trainer.runs.run import Recording, Run, RunSpec
+from jax_trainer.runs.run import Run
+from jax_trainer.runs.spec import Recording, RunSpec
 from jax_trainer.runs.target import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
 
 __all__ = [
