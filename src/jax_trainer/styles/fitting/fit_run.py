@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jax_trainer.adapters import write_back
 from jax_trainer.callbacks import (
     Callback,
     CallbackConfig,
@@ -222,10 +221,8 @@ class _FitRun:
         return {f"best/{monitor}": saved.metrics[monitor]} if saved is not None and monitor in saved.metrics else {}
 
     def _write_back(self) -> None:
-        module, state = self._spec.target.module, self._latest.state
-        if module is not None and state is not None:
-            write_back(module, state)
-            module.eval()
+        if (state := self._latest.state) is not None:
+            self._spec.target.write_back(state)
 
 
 class _LatestState:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jax_trainer.callbacks import full_names, merged_names
 from jax_trainer.checkpoint.json_codec import Fixed
@@ -80,7 +79,8 @@ class FitResult:
     Attributes:
         state: the trained state with the last weights, in the form that was passed; for a linen module, a state with
             `apply_fn` and `tx`.
-        model: the nnx module with the last weights, in evaluation mode; None for anything else.
+        model: the model with the last weights, in evaluation mode: an nnx module, a callable pytree; None for a linen
+            module, a state or a `Program`.
         history: metrics by epoch, such as `{1: {"train/loss": 0.7, "val/loss": 0.6, "val/accuracy": 0.8}}`.
         best: the best weights, from a checkpoint or, with `save=False`, from memory: their epoch, step, metrics, and
             the metric that selected them; None if no state could be compared.
@@ -97,7 +97,7 @@ class FitResult:
             epoch: dict(metrics) for epoch, metrics in sorted(history.epochs.items())
         }
         self.state: Any = context.target.as_passed(context.state)
-        self.model: nnx.Module | None = context.target.module
+        self.model: Any = context.target.write_back(context.state)
         self.best: Best | None = None if context.kept is None else context.kept.best
         self.used: Weights = used_by_default(context.kept)
 
@@ -112,7 +112,7 @@ class FitResult:
         """
         context = self._context
         if is_arrays(x):
-            inputs = x if context.target.is_program else Inputs(x)
+            inputs = x if context.target.model is None else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or context.batch_size)
         outputs = list(predictions(context.program, select_weights(which, context.state, context.kept), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
