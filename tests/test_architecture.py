@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 MAY_IMPORT = {
     "processes": set(),
     "core": set(),
-    "adapters": {"core"},
+    "adapters": {"core", "interfaces"},
     "optimizer": {"core", "settings"},
     "datasets": {"core", "processes", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},

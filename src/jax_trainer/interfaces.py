@@ -16,6 +16,7 @@
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
@@ -27,7 +28,7 @@ from flax import nnx
 from jax_trainer.registration import same_section
 from jax_trainer.settings import SettingsError, ValueSettings, listed
 
-ModelMode = Literal["nnx", "linen"]
+ModelMode = Literal["nnx", "linen", "function"]
 
 
 @dataclass
@@ -64,6 +65,26 @@ class BaseModelLinen(nn.Module, RegistrableConfigInterface):
             name = type(self).__name__
             raise TypeError(f"{name} needs its configuration. Write `{name}(config)`.")
         super().__post_init__()
+
+
+@register_interface
+class BaseModelFunction(RegistrableConfigInterface):
+    """A model of plain functions, or of another library such as Equinox: decorate it with `@register`, and annotate
+    `config`.
+
+    `init(key, *inputs)` returns the parameters, any pytree, whose float arrays are trained. A subclass also implements
+    `apply(params, *inputs)`, unless the pytree can itself be called, as an Equinox module.
+    """
+
+    config: Any  # a subclass of `BaseModelConfig`
+    apply: Callable[..., Any] | None = None
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def init(self, key: jax.Array, *inputs: Any) -> Any:
+        """The initial parameters, for inputs of which only shapes and dtypes may be used."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `init(key, *inputs)`.")
 
 
 @dataclass
@@ -155,26 +176,30 @@ def on_inputs(config: BaseModelConfig, key: jax.Array, inputs: Any) -> Any:
     return kinds[0](config, rngs=nnx.Rngs(key))(inputs)
 
 
-_INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {"nnx": BaseModelNNX, "linen": BaseModelLinen}
+_INTERFACES: dict[ModelMode, type[RegistrableConfigInterface]] = {
+    "nnx": BaseModelNNX,
+    "linen": BaseModelLinen,
+    "function": BaseModelFunction,
+}
 for _interfaces in (_INTERFACES.values(), _INPUT_TRANSFORMS[:2], _INPUT_TRANSFORMS[2:]):
     same_section(*_interfaces)
 
 
 def model_mode(config: ConfigInterface) -> ModelMode:
-    """Whether the model of this configuration is an nnx or a linen model."""
+    """Whether the model of this configuration is an nnx or a linen model, or one of functions."""
     return _registration(config)[0]
 
 
-def build_model(config: ConfigInterface, exmp_input: Any, rngs: nnx.Rngs) -> nnx.Module | nn.Module:
+def build_model(config: ConfigInterface, exmp_input: Any, rngs: nnx.Rngs) -> Any:
     """Builds the model of this configuration.
 
     Args:
         config: configuration of a registered model.
         exmp_input: an example input, or a `jax.ShapeDtypeStruct` of it.
-        rngs: random streams of an nnx model. A linen model is initialized later, by `init`.
+        rngs: random streams of an nnx model. Other models are initialised later, by `init`.
     """
     mode, model = _registration(config)
-    if mode == "linen":
+    if mode != "nnx":
         _check_constructor(model, config)
         return model(config)
     example = {"exmp_input": exmp_input} if _takes(model, "exmp_input") else {}

@@ -1,17 +1,29 @@
 """Adapters: a linen, nnx or functional model and a loss → `Program`. No other package depends on the model library."""
 
+from jax_trainer.adapters.function_handle import FunctionHandle, FunctionModel
 from jax_trainer.adapters.functions import PureLoss, StatefulLoss, function_program, stateful_program
+from jax_trainer.adapters.handle import ModelHandle, ModelHooks
+from jax_trainer.adapters.handles import handle_of
 from jax_trainer.adapters.linen import LinenLoss, LinenView, flax_state_program, linen_program
+from jax_trainer.adapters.linen_handle import LinenHandle
 from jax_trainer.adapters.nnx import NnxLoss, nnx_program, write_back
+from jax_trainer.adapters.nnx_handle import NnxHandle
 
 __all__ = [
+    "FunctionHandle",
+    "FunctionModel",
+    "LinenHandle",
     "LinenLoss",
     "LinenView",
+    "ModelHandle",
+    "ModelHooks",
+    "NnxHandle",
     "NnxLoss",
     "PureLoss",
     "StatefulLoss",
     "flax_state_program",
     "function_program",
+    "handle_of",
     "linen_program",
     "nnx_program",
     "stateful_program",

@@ -25,7 +25,6 @@ from jax_trainer.core import (
     Batch,
     GradFn,
     Gradients,
-    InitVariables,
     Metrics,
     PredictFn,
     Program,
@@ -146,26 +145,33 @@ def nnx_program(
         to_input: selects the inputs of the model from a batch for predictions; a tuple is several arguments.
         options: see `make_program`.
     """
+    return split_program(model, loss, tx, [], trainable=trainable, to_input=to_input, **options)
+
+
+def split_program(
+    model: nnx.Module | Callable[..., nnx.Module],
+    loss: NnxLoss | Callable[..., Any],
+    tx: optax.GradientTransformation,
+    splits: list[Split],
+    *,
+    trainable: Any = nnx.Param,
+    to_input: ToInput = full_batch,
+    **options: Unpack[StepOptions],
+) -> Program:
+    """`nnx_program` that adds the split module to the empty list `splits` as soon as the module is known."""
     if isinstance(model, nnx.Module):
-        split = Split(model, trainable)
-
-        def existing(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-            return split.arrays(model)
-
+        splits.append(Split(model, trainable))
         options["init_is_traced"] = False
-        return _program(existing, lambda: split, loss, tx, to_input, options)._replace(
-            partition_specs=lambda: split.partition_specs
-        )
 
-    splits: list[Split] = []
-
-    def built(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+    def init_variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        if isinstance(model, nnx.Module):
+            return splits[0].arrays(model)
         module = with_variables(_build(model, key, batch), to_input(batch), stream(key, "bridged"))
         if not splits:
             splits.append(Split(nnx.eval_shape(lambda: module), trainable))
         return splits[0].arrays(module)
 
-    def split_of_built() -> Split:
+    def split_of() -> Split:
         if not splits:
             raise RuntimeError(
                 "The model has not been created yet. Call `init(key, example_batch)`, or `shapes` of the compiled "
@@ -173,21 +179,9 @@ def nnx_program(
             )
         return splits[0]
 
-    return _program(built, split_of_built, loss, tx, to_input, options)._replace(
-        partition_specs=lambda: split_of_built().partition_specs
-    )
-
-
-def _program(
-    init_variables: InitVariables,
-    split_of: Callable[[], Split],
-    loss: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    to_input: ToInput,
-    options: StepOptions,
-) -> Program:
     loss_fn, predict_fn = _loss_fn(split_of, loss, options), _predict_fn(split_of, to_input)
-    return make_program(init_variables, loss_fn, tx, predict_fn=predict_fn, **options)
+    program = make_program(init_variables, loss_fn, tx, predict_fn=predict_fn, **options)
+    return program._replace(partition_specs=lambda: split_of().partition_specs)
 
 
 def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_trainer.adapters import ModelHandle
+from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
@@ -22,6 +24,7 @@ class TrainerBase(BaseTrainer):
     """The methods of a trainer to override. All but the first three have a default implementation."""
 
     config: TrainerConfig
+    _model: ModelHandle
 
     def batch_to_input(self, batch: Any) -> Any:
         """Returns the model inputs of a batch; a tuple is passed as several arguments."""
@@ -30,8 +33,8 @@ class TrainerBase(BaseTrainer):
         )
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the loss of an nnx model on a batch, and a dict of metrics."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function` to train an nnx model.")
+        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function` to train such a model.")
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
@@ -42,18 +45,15 @@ class TrainerBase(BaseTrainer):
     # helpers for losses
 
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
-        """Calls an nnx model. It is already in the mode of the step; `train` sets another one."""
-        if train is not None:
-            model.train() if train else model.eval()
-        return model(*inputs, **kwargs) if isinstance(inputs, tuple) else model(inputs, **kwargs)
+        """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
+        return self._model.apply(model, inputs, train, **kwargs)
 
     def model_linen_apply(
         self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
     ) -> tuple[Any, PyTree]:
         """Calls a linen model with random streams from `rng`; returns the output and the updated collections."""
-        inputs = input if isinstance(input, tuple) else (input,)
         rngs = self.get_model_rng(stream(rng, "model"))
-        return state.apply(params, *inputs, train=train, rngs=rngs, **kwargs)
+        return state.apply(params, *arguments(input), train=train, rngs=rngs, **kwargs)
 
     def get_model_rng(self, rng: jax.Array) -> dict[str, jax.Array]:
         """The named random keys of a linen model, for initialisation and for the loss."""

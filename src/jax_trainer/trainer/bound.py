@@ -43,9 +43,8 @@ def batch_around(inputs: tuple[Any, ...], example: Batch, to_input: Callable[[Ba
            [1., 1.]]), 'y': array([0, 0, 0], dtype=int32)}
     """
     leaves, structure = jax.tree.flatten(example)
-    wanted = to_input(example)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    indices = [next((at for at, leaf in enumerate(leaves) if leaf is one), None) for one in jax.tree.leaves(wanted)]
+    wanted = jax.tree.leaves(to_input(example))
+    indices = [next((at for at, leaf in enumerate(leaves) if leaf is one), None) for one in wanted]
     if None in indices:
         raise ValueError(
             "`batch_to_input` computes the model inputs, so a batch to transform cannot be made from them. Use "

@@ -57,7 +57,7 @@ class TrainerConfig(Settings):
         max_rollbacks: maximum number of rollbacks; the next non-finite step is an error.
         logger: what is logged, and where.
         callbacks: callbacks by name; a name that is a callback's class needs no `class_name`.
-        model_mode: nnx or linen; default: inferred from the model.
+        model_mode: nnx, linen or function; default: inferred from the model.
         max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
         max_steps_per_epoch: maximum number of steps per epoch.
         limit_val_batches: maximum number of batches of each validation set.

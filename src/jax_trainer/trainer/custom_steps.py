@@ -1,16 +1,15 @@
 """Custom training and evaluation steps of a subclass, as steps of a program."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import flax.struct
 import jax
 import optax
-from flax import nnx
 
-from jax_trainer.adapters import LinenView
-from jax_trainer.adapters.nnx import Split, kept_state, matching_grads
+from jax_trainer.adapters import ModelHandle
+from jax_trainer.adapters.handle import StepModel, are_identical
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -38,36 +37,29 @@ class StepState(FlaxState):
     """
 
     root: jax.Array  # data of the root key, from which the keys of all steps are derived
-    of_nnx: "NnxModel | None" = flax.struct.field(pytree_node=False, default=None)
+    of_step: StepModel = flax.struct.field(pytree_node=False)
     from_default_step: bool = flax.struct.field(
         pytree_node=False, default=False
     )  # whether the default step returned it
 
     @property
     def model(self) -> Any:
-        """The nnx module, in the mode (training or evaluation) of the step."""
-        if self.of_nnx is None:
-            raise TypeError("`state.model` exists for nnx models only; this is a linen model: use `state.apply_fn`.")
-        return self.of_nnx.joined(self)
+        """The model with the weights (not of linen), in the mode (training or evaluation) of the step."""
+        return self.of_step.module(self)
 
     def apply(self, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
-        """Calls the linen model; returns its output and updated collections. See `LinenView.apply`."""
-        view = LinenView(self.apply_fn, params, self.model_state, stream(self.key, "model"), step=self.step)
-        return view.apply(params, *inputs, **options)
+        """Calls the model with `params`; returns its output and updated collections. See `LinenView.apply`."""
+        return self.of_step.apply(self, params, *inputs, **options)
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
         """The state after one optimizer update, with `fields` replaced; also updates the nnx module."""
-        if self.of_nnx is None:
-            return super().apply_gradients(grads=grads, **fields)
-        if not isinstance(grads, dict):  # as `jax.grad` makes of `params`
-            grads = matching_grads(grads, self.params, self.of_nnx.split.trainable)
+        grads = self.of_step.gradients(grads, self.params)
         return super().apply_gradients(grads=grads, **fields).synced()
 
     def synced(self) -> Self:
         """The state with the changes of the nnx module."""
-        if self.of_nnx is None or self.of_nnx.module is None:
-            return self
-        return dataclasses.replace(self, **self.of_nnx.changes(self))
+        changes = self.of_step.changes(self)
+        return dataclasses.replace(self, **changes) if changes else self
 
     def plain(self) -> TrainState:
         """The plain `TrainState`, with the changes of the nnx module."""
@@ -80,76 +72,22 @@ def _replaced(self: StepState, **changes: Any) -> StepState:
     if "rng" in fields:
         fields = {"root": fields["rng"], **fields}
     new = dataclasses.replace(self, **fields)
-    if self.of_nnx is not None:
-        self.of_nnx.update_from(new, fields.keys() & {"params", "model_state"})
+    self.of_step.update(new, fields.keys() & {"params", "model_state"})
     return new
 
 
 StepState.replace = _replaced  # Flax overwrites a `replace` defined in the class body
 
 
-class NnxModel:
-    """The nnx module of a step: merged on first access, and split again after the step."""
+def as_step_state(handle: ModelHandle, tx: optax.GradientTransformation) -> ToStepState:
+    """Returns a function that makes a `StepState` from a state, the key of a step, and whether it trains."""
+    apply_fn = handle.apply_fn
 
-    def __init__(self, split: Split, *, train: bool) -> None:
-        self.split, self._train = split, train
-        self.module: Any = None
-        self._known: dict[str, PyTree] = {}  # the arrays that the module and the state share
+    def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
+        fields = {**vars(state), "rng": key_data(key), "root": state.rng}
+        return StepState(**fields, apply_fn=apply_fn, tx=tx, of_step=handle.step_model(train=train))
 
-    def joined(self, state: StepState) -> Any:
-        """The module, created with the arrays of `state` on first access."""
-        if self.module is None:
-            self.module = self.split.join(state.params, state.model_state, state.key, train=self._train)
-            self._known = self._arrays(state)
-        return self.module
-
-    def update_from(self, state: StepState, names: Iterable[str]) -> None:
-        """Updates the module, if it was created, with these fields of `state`."""
-        if self.module is None:
-            return
-        for name in names:
-            nnx.update(self.module, nnx.State(getattr(state, name)))
-            self._known[name] = self._arrays(state)[name]
-
-    def changes(self, state: StepState) -> dict[str, PyTree]:
-        """The fields of `state` whose arrays have changed in the module."""
-        # by identity: a compiled step gives the state other arrays than those that the module was traced with
-        before, self._known = self._known, self._arrays(state)
-        return {name: arrays for name, arrays in self._known.items() if not _are_identical(arrays, before[name])}
-
-    def _arrays(self, state: StepState) -> dict[str, PyTree]:
-        params, rest = self.split.arrays(self.module)
-        return {"params": params, "model_state": kept_state(state.model_state, rest)}
-
-
-def _are_identical(a: PyTree, b: PyTree) -> bool:
-    return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
-
-
-def as_step_state(model: Callable[..., Any], tx: optax.GradientTransformation, *, is_nnx: bool) -> ToStepState:
-    """Returns a function that makes a `StepState` from a state, the key of a step, and whether it trains.
-
-    Args:
-        model: the `apply` of a linen module; for an nnx module, a function that returns its `Split`.
-        tx: the optimizer.
-        is_nnx: whether the model is an nnx module.
-    """
-
-    def of_linen(state: TrainState, key: jax.Array, train: bool) -> StepState:
-        return StepState(**_with_key(state, key), apply_fn=model, tx=tx)
-
-    def of_nnx(state: TrainState, key: jax.Array, train: bool) -> StepState:
-        return StepState(**_with_key(state, key), apply_fn=_no_apply, tx=tx, of_nnx=NnxModel(model(), train=train))
-
-    return of_nnx if is_nnx else of_linen
-
-
-def _with_key(state: TrainState, key: jax.Array) -> dict[str, Any]:
-    return {**vars(state), "rng": key_data(key), "root": state.rng}
-
-
-def _no_apply(*_: Any, **__: Any) -> Any:
-    raise TypeError("`state.apply_fn` exists for linen models only; this is an nnx model: call `state.model`.")
+    return to_step_state
 
 
 def accepting_step_states(program: Program, to_step_state: ToStepState) -> Program:
@@ -183,7 +121,7 @@ def with_custom_steps(
                 raise TypeError(f"A training step must return `state, metrics`, got a {kind}.")
         report = reported if isinstance(reported, StepReport) else StepReport(_metrics(reported, batch), None)
         new = new.synced()  # with parameters that the step updated in the nnx module
-        if jax.tree.leaves(state.params) and _are_identical(new.params, state.params):
+        if jax.tree.leaves(state.params) and are_identical(new.params, state.params):
             raise TypeError(
                 "The training step returned unchanged parameters, so nothing would be trained. Return the state of "
                 "`apply_gradients`: `return state.apply_gradients(grads=grads), metrics`."

@@ -19,7 +19,7 @@ from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
-from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
+from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface
 from jax_trainer.registration import displaced, full_name
 from jax_trainer.runs import CallbacksLike
@@ -45,7 +45,7 @@ class StoredRun(Settings):
     """
 
     trainer: BaseTrainer.cfgtype
-    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | None = None
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | BaseModelFunction.cfgtype | None = None
     optimizer: OptimizerInterface.cfgtype | None = None
     dataset: DatasetModule.cfgtype | None = None
     seed: Annotated[int, AtLeast(0)] = 42
@@ -56,7 +56,7 @@ class StoredRun(Settings):
 class Experiment(StoredRun):
     """A complete experiment, as described by a file."""
 
-    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype = field()
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | BaseModelFunction.cfgtype = field()
     optimizer: OptimizerInterface.cfgtype = field()
     dataset: DatasetModule.cfgtype = field()
 

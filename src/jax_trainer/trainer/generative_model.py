@@ -16,7 +16,6 @@ from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
 from jax_trainer.runs import Weights
 from jax_trainer.settings import Problem, SettingsError
-from jax_trainer.trainer.arguments import Module
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 
@@ -80,7 +79,7 @@ class GenerativeTrainer(TrainerModule):
         x = self.batch_to_data(batch)
         return x, jnp.zeros(len(x), jnp.float32), self._condition(batch)
 
-    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Module:
+    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Any:
         """Builds the network, with sizes inferred from the data; for distillation, together with its teacher.
 
         A student with the architecture of its teacher starts from the teacher's weights.
@@ -161,14 +160,7 @@ class GenerativeTrainer(TrainerModule):
 
     def _network(self, state: TrainState) -> Any:
         """The network to sample from, in the precision of the training."""
-        precision = Precision.named(self.config.precision)
-        if self.model_mode == "nnx":
-            return cast_floats(self._bound(state), precision.compute)
-        params = cast_floats(state.extra.get("ema", state.params), precision.compute)
-        return jax.tree_util.Partial(self._linen_network, {"params": params, **state.model_state})
-
-    def _linen_network(self, variables: PyTree, x: jax.Array, t: jax.Array, condition: jax.Array | None) -> jax.Array:
-        return self.model.apply(variables, x, t, condition)
+        return cast_floats(self._model.network(state), Precision.named(self.config.precision).compute)
 
     def _loss(self, network: Any, batch: Any, rng: jax.Array, progress: jax.Array | None) -> jax.Array:
         x, condition = self.batch_to_data(batch), self._condition(batch)

@@ -12,10 +12,8 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters import linen_program, nnx_program
-from jax_trainer.adapters.bridged import with_variables
-from jax_trainer.adapters.mode import mode_flags
-from jax_trainer.adapters.nnx import Split
+from jax_trainer.adapters import ModelHooks, handle_of
+from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table
@@ -27,7 +25,6 @@ from jax_trainer.core import (
     Program,
     TrainState,
     compile_program,
-    copied,
     explaining,
     kinds_of,
     stream,
@@ -45,7 +42,7 @@ from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import KeptBest, Run, Weights, select_weights
 from jax_trainer.settings import SettingsError
-from jax_trainer.trainer.arguments import ModelArgument, Module, optimizer_of
+from jax_trainer.trainer.arguments import optimizer_of
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.bound import BoundModel, batch_around
 from jax_trainer.trainer.custom_steps import accepting_step_states, as_step_state, with_custom_steps
@@ -65,12 +62,19 @@ class ModelMethods(TrainerBase):
         dataset: DatasetModule | None,
     ) -> None:
         self.config, self.dataset, self.exmp_input = config, dataset, exmp_input
-        self._model, self._optimizer = ModelArgument(model), optimizer_of(optimizer)
+        hooks = ModelHooks(
+            to_input=self.batch_to_input,
+            key=lambda: self._key,
+            example=self._transformed_example,
+            inputs=lambda: self.batch_to_input(self.exmp_input),
+            build=self.build_model,
+            init=self.run_model_init,
+            rngs=self.get_model_rng,
+        )
+        self._model, self._optimizer = handle_of(model, hooks), optimizer_of(optimizer)
         self.model_config, self.optimizer_config = (_config(argument) for argument in (model, optimizer))
         self.model_mode: ModelMode = self._checked_mode()
         self._layout = layout_for(config, mesh)
-        self._module: Any = None  # of a linen model
-        self._split: Split | None = None  # of an nnx model
         self._base: Program | None = None  # without what the configuration adds
         self.tx: optax.GradientTransformation = optax.identity()
         self._program: CompiledProgram | None = None
@@ -83,18 +87,15 @@ class ModelMethods(TrainerBase):
 
     # the model and its initial weights
 
-    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Module:
-        """Builds the module for such inputs. A linen module has no weights yet."""
+    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Any:
+        """Builds the model for such inputs. Only an nnx module and a callable pytree have weights already."""
         return self._model.build(inputs, rngs)
 
     def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Any:
-        """Initialises the weights: returns the variables of a linen module, or an nnx module with its weights."""
-        inputs = self.batch_to_input(exmp_input)
-        if self.model_mode == "nnx":
-            return with_variables(self.build_model(inputs, nnx.Rngs(init_rng)), inputs, stream(init_rng, "bridged"))
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        init = self._linen_module(inputs).init
-        return init(self.get_model_rng(init_rng), *inputs, **mode_flags(init, train=False, only_required=True))
+        """Initialises the weights: returns the variables of a linen module, an nnx module with its weights, or the
+        parameters of functions.
+        """
+        return self._model.init(exmp_input, init_rng)
 
     def init_model(self, exmp_input: Batch) -> TrainState:
         """The initial state: weights from `seed`, and a new optimizer state."""
@@ -132,8 +133,8 @@ class ModelMethods(TrainerBase):
 
     @property
     def model(self) -> Any:
-        """The module: a linen module without weights, or an nnx module with those of `state`."""
-        return self._linen_module(self._example_inputs()) if self.model_mode == "linen" else self._bound(self.state)
+        """The model: a linen module without weights, any other model with those of `state`."""
+        return self._model.module_at(lambda: self.state)
 
     def bind_model(
         self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
@@ -148,7 +149,7 @@ class ModelMethods(TrainerBase):
             which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
             transforms: False: return the module itself, for transformed inputs.
         """
-        module = self._bound(self._weights(which, state))
+        module = self._model.bind(self._weights(which, state))
         if not (transforms and _Transforms(self)):
             return module
         transformed = partial(self._transformed_inputs, stream(self._key, "eval transforms"))
@@ -164,38 +165,18 @@ class ModelMethods(TrainerBase):
     def _transformed_inputs(self, key: jax.Array, *inputs: Any) -> tuple[Any, ...]:
         """The model inputs after the transforms of an evaluation."""
         batch = batch_around(inputs, self.exmp_input, self.batch_to_input)
-        transformed = self.batch_to_input(self.transform_batch(key, batch, False))
-        return transformed if isinstance(transformed, tuple) else (transformed,)
-
-    def _bound(self, state: TrainState) -> Any:
-        """The module with the weights of a state, in evaluation mode."""
-        params, model_state = copied(
-            (state.extra.get("ema", state.params), state.model_state)
-        )  # evaluation uses EMA weights
-        if self.model_mode == "linen":
-            return self.model.bind({"params": params, **model_state})
-        return self._nnx_split().join(params, model_state, stream(state.key, "bound"), train=False)
-
-    def _nnx_split(self) -> Split:
-        if self._split is None:
-            build = lambda: self.run_model_init(self._transformed_example(), stream(self._key, "init"))
-            with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh
-                self._split = Split(nnx.eval_shape(build), nnx.Param)
-        return self._split
-
-    def _linen_module(self, inputs: Any) -> Any:
-        if self._module is None:
-            self._module = self.build_model(inputs, nnx.Rngs(0))
-        return self._module
+        return arguments(self.batch_to_input(self.transform_batch(key, batch, False)))
 
     def _transformed_example(self) -> Batch:
         return self.transform_batch(self._key, self.exmp_input, False)
 
-    def _example_inputs(self) -> Any:
-        return self.batch_to_input(self._transformed_example())
-
     def _checked_mode(self) -> ModelMode:
         mode = self._model.mode
+        if self._model.tx is not None:
+            raise TypeError(
+                f"The model is a {type(self._model.model).__name__}, which has its own optimizer. Pass its module, or "
+                "train the state with `fit`."
+            )
         if self.config.model_mode not in (None, mode):
             text = f"`model_mode` is {self.config.model_mode}, but {self._model.name} is a {mode} model."
             raise SettingsError([("trainer.model_mode", f"{text} Leave it out: it is inferred from the model.")])
@@ -293,31 +274,18 @@ class ModelMethods(TrainerBase):
 
     def _program_without_options(self) -> Program:
         if self._base is None:
-            program = self._model_program(self.tx)
-            model = self._nnx_split if self.model_mode == "nnx" else self._module.apply
-            self._to_step_state = as_step_state(model, self.tx, is_nnx=self.model_mode == "nnx")
+            config = self.config
+            options: dict[str, Any] = {
+                "micro_batches": config.accumulate,
+                "precision": config.precision,
+                "log_norms": config.log_grad_norm,
+                "intermediates": config.interm_log_modes if config.log_intermediates else (),
+            }
+            with explaining(self.exmp_input):
+                program = self._model.program(getattr(self, self._model.loss_name), self.tx, **options)
+            self._to_step_state = as_step_state(self._model, self.tx)
             self._base = accepting_step_states(program, self._to_step_state)
         return self._base
-
-    def _model_program(self, tx: optax.GradientTransformation) -> Program:
-        config = self.config
-        options: dict[str, Any] = {
-            "micro_batches": config.accumulate,
-            "precision": config.precision,
-            "log_norms": config.log_grad_norm,
-            "intermediates": config.interm_log_modes if config.log_intermediates else (),
-            "init_is_traced": not self._model.has_weights,
-            "to_input": self.batch_to_input,
-        }
-        if self.model_mode == "nnx":
-            make = lambda key, example: self.run_model_init(example, key)
-            if self._model.lacks_variables:  # initialised in place, so before tracing
-                make(stream(self._key, "init"), self._transformed_example())
-            return nnx_program(make, self.loss_function, tx, **options)
-        with explaining(self.exmp_input):
-            module = self._linen_module(self.batch_to_input(self.exmp_input))
-        first = lambda key, example: self.run_model_init(example, key)
-        return linen_program(module, self.loss_function_linen, tx, init_variables=first, **options)
 
     def _use_optimizer(self, tx: optax.GradientTransformation) -> CompiledProgram:
         self.tx, self._base = tx, None
@@ -375,12 +343,7 @@ class ModelMethods(TrainerBase):
     def tabulate(self, exmp_input: Batch | None = None) -> str:
         """A table of the model's modules: inputs, outputs, parameters."""
         batch = self._transformed_example() if exmp_input is None else exmp_input
-        inputs = self.batch_to_input(batch)
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        wide = {"width": 140, "force_terminal": False, "force_jupyter": False}
-        if self.model_mode == "nnx":
-            return nnx.tabulate(self.model, *inputs, console_kwargs=wide)
-        return self.model.tabulate(self.get_model_rng(self._key), *inputs, console_kwargs=wide)
+        return self._model.tabulate(self.model, arguments(self.batch_to_input(batch)))
 
     def tabulate_params(self) -> str:
         """A table of the parameters: path, shape, dtype, number of elements."""

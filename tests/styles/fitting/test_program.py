@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 
-from jax_trainer.adapters import linen_program
+from jax_trainer.adapters import FunctionModel, linen_program
 from jax_trainer.core import FlaxState, TrainState, compile_program
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target
@@ -122,10 +122,11 @@ def test_an_nnx_module_is_evaluated_in_evaluation_mode():
         return {"acc": (model(batch[0]).argmax(-1) == batch[1]).mean()}
 
     trained = made(module, optimizer=TX, eval_step=eval_step)
-    _, evaluated, outputs = stepped(trained)
+    state, evaluated, outputs = stepped(trained)
     assert seen == [True]
     assert evaluated["acc"] == pytest.approx(float((outputs.argmax(-1) == BATCH[1]).mean()))
-    assert trained.module is module
+    assert trained.write_back(state) is module
+    assert_same_bits(nnx.to_pure_dict(nnx.state(module, nnx.Param)), state.params)
 
 
 def test_the_optimizer_of_a_module_may_be_optaxs_flaxs_or_a_configuration():
@@ -171,6 +172,25 @@ def test_a_loss_may_call_the_model_itself():
 
     mine, usual = (stepped(made(plain, loss, optimizer=TX)) for loss in (on_params, loss_fn))
     assert_same_bits(mine[0].params, usual[0].params)
+
+
+def test_functions_and_callable_pytrees_are_trained_like_a_linen_module():
+    variables: Any = Plain().init(jax.random.key(0), BATCH[0])
+    params = variables["params"]["Dense_0"]
+    apply = lambda params, x: x @ params["kernel"] + params["bias"]
+    functions = FunctionModel(lambda key, x: params, apply)
+    given = [functions, jax.tree_util.Partial(apply, params)]
+    expected = stepped(made(TrainState.create(apply_fn=Plain().apply, params=variables["params"], tx=TX)))
+    for model in given:
+        evaluated = lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).mean()
+        trained = made(model, optimizer=TX, eval_step=evaluated)
+        state, metrics, outputs = stepped(trained)
+        np.testing.assert_allclose(outputs, expected[2], rtol=1e-5, atol=1e-6)
+        assert metrics["loss"] == pytest.approx(expected[1]["loss"], rel=1e-6)
+        assert metrics["accuracy"] == pytest.approx(float((outputs.argmax(-1) == BATCH[1]).mean()))
+        np.testing.assert_allclose(trained.write_back(state)(BATCH[0]), outputs, rtol=1e-5, atol=1e-6)
+        on_model = lambda model, batch: loss_fn(model(batch[0]), batch[1])
+        assert_same_bits(stepped(made(model, on_model, optimizer=TX))[0].params, state.params)
 
 
 class Flagged(nnx.Module):
@@ -239,13 +259,13 @@ def params_first(params, batch): ...
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (object(), {}, r"`fit` trains a state .* a linen module, an nnx module, or a `Program`.*got a object"),
-        (TinyLinen, {"optimizer": TX}, "got the class TinyLinen"),
+        (object(), {}, "model is a object.*linen or nnx module"),
+        (TinyLinen, {"optimizer": TX}, "class TinyLinen"),
         (MODEL, {}, "`optimizer`.*None"),
         (MODEL, {"optimizer": 0.1}, "`optimizer`.*0.1"),
         (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
-        (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)` is for nnx modules"),
-        (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, "is for linen modules"),
+        (MODEL, {"optimizer": TX, "loss": model_first}, r"`loss_fn\(model, batch\)`.*linen"),
+        (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, r"`loss_fn\(params, batch\)`.*nnx"),
         (flax_state(), {"optimizer": TX}, "`optimizer`.*`tx`"),
         (MODEL, {"optimizer": TX, "eval_step": lambda: 0}, "`eval_step` has no parameters"),
     ],

@@ -37,7 +37,7 @@ from jax_trainer.styles.fitting.fit_run import (
     with_saver,
 )
 from jax_trainer.styles.fitting.metadata import name_of, plain_hparams
-from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target, maker_of, with_data_transforms
+from jax_trainer.styles.fitting.program import FitOptions, FitTarget, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
@@ -79,15 +79,16 @@ def fit(
 
     Args:
         model: a state (of `TrainState.create`, or of flax.training), which is not modified; a linen module; an nnx
-            module, which is updated with the trained weights; or a `Program`, which has its own loss.
+            module, which is updated with the trained weights; a `FunctionModel` or a callable pytree, such as an
+            Equinox module; a model configuration; or a `Program`, which has its own loss.
         train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or the complete
             dataset as arrays, `(x, y)`, a dict, or one array, reshuffled every epoch. Batches are pairs `(x, y)`, dicts
             or dataclasses; see `split_batch`.
         test_ds: the evaluation data, in the same forms; arrays are not shuffled. None: no evaluation.
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
-            `loss_fn(model, batch)` for nnx. The second form is recognised by its parameter names: a first parameter
-            `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of metrics. It may
-            also have parameters `train`, `rng` and `step`.
+            `loss_fn(model, batch)` for all others. The second form is recognised by its parameter names: a first
+            parameter `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of
+            metrics. It may also have parameters `train`, `rng` and `step`.
         eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
             "accuracy", or a dict of numbers, each a mean over the batch.
         eval_freq: epochs between two evaluations; the final state is always evaluated.
@@ -181,7 +182,7 @@ def fit(
 
 def _check_arguments(model: Any, test_ds: Any, log_name: Any, log_dir: Any) -> None:
     """Refuses swapped arguments before any data is read."""
-    maker_of(model)
+    checked_model(model)
     if isinstance(test_ds, optax.GradientTransformation):
         raise TypeError("`test_ds` is an optimizer. Pass it by keyword: `optimizer=optax.adam(1e-3)`.")
     if not isinstance(log_name, str) or not log_name.strip("/. "):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jax_trainer.adapters import write_back
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, RunContext
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
@@ -86,16 +85,16 @@ def run_fit(
     outputs: RunOutputs,
     target: RunTarget,
 ) -> FitResult:
-    """Trains, and writes the run to the folder of `target`; an nnx module gets the weights that it reaches."""
+    """Trains, and writes the run to the folder of `target`; a module that holds weights gets those that it reaches."""
     recording = outputs.recording(validates=bool(data.evals))
     spec = RunSpec(program=program, plan=plan, data=data, init=init, progress=outputs.progress, recording=recording)
     run = Run(spec, target)
     try:
         return run.execute(lambda run: FitResult(run, fit_target, batch_size))
-    finally:
-        if fit_target.module is not None and run.has_state:
-            write_back(fit_target.module, run.state)
-            fit_target.module.eval()
+    except BaseException:
+        if run.has_state:
+            fit_target.write_back(run.state)
+        raise
 
 
 def find_saver(callbacks: Mapping[str, Any]) -> ModelCheckpointConfig:

@@ -14,7 +14,7 @@ from jax_trainer.core.loss_shape import check_loss, check_pairing
 
 LOG = logging.getLogger("jax_trainer")
 OPTIONAL = ("rng", "step", "train")  # parameters that a loss may have besides the first two
-_FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)` (nnx) or `loss_fn(params, batch)` (linen)"
+_FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)`, or for linen models `loss_fn(params, batch)`"
 _OUTPUTS = ("y_pred", "logits", "predictions", "outputs", "preds", "pred", "output", "prediction", "y_hat")
 _TARGETS = ("y_true", "labels", "targets", "label", "target", "true")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

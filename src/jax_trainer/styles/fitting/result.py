@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.core import PyTree, lazy_import
@@ -29,7 +28,8 @@ class FitResult:
     Attributes:
         state: the trained state with the last weights, in the form that was passed; for a linen module, a state with
             `apply_fn` and `tx`.
-        model: the nnx module with the last weights, in evaluation mode; None for anything else.
+        model: the model with the last weights, in evaluation mode: an nnx module, a callable pytree; None for a linen
+            module, a state or a `Program`.
         history: metrics by epoch, such as `{1: {"train/loss": 0.7, "val/loss": 0.6, "val/accuracy": 0.8}}`.
         best: the best weights, from a checkpoint or, with `save=False`, from memory: their epoch, step, metrics, and
             the metric that selected them; None if no state could be compared.
@@ -49,7 +49,7 @@ class FitResult:
             for epoch, metrics in run.history.by_epoch().items()
         }
         self.state: Any = target.as_passed(run.state)
-        self.model: nnx.Module | None = target.module
+        self.model: Any = target.write_back(run.state)
         self.best: Best | None = None if self._kept is None else self._kept.best
         self.used: Weights = used_by_default(self._kept)
 
@@ -63,7 +63,7 @@ class FitResult:
             which: "best" or "last"; default: the best weights in validation, or the last ones without validation.
         """
         if is_arrays(x):
-            inputs = x if self._target.is_program else Inputs(x)
+            inputs = x if self._target.model is None else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or self._batch_size)
         outputs = list(predictions(self._program, select_weights(which, self._state, self._kept), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)

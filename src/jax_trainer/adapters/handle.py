@@ -1,0 +1,204 @@
+"""`ModelHandle`: what trainers and `fit` do with a model, the same for every model library."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Unpack
+
+import jax
+import optax
+from compoconf import ConfigInterface
+from flax import nnx
+
+from jax_trainer.adapters.calls import ToInput, full_batch
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, copied, stream, streams
+from jax_trainer.interfaces import ModelMode, build_model
+
+WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
+
+
+@dataclass(frozen=True)
+class ModelHooks:
+    """What the owner of a handle, such as a trainer, knows about the model's data and may override.
+
+    Args:
+        to_input: selects the inputs of the model from a batch; a tuple is several arguments.
+        key: returns the root key of the run.
+        example: returns an example batch, as the model receives it.
+        inputs: returns example inputs for `build`.
+        build: `(inputs, rngs) -> model`, instead of `ModelHandle.build`.
+        init: `(batch, key) -> weights`, instead of `ModelHandle.init`.
+        rngs: the random streams with which a linen module is initialised.
+    """
+
+    to_input: ToInput = full_batch
+    key: Callable[[], jax.Array] = lambda: jax.random.key(0)
+    example: Callable[[], Batch] | None = None
+    inputs: Callable[[], Any] = lambda: None
+    build: Callable[[Any, nnx.Rngs], Any] | None = None
+    init: Callable[[Batch, jax.Array], Any] | None = None
+    rngs: Callable[[jax.Array], dict[str, jax.Array]] = lambda key: streams(key, "params", "dropout")
+
+
+class ModelHandle(ABC):
+    """A model of one library: builds, initialises, calls and tabulates it, and makes its `Program`.
+
+    Attributes:
+        mode: the name of the library's kind of models.
+        loss_name: the method of `TrainerModule` that computes the loss.
+        loss_argument: the first argument of a loss that takes the batch.
+        tx: the optimizer of a state that has one; otherwise None.
+        is_builder: whether the model is a class or function that builds a module.
+    """
+
+    mode: ClassVar[ModelMode]
+    loss_name: ClassVar[str] = "loss_function"
+    loss_argument: ClassVar[str] = "model"
+    tx: optax.GradientTransformation | None = None
+    is_builder: bool = False
+
+    def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
+        self.model, self.hooks = model, hooks or ModelHooks()
+        self.config = model if isinstance(model, ConfigInterface) else None
+        self.name = name_of(model)
+
+    def build(self, inputs: Any, rngs: nnx.Rngs) -> Any:
+        """The model for such inputs, built from its configuration; an object that was passed is returned as it is."""
+        return self.model if self.config is None else build_model(self.config, inputs, rngs)
+
+    @abstractmethod
+    def init(self, batch: Batch, key: jax.Array) -> Any:
+        """The initial weights, in the form that the library uses."""
+
+    @abstractmethod
+    def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
+        """A program that trains the model with a loss of the library's form; options: see `make_program`."""
+
+    @abstractmethod
+    def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
+        """The model with these arrays, in training or evaluation mode."""
+
+    @abstractmethod
+    def apply(self, model: Any, inputs: Any, train: bool | None = None, **options: Any) -> Any:
+        """Calls a model with weights; a tuple is several arguments. `train` sets the mode."""
+
+    @abstractmethod
+    def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
+        """A table of the parts of the model, called with these inputs."""
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The function that calls the model with parameters, as in Flax's `TrainState`."""
+
+        def no_apply(*_: Any, **__: Any) -> Any:
+            raise TypeError(
+                f"`state.apply_fn` exists for linen models only; this is a {self.mode} model: call `state.model`."
+            )
+
+        return no_apply
+
+    @property
+    def key(self) -> jax.Array:
+        """The root key of the run."""
+        return self.hooks.key()
+
+    @cached_property
+    def module(self) -> Any:
+        """The built model, without weights."""
+        return self._build(self.hooks.inputs(), nnx.Rngs(0))
+
+    def module_at(self, state: Callable[[], TrainState]) -> Any:
+        """What `TrainerModule.model` returns: the model with the weights of the current state."""
+        return self.bind(state())
+
+    def bind(self, state: TrainState) -> Any:
+        """The model with a copy of the weights of a state (averaged ones, if it has any), in evaluation mode."""
+        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))
+        return self.with_weights(params, model_state, stream(state.key, "bound"))
+
+    def network(self, state: TrainState) -> Any:
+        """The model of `bind` as a callable pytree of arrays, which can be an argument of a compiled function."""
+        params = state.extra.get("ema", state.params)
+        return jax.tree_util.Partial(self._call, params, state.model_state, stream(state.key, "bound"))
+
+    def _call(self, params: PyTree, model_state: PyTree, rng: jax.Array, *inputs: Any) -> Any:
+        return self.with_weights(params, model_state, rng)(*inputs)
+
+    def calling(self, loss: Callable[..., Any]) -> Any:
+        """A loss of the library's form, from `loss(model, batch, train, rng, step)` that calls `model` with `apply`."""
+        return loss
+
+    def loss_subject(self, model: Any) -> Any:
+        """The first argument of a loss that takes the batch, from the model of `calling`."""
+        return model
+
+    def as_passed(self, state: TrainState) -> Any:
+        """The state in the form that the user passed."""
+        return state
+
+    def evaluated(self, state: TrainState) -> Any:
+        """What a user's `eval_step` receives: the model with the weights of a state, in evaluation mode."""
+        return self.with_weights(state.params, state.model_state, stream(state.key, "eval"))
+
+    def write_back(self, state: TrainState) -> Any:
+        """The trained model; a module that was passed is updated. None for models that do not hold weights."""
+        return self.bind(state)
+
+    def step_model(self, *, train: bool) -> "StepModel":
+        """The model in a custom step."""
+        return StepModel(self, train=train)
+
+    def _build(self, inputs: Any, rngs: nnx.Rngs) -> Any:
+        return (self.hooks.build or self.build)(inputs, rngs)
+
+    def _init(self, batch: Batch, key: jax.Array) -> Any:
+        return (self.hooks.init or self.init)(batch, key)
+
+    def _init_example(self) -> Any:
+        """The weights that a run starts from, for an example batch."""
+        if self.hooks.example is None:
+            raise RuntimeError(
+                "The model has not been created yet. Call `init(key, example_batch)`, or `shapes` of the compiled "
+                "program, before the first step."
+            )
+        return self._init(self.hooks.example(), stream(self.key, "init"))
+
+
+class StepModel:
+    """The model in a custom step, in the mode of the step. `state` is the state that the step receives."""
+
+    def __init__(self, handle: ModelHandle, *, train: bool) -> None:
+        self.handle, self.train = handle, train
+
+    def module(self, state: Any) -> Any:
+        """The model with the weights of `state`."""
+        return self.handle.with_weights(state.params, state.model_state, state.key, train=self.train)
+
+    def apply(self, state: Any, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
+        """Calls the model with `params`; returns its output and updated collections."""
+        model = self.handle.with_weights(params, state.model_state, state.key, train=self.train)
+        return self.handle.apply(model, inputs, **options), state.model_state
+
+    def gradients(self, grads: Any, params: PyTree) -> PyTree:
+        """`grads` as a tree like `params`."""
+        return grads
+
+    def update(self, state: Any, names: Iterable[str]) -> None:
+        """Updates the module with these fields of `state`."""
+
+    def changes(self, state: Any) -> dict[str, PyTree]:
+        """The fields of `state` that the step has changed in the module."""
+        return {}
+
+
+def are_identical(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same arrays, by identity."""
+    return all(one is other for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
+
+
+def name_of(model: Any) -> str:
+    """The name of a model in run folders and messages."""
+    if isinstance(model, ConfigInterface):
+        return model.class_name.rpartition(".")[2]
+    return getattr(model, "__name__", type(model).__name__).strip("<>")
