@@ -1,7 +1,7 @@
 """The training loop and the evaluation loop: generators that yield an event wherever observers may act or stop."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,9 @@ from jax_trainer.engine.batches import (
 )
 from jax_trainer.engine.clock import run_clock
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, StepDispatcher, with_context
+from jax_trainer.engine.edits import Edit, check_same_edits
 from jax_trainer.engine.events import (
+    Edited,
     EpochEnd,
     EpochStart,
     EvalEnd,
@@ -107,6 +109,9 @@ class _Training:
         self._preemption = Preemption()
         self._has_notified = False
         self._eval_notices: set[str] = set()  # each is emitted once
+        self._pending: list[Edit] = []  # returned by observers, and not applied yet
+        self._is_editing = False  # also after an edit has failed
+        self._applied: list[dict[str, Any]] = [*at.edits]  # in the whole run, as plain data
 
     def events(self) -> Iterator[Event]:
         """The events of the training."""
@@ -134,13 +139,13 @@ class _Training:
             if plan.eval_every.at_epoch(progress.epoch):
                 yield from self._evaluate()
             else:
-                yield self._save_point()
+                yield from self._save_point()
         if plan.eval_at_end:
             yield from self._evaluate()
         if plan.out_of_time(self._clock.seconds):
             text = f"Training ends after step {progress.step}: `max_time` ({plan.max_seconds:g} s) has passed."
             yield Notice(*self._at, text, logging.INFO)
-        yield self._save_point(due=True)
+        yield from self._save_point(due=True)
 
     def _sanity_check(self) -> Iterator[Event]:
         """Evaluates a few batches, and discards the metrics."""
@@ -179,7 +184,7 @@ class _Training:
         if had_ended and progress.step == first:  # resumed exactly at the end of an epoch whose EpochEnd was emitted
             progress.end_epoch()
             return
-        yield self._save_point()
+        yield from self._save_point()
         yield from self._end_epoch(in_time=in_time)
 
     def _train_on(self, batches: BatchIterator) -> Iterator[Event]:
@@ -224,7 +229,7 @@ class _Training:
                     if due:
                         yield from self._evaluate(saves=saves)
                     else:
-                        yield self._save_point(due=True)
+                        yield from self._save_point(due=True)
                 now = clock.now()
             self._preemption.check()
 
@@ -236,7 +241,12 @@ class _Training:
         cut_off = steps if by_plan and (length is None or steps < length) else 0
         metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self._clock.end_epoch()
         end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off)
-        yield from _emit(end, lambda: progress.end_epoch(cut_off_after=cut_off))
+
+        def handled() -> None:
+            progress.end_epoch(cut_off_after=cut_off)
+            self._pending += end.edits
+
+        yield from _emit(end, handled)
         yield from self._notices(slow_data(progress.epoch, seconds, waited))
         if not by_plan:
             yield from self._notices(early_end(self._data_source.name, progress.epoch, steps, length))
@@ -248,26 +258,34 @@ class _Training:
         """Evaluates the current state, unless that was done at this step; `saves`: a save is due, too."""
         progress = self._progress
 
-        def end() -> None:
+        def handled(edits: Iterable[Edit] = ()) -> None:
             progress.evaluated_step = progress.step
             self._clock.evaluated()
+            self._pending += edits
 
         if progress.evaluated_step != progress.step:
-            yield self._save_point()
+            yield from self._save_point()
             for event in eval_events(self._program, Event(*self._at), self._evals, self._plan):
-                if not (isinstance(event, Notice) and event.text in self._eval_notices):
-                    yield from _emit(event, end if isinstance(event, EvalRoundEnd) else _nothing)
-                self._eval_notices |= {event.text} if isinstance(event, Notice) else set()
-            end()
-        yield self._save_point(due=saves)
+                if isinstance(event, EvalRoundEnd):
+                    edits = event.edits = []
+                    yield from _emit(event, partial(handled, edits))
+                elif not isinstance(event, Notice):
+                    yield event
+                elif event.text not in self._eval_notices:
+                    self._eval_notices.add(event.text)
+                    yield event
+            handled()
+        yield from self._save_point(due=saves)
 
     def _save_early(self, reason: BaseException) -> Iterator[Event]:
-        """Yields a last save point, if the state was not donated to a failed step.
+        """Yields a last save point, if the state was not donated to a failed step and no edit of it has failed.
 
         Of several processes, one that fails does so alone: there is no step at which all of them could save.
         """
         if self._process_group.is_multi_process and not isinstance(reason, StopTraining | Interruption):
             return
+        if self._is_editing:
+            return  # the callbacks have counted an edit that the state does not have
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self._flat_state.leaves):
             return
         try:
@@ -275,17 +293,30 @@ class _Training:
         except Exception as failure:
             reason.add_note(f"The metrics of the last steps are lost: {type(failure).__name__}: {failure}")
             return
-        yield self._save_point(due=True, reason=reason)
+        yield from self._save_point(due=True, reason=reason)
 
     @property
     def _at(self) -> tuple[int, int, FlatState]:
         """The first fields of an event."""
         return self._progress.step, self._progress.epoch, self._flat_state
 
-    def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> SavePoint:
+    def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> Iterator[Event]:
+        """Applies what observers have decided, so that a saved state always contains it, and yields a save point."""
+        if self._pending:
+            yield self._apply_edits()
         if due:
             self._clock.saved_at = self._clock.now()
-        return SavePoint(*self._at, self._loop_state, due, reason)
+        yield SavePoint(*self._at, self._loop_state, due, reason)
+
+    def _apply_edits(self) -> Edited:
+        self._is_editing = True
+        check_same_edits(self._pending, self._process_group)
+        for edit in self._pending:
+            self._flat_state = edit.apply(self._program, self._flat_state)
+        failpoint("edit")
+        edits, self._pending, self._is_editing = self._pending, [], False
+        self._applied += [edit.to_data(self._progress.step, self._progress.epoch) for edit in edits]
+        return Edited(*self._at, edits)
 
     def _loop_state(self) -> LoopState:
         return LoopState(
@@ -296,6 +327,7 @@ class _Training:
             epoch_seconds=self._clock.epoch_seconds,
             epoch_waited=self._clock.epoch_waited,
             metrics_state=self._dispatcher.metrics_state(),
+            edits=[*self._applied],
             batch_size=self._data_source.full_batch,
         )
 
@@ -320,10 +352,6 @@ def _emit(event: Event, handled: Callable[[], None]) -> Iterator[Event]:
         handled()
         raise
     handled()
-
-
-def _nothing() -> None:
-    pass
 
 
 def eval_events(

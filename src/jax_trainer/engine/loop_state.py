@@ -28,6 +28,7 @@ class LoopState:
         epoch_seconds: training time of this epoch so far, without evaluations, in seconds.
         epoch_waited: how much of that was spent waiting for batches, in seconds.
         metrics_state: the accumulated metrics of the epoch so far.
+        edits: the edits applied so far, as plain data.
         batch_size: examples per full batch, which makes `position` a number of examples; None: unknown.
     """
 
@@ -38,6 +39,7 @@ class LoopState:
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
     metrics_state: Mapping[str, object] = field(default_factory=dict)
+    edits: list[dict[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
 
     @classmethod
