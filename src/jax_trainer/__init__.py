@@ -45,6 +45,7 @@ from jax_trainer.datasets import (
     load_digits,
 )
 from jax_trainer.engine import (
+    Edit,
     Every,
     Plan,
     StopTraining,
@@ -100,6 +101,7 @@ __all__ = [
     "DataError",
     "DatasetConfig",
     "DatasetModule",
+    "Edit",
     "EvalLoop",
     "EvalTask",
     "Every",

@@ -39,7 +39,7 @@ def test_without_one_a_step_costs_nothing():
     [
         ("on_trainig_start", "Did you mean `on_training_start`?"),
         ("finalise", "Did you mean `finalize`?"),
-        ("zzz", "The hooks are finalize, on_exception, "),
+        ("zzz", "The hooks are finalize, on_edited, "),
     ],
 )
 def test_an_unknown_hook_is_refused_with_a_guess(name, hint):

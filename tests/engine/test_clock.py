@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_trainer.engine import Every, Plan
+from jax_trainer.engine import Every, LoopState, Plan
 from jax_trainer.engine.clock import RunClock, SyncedClock, run_clock
 from jax_trainer.processes import ProcessGroup
+
+PLAN = Plan(max_steps=3)
 
 
 class Pair(ProcessGroup):
@@ -25,7 +27,7 @@ class Pair(ProcessGroup):
 
 def test_all_processes_see_the_time_of_the_primary_process_as_of_the_same_dispatch():
     messages: list[str] = []
-    primary, other = (SyncedClock(Pair(index, messages)) for index in (0, 1))
+    primary, other = (SyncedClock(Pair(index, messages), PLAN, LoopState()) for index in (0, 1))
     seen = []
     for _ in range(30):
         for clock in (primary, other):
@@ -39,7 +41,7 @@ def test_all_processes_see_the_time_of_the_primary_process_as_of_the_same_dispat
 
 def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     messages: list[str] = []
-    clock = SyncedClock(Pair(0, messages))
+    clock = SyncedClock(Pair(0, messages), PLAN, LoopState())
     clock.dispatched()
     time.sleep(0.02)
     while len(messages) < 2:
@@ -62,4 +64,33 @@ def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     ],
 )
 def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(plan, count, kind):
-    assert type(run_clock(plan, ProcessGroup(0, count))) is kind
+    assert type(run_clock(plan, LoopState(), ProcessGroup(0, count))) is kind
+
+
+def test_the_clock_of_a_resumed_run_counts_from_where_it_was():
+    clock = RunClock(Plan(max_time=60), LoopState(seconds=40.0, epoch_seconds=5.0, epoch_waited=2.0))
+    assert 40.0 <= clock.seconds < 50.0
+    assert clock.deadline == 20.0
+    assert (clock.epoch_seconds, clock.epoch_waited) == (5.0, 2.0)
+
+
+def test_the_time_of_an_epoch_runs_between_its_start_and_its_end_without_pauses():
+    clock = RunClock(PLAN, LoopState())
+    time.sleep(0.01)
+    assert clock.epoch_seconds == 0.0
+    clock.resume_epoch()
+    time.sleep(0.01)
+    with clock.epoch_paused():
+        before = clock.epoch_seconds
+        time.sleep(0.01)
+        assert clock.epoch_seconds == before >= 0.01
+    assert clock.end_epoch()[0] >= before
+    assert (clock.epoch_seconds, clock.epoch_waited) == (0.0, 0.0)
+
+
+def test_an_evaluation_by_time_is_due_so_long_after_the_last_one():
+    clock = RunClock(Plan(max_steps=3, eval_every=Every(minutes=0.5)), LoopState())
+    assert clock.eval_at == 30.0
+    time.sleep(0.01)
+    clock.evaluated()
+    assert 30.01 <= clock.eval_at < 40.0

@@ -1,7 +1,7 @@
 """`Callback`: the base class of callbacks, with a hook for every event of a run."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -14,6 +14,8 @@ from jax_trainer.callbacks.run import Checkpoints, RunContext
 from jax_trainer.core import MetricWindow, TrainState
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.engine import (
+    Edit,
+    Edited,
     EpochEnd,
     EpochStart,
     EvalRoundEnd,
@@ -53,9 +55,8 @@ def state_in_use() -> RuntimeError:
     """The error for assigning `state` during training."""
     return RuntimeError(
         "`state` cannot be assigned during training: the next step uses the loop's own. Assign it before training, "
-        "load weights with `load_weights`, or override `init_model`; `on_training_start` may still assign it. For "
-        "changes during training use the optimizer (a learning rate schedule, a gradient transformation) or a custom "
-        "training step (`create_training_function`)."
+        "load weights with `load_weights`, or override `init_model`; `on_training_start` may still assign it. To "
+        "change it during training, return an `Edit` from `on_training_epoch_end` or `on_validation_epoch_end`."
     )
 
 
@@ -65,7 +66,8 @@ class Callback(RegistrableConfigInterface):
 
     Hooks are called with keyword arguments: they may have their parameters in any order, and omit some. A method
     called `on_…` that is not a hook is an error. During a hook, `self.event` is the current event and `self.state` the
-    state after it; both are unavailable afterwards. A hook may raise `StopTraining`; any other error ends the run.
+    state after it; both are unavailable afterwards. A hook may raise `StopTraining`; any other error ends the run. The
+    hooks at the end of training epochs and validations may return an `Edit` of the state; all others return None.
 
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
@@ -167,13 +169,19 @@ class Callback(RegistrableConfigInterface):
     def state(self, state: TrainState) -> None:
         raise state_in_use()
 
-    def handle(self, event: Event) -> None:
-        """Calls the hooks that belong to `event`."""
+    def handle(self, event: Event) -> Edit | None:
+        """Calls the hooks that belong to `event`; returns what a hook returned."""
         if isinstance(event, StepEnd) and not self._wants_steps:
-            return
+            return None
         self._event = event
         try:
-            self._call_hooks(event)
+            returned = [one for one in self._call_hooks(event) if one is not None]
+            if len(returned) > 1:
+                raise TypeError(
+                    f"Two hooks of `{type(self).__name__}` returned something for one `{type(event).__name__}`: "
+                    f"{returned[0]!r:.80} and {returned[1]!r:.80}. Return one `Edit`."
+                )
+            return returned[0] if returned else None
         finally:
             self._event = None
 
@@ -192,76 +200,79 @@ class Callback(RegistrableConfigInterface):
     def _overrides(self, hook: str) -> bool:
         return hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook)
 
-    def _call_hooks(self, event: Event) -> None:
+    def _call_hooks(self, event: Event) -> Iterator[Any]:
+        """Calls the hooks, and yields what they return."""
         due = self.config.due_at(event.epoch)
         match event:
             case StepEnd():
-                self._call_step_end({"event": event})
+                yield self._call_step_end({"event": event})
             case StepMetrics():
-                call_hook(self.on_steps_reported, event=event)
+                yield call_hook(self.on_steps_reported, event=event)
                 if self._wants_step_metrics:
-                    self._call_step_hooks(event.rows, event.epoch)
+                    yield from self._call_step_hooks(event.rows, event.epoch)
             case SavePoint():
-                call_hook(self.on_save_point, event=event)
+                yield call_hook(self.on_save_point, event=event)
+            case Edited():
+                yield call_hook(self.on_edited, event=event)
             case FitStart():
                 self._is_running = self._is_training = True
-                self.on_training_start()
+                yield self.on_training_start()
             case EpochStart():
-                call_hook(self.on_training_epoch_start, epoch=event.epoch)
+                yield call_hook(self.on_training_epoch_start, epoch=event.epoch)
                 if due:
-                    call_hook(self.on_filtered_training_epoch_start, epoch=event.epoch)
+                    yield call_hook(self.on_filtered_training_epoch_start, epoch=event.epoch)
             case EpochEnd():
                 metrics = full_names(event.metrics, "train")
-                call_hook(self.on_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
+                yield call_hook(self.on_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
                 if due:
-                    call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
+                    yield call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
             case EvalStart() if not self._is_evaluating:
                 self._is_evaluating = True
-                self._call_eval_start(event, due)
+                yield from self._call_eval_start(event, due)
             case EvalRoundEnd():
                 self._is_evaluating = False
-                self._call_eval_end(event, due)
+                yield from self._call_eval_end(event, due)
             case FitEnd():
-                self._call_end(event)
+                yield from self._call_end(event)
 
-    def _call_eval_start(self, event: EvalStart, due: bool) -> None:
+    def _call_eval_start(self, event: EvalStart, due: bool) -> Iterator[Any]:
         if event.name.startswith("test"):
-            self._end_training()
-            call_hook(self.on_test_epoch_start, epoch=event.epoch)
+            yield from self._end_training()
+            yield call_hook(self.on_test_epoch_start, epoch=event.epoch)
             return
-        call_hook(self.on_validation_epoch_start, epoch=event.epoch)
+        yield call_hook(self.on_validation_epoch_start, epoch=event.epoch)
         if due:
-            call_hook(self.on_filtered_validation_epoch_start, epoch=event.epoch)
+            yield call_hook(self.on_filtered_validation_epoch_start, epoch=event.epoch)
 
-    def _call_eval_end(self, event: EvalRoundEnd, due: bool) -> None:
+    def _call_eval_end(self, event: EvalRoundEnd, due: bool) -> Iterator[Any]:
         metrics = merged_names(event.metrics)
         if all(name.startswith("test") for name in event.metrics):
-            call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
+            yield call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
             return
-        call_hook(self.on_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
+        yield call_hook(self.on_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
         if due:
-            call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
+            yield call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
 
-    def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> None:
+    def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> Iterator[Any]:
         call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
         for index, step in enumerate(range(rows.first, rows.last + 1)):
             values = {name: column.values[index] for name, column in rows.columns.items()}
-            call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
+            yield call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
-    def _call_end(self, event: FitEnd) -> None:
+    def _call_end(self, event: FitEnd) -> Iterator[Any]:
         self._is_running = False
         try:
             if event.status != "failed":
-                self._end_training()
+                yield from self._end_training()
             elif (error := sys.exception()) is not None:  # `drive` sends the end while the error propagates
-                call_hook(self.on_exception, exception=error)
+                yield call_hook(self.on_exception, exception=error)
         finally:
-            call_hook(self.finalize, status=event.status)
+            yield call_hook(self.finalize, status=event.status)
 
-    def _end_training(self) -> None:
+    def _end_training(self) -> Iterator[Any]:
         if self._is_training:
             self._is_training = False
-            self.on_training_end()
+            yield self.on_training_end()
 
     def on_training_start(self) -> None:
         """Called before training starts."""
@@ -272,26 +283,29 @@ class Callback(RegistrableConfigInterface):
     def on_training_epoch_start(self, epoch: int) -> None:
         """Called at the start of an epoch."""
 
-    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Called at the end of an epoch; an evaluation may follow."""
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        """Called at the end of an epoch; an evaluation may follow. May return an `Edit` of the state."""
 
     def on_filtered_training_epoch_start(self, epoch: int) -> None:
         """Called at the start of every `every_n_epochs`-th epoch."""
 
-    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        """Called at the end of every `every_n_epochs`-th epoch."""
+    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        """Called at the end of every `every_n_epochs`-th epoch. May return an `Edit` of the state."""
 
     def on_validation_epoch_start(self, epoch: int) -> None:
         """Called before the evaluation of all validation sets."""
 
-    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Called after the evaluation of all validation sets; `self.state` is the evaluated state."""
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        """Called after the evaluation of all validation sets; `self.state` is the evaluated state.
+
+        May return an `Edit` of it.
+        """
 
     def on_filtered_validation_epoch_start(self, epoch: int) -> None:
         """Called before validations in every `every_n_epochs`-th epoch."""
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Called after validations in every `every_n_epochs`-th epoch."""
+    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        """Called after validations in every `every_n_epochs`-th epoch. May return an `Edit` of the state."""
 
     def on_test_epoch_start(self, epoch: int) -> None:
         """Called before the evaluation of all test sets."""
@@ -307,6 +321,9 @@ class Callback(RegistrableConfigInterface):
 
     def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Called with the metrics of one step, several steps later: `self.state` is that of a later step."""
+
+    def on_edited(self, event: Edited) -> None:
+        """Called when the loop has applied edits of callbacks; `self.state` is the edited state."""
 
     def on_save_point(self, event: SavePoint) -> None:
         """Called where a run can be resumed exactly: all callbacks have all events of the steps so far."""

@@ -13,7 +13,7 @@ from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.disk import SaveError
-from jax_trainer.engine import Every, LoopState, SavePoint, StepMetrics, StopTraining
+from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
 from jax_trainer.logger import RecordMark
 from jax_trainer.processes import process_group
 from jax_trainer.settings import AtLeast
@@ -142,6 +142,11 @@ class ModelCheckpoint(Callback):
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Raises errors of background saves early."""
         self._tolerating(self._checkpoints.check)
+
+    def on_edited(self, event: Edited) -> None:
+        """A function of the state may have changed the evaluated weights: the metrics are not those of the new ones."""
+        if any(edit.fn is not None for edit in event.edits):
+            self._evaluated = (-1, {})
 
     def on_save_point(self, event: SavePoint) -> None:
         """Stores the metadata to resume from, and saves if that is due."""

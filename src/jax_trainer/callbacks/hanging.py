@@ -14,7 +14,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core.output import flush_output
-from jax_trainer.engine import Event, FitEnd, FitStart
+from jax_trainer.engine import Edit, Event, FitEnd, FitStart
 from jax_trainer.processes import process_group
 from jax_trainer.settings import Above
 
@@ -48,7 +48,7 @@ class HangMonitor(Callback):
         self._seen: tuple[float, str] = (0.0, "")  # time and description of the last event
         self._is_over = threading.Event()
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Event) -> Edit | None:
         self._seen = (time.monotonic(), f"step {event.step} of epoch {event.epoch}")
         match event:
             case FitStart():
@@ -56,7 +56,7 @@ class HangMonitor(Callback):
                 threading.Thread(target=self._watch, name="jax-trainer-hangs", daemon=True).start()
             case FitEnd():
                 self._is_over.set()
-        super().handle(event)
+        return super().handle(event)
 
     def _watch(self) -> None:
         is_over, limit = self._is_over, self.config.seconds

@@ -35,9 +35,9 @@ FOREIGN = {  # names of our hooks in Lightning and Keras
 _of_methods: "WeakKeyDictionary[Any, dict[Any, dict[str, str] | None]]" = WeakKeyDictionary()
 
 
-def call_hook(hook: Callable[..., Any], extra: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+def call_hook(hook: Callable[..., Any], extra: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
     """Calls `hook` with those of `arguments` that it has parameters for; `extra` is only passed by name."""
-    calling(hook, tuple(arguments), extra or {})(arguments)
+    return calling(hook, tuple(arguments), extra or {})(arguments)
 
 
 def calling(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.engine import EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
-from jax_trainer.logger import Logger, MetricWriter
+from jax_trainer.engine import Edited, EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
+from jax_trainer.logger import EditWriter, Logger, MetricWriter
 from jax_trainer.settings import checked
 
 
@@ -44,7 +44,7 @@ class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
 
     Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is the
-    seconds of an epoch's training or of an evaluation.
+    seconds of an epoch's training or of an evaluation. A writer with `write_edit` also gets the edits of the state.
 
     Args:
         writer: writes the rows.
@@ -90,6 +90,9 @@ class LogMetrics:
                 if self._save is not None:
                     for name in self._file_names(event):
                         self._save(name, full_names(timed, event.name))
+            case Edited() if isinstance(self._writer, EditWriter):
+                for edit in event.edits:
+                    self._writer.write_edit(event.step, edit.to_data(event.step, event.epoch))
             case FitEnd() if self._closes:
                 self._writer.close(event.status)
 

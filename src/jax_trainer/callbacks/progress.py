@@ -13,6 +13,8 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.screen import Screen, progress_console
 from jax_trainer.core import LogMetricMode, LogMode, WindowAccumulator
 from jax_trainer.engine import (
+    Edit,
+    Edited,
     EpochEnd,
     EpochStart,
     EvalEnd,
@@ -149,6 +151,8 @@ class ProgressBar:
                 self._lines.append(event.text)
             case EpochEnd():
                 self._report(event, "train", event.metrics)
+            case Edited():
+                self._lines += [f"{self._when(event)}  {edit.by}  {edit.description}" for edit in event.edits]
             case EvalEnd():
                 self._report(event, event.name, event.metrics)
             case EvalRoundEnd():
@@ -288,10 +292,10 @@ class Progress(Callback):
     def reset(self) -> None:
         self._bar: ProgressBar | None = None
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Event) -> Edit | None:
         if self._bar is None:
             title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
             epochs, steps = self.run.epochs, self.run.steps
             self._bar = ProgressBar(title=title, epochs=epochs, steps=steps, refresh_seconds=seconds)
         self._bar.handle(event)
-        super().handle(event)
+        return super().handle(event)

@@ -24,6 +24,8 @@ from jax_trainer.core.steps import StepReport
 from jax_trainer.core.tracing import tracing_for
 from jax_trainer.core.user_frame import explaining
 
+MOST_EDITS = 16  # compiled functions of `edit` that are kept
+
 Loose = dict[str, jax.Array]  # metrics too large for the metric buffer
 Stepped = tuple[TrainState, jax.Array, tuple[Loose, PyTree]]
 FlatStepped = tuple[FlatState, jax.Array, tuple[Loose, PyTree]]
@@ -63,6 +65,7 @@ class CompiledProgram:
         self.keeps_batches, self.transforms = program.keeps_batches, program.transforms
         self._options = {"donate": donate, "debug": debug, "keep_grads": keep_grads, "on_recompile": on_recompile}
         self._requested_layout, self._derived = layout, {}
+        self._edits: dict[Any, tuple[Any, Callable[..., Any]]] = {}  # functions of `edit`, by identity and structure
         self._program, self._keep_grads, self._eval_seed = program, keep_grads, eval_seed
         self._train_format: MetricBufferFormat | None = None  # as last returned by `train_buffer` and `eval_buffer`
         self._eval_format: MetricBufferFormat | None = None
@@ -174,6 +177,26 @@ class CompiledProgram:
         if self.debug:
             return _without_jit(self._report)(state, batch)
         return jax.jit(self._report)(state, self.place(batch, stacked=False, replicated=True))
+
+    def edit(self, flat: FlatState, fn: Callable[..., TrainState], *values: PyTree) -> FlatState:
+        """`fn(state, *values)`: a change of the state between steps, compiled once per function.
+
+        `fn` must keep the structure, shapes and dtypes of the state, its step and its key.
+        """
+        if self.debug:
+            return FlatState.of(_without_jit(lambda: _edited(flat.state, fn, values))())
+        key = (id(fn), flat.structure)
+        if key not in self._edits:
+
+            def traced(leaves: list[jax.Array], *values: PyTree) -> list[jax.Array]:
+                return jax.tree.leaves(self._pinned(_edited(flat.structure.unflatten(leaves), fn, values)))
+
+            donated = (0,) if self._options["donate"] else ()
+            # a reference to `fn`, so that its id is not reused
+            self._edits[key] = fn, SharedExecutable(jax.jit(traced, donate_argnums=donated))
+            if len(self._edits) > MOST_EDITS:
+                del self._edits[next(iter(self._edits))]
+        return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
 
     def place(self, batch: Batch, *, stacked: bool, replicated: bool = False, prefetch: bool = False) -> Batch:
         """`batch` on the devices of the layout; without a layout, unchanged.
@@ -489,6 +512,35 @@ def _start_data(*functions: Any) -> None:
     for function in functions:
         if isinstance(function, RecompileGuard):  # not in debug mode
             function.start_data()
+
+
+def _edited(state: TrainState, fn: Callable[..., TrainState], values: tuple[PyTree, ...]) -> TrainState:
+    """`fn(state, *values)`, checked to be a state of the same kind."""
+    new = fn(state, *values)
+    if not isinstance(new, TrainState):
+        raise TypeError(f"An edit must return a `TrainState`, got a {type(new).__name__}. Return `state.replace(…)`.")
+    before, after = (jax.tree_util.tree_flatten_with_path(one) for one in (state, new))
+    if before[1] != after[1]:
+        old_paths, new_paths = ([jax.tree_util.keystr(path) for path, _ in one[0]] for one in (before, after))
+        odd = [f"lacks state{path}" for path in old_paths if path not in new_paths]
+        odd += [f"has a new state{path}" for path in new_paths if path not in old_paths]
+        raise ValueError(f"An edit must keep the structure of the state, but its result {(odd or ['differs'])[0]}.")
+    leaves = []
+    for (path, old), (_, leaf) in zip(before[0], after[0], strict=True):
+        array = jnp.asarray(leaf)
+        if (array.shape, array.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"An edit must keep shapes and dtypes, but changes state{jax.tree_util.keystr(path)} from "
+                f"{old.dtype}{list(old.shape)} to {array.dtype}{list(array.shape)}. Cast it: `x.astype({old.dtype})`."
+            )
+        leaves.append(jnp.asarray(array, old.dtype))  # a weak type would compile the step again
+    for name in ("step", "rng"):
+        if getattr(new, name) is not getattr(state, name):
+            raise ValueError(
+                f"An edit must not change `state.{name}`, which the loop counts on. Change other fields only, as in "
+                "`state.replace(params=…)`."
+            )
+    return jax.tree.unflatten(before[1], leaves)
 
 
 def _materialized(name: str, make: Callable[..., TrainState], shardings: Any, *args: Any) -> TrainState:

@@ -4,7 +4,9 @@ The loops write no files and print nothing; side effects belong into observers o
 """
 
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
+from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.events import (
+    Edited,
     EpochEnd,
     EpochStart,
     EvalEnd,
@@ -30,6 +32,8 @@ from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
     "Driver",
+    "Edit",
+    "Edited",
     "EpochEnd",
     "EpochStart",
     "EvalEnd",

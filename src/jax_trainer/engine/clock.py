@@ -1,7 +1,12 @@
-"""The clock of a run: its own, or that of the primary process where several must decide alike."""
+"""`RunClock`: the times of a run. `SyncedClock`: the same where several processes must decide alike."""
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from jax_trainer.datasets import BatchIterator
+from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
 from jax_trainer.processes import ProcessGroup
 
@@ -10,27 +15,85 @@ MAX_DISPATCHES = 10_000  # between two synchronizations
 
 
 class RunClock:
-    """Seconds since the run started in this process."""
+    """The time of a run in this process, what is due by it, and the training time of the current epoch, in seconds.
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    `deadline`, `eval_at` and `saved_at` are values of `now()`: when `max_time` has passed, when an evaluation is due by
+    time, and when a save was last due.
+
+    Args:
+        plan: its `max_time` and `eval_every.minutes` set the deadlines.
+        at: the times of the run and of its epoch before this process resumed it.
+    """
+
+    def __init__(self, plan: Plan, at: LoopState) -> None:
+        self._started, self._earlier = time.monotonic(), at.seconds
+        self.deadline = (plan.max_seconds or math.inf) - at.seconds
+        self._eval_pause = 60 * plan.eval_every.minutes or math.inf
+        self.eval_at, self.saved_at = self._eval_pause, 0.0
+        self._epoch_seconds, self._epoch_waited = at.epoch_seconds, at.epoch_waited
+        self._epoch_resumed: float | None = None  # None: the time of the epoch does not run
+        self._batches: BatchIterator | None = None
 
     def now(self) -> float:
-        """Seconds since the run started."""
+        """Seconds since this process started the run."""
         return time.monotonic() - self._started
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, with those before it was resumed."""
+        return self.now() + self._earlier
 
     def dispatched(self) -> None:
         """Called after every dispatch."""
 
+    def evaluated(self) -> None:
+        """Called after an evaluation: the next one by time is due later."""
+        self.eval_at = self.now() + self._eval_pause
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds of training in this epoch, without evaluations."""
+        running = 0.0 if self._epoch_resumed is None else time.perf_counter() - self._epoch_resumed
+        return self._epoch_seconds + running
+
+    @property
+    def epoch_waited(self) -> float:
+        """Seconds of this epoch for which the device was idle, waiting for a batch."""
+        return self._epoch_waited + (0.0 if self._batches is None else self._batches.waited)
+
+    def resume_epoch(self) -> None:
+        """Starts counting the time of the epoch."""
+        self._epoch_resumed = time.perf_counter()
+
+    def track(self, batches: BatchIterator) -> None:
+        """Adds the time for which `batches` waits to that of the epoch."""
+        self._batches = batches
+
+    @contextmanager
+    def epoch_paused(self) -> Iterator[None]:
+        """Stops counting the time of the epoch in its `with` block."""
+        self._epoch_seconds, self._epoch_resumed = self.epoch_seconds, None
+        try:
+            yield
+        finally:
+            self.resume_epoch()
+
+    def end_epoch(self) -> tuple[float, float]:
+        """The `epoch_seconds` and `epoch_waited` of the epoch; those of the next one start at 0."""
+        times = self.epoch_seconds, self.epoch_waited
+        self._epoch_seconds = self._epoch_waited = 0.0
+        self._epoch_resumed = self._batches = None
+        return times
+
 
 class SyncedClock(RunClock):
-    """Seconds on the clock of the primary process, as of the last synchronization: all processes see the same value.
+    """A `RunClock` with the time of the primary process, as of the last synchronization: the same in all processes.
 
     Clocks differ, and a process that evaluates, saves or stops by its own would wait for the others forever.
     """
 
-    def __init__(self, process_group: ProcessGroup) -> None:
-        super().__init__()
+    def __init__(self, process_group: ProcessGroup, plan: Plan, at: LoopState) -> None:
+        super().__init__(plan, at)
         self._process_group, self._synced = process_group, 0.0
         self._dispatches, self._next, self._last = 0, 1, 0
 
@@ -51,7 +114,7 @@ class SyncedClock(RunClock):
         return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
 
 
-def run_clock(plan: Plan, process_group: ProcessGroup) -> RunClock:
-    """The clock for a run of `plan`."""
+def run_clock(plan: Plan, at: LoopState, process_group: ProcessGroup) -> RunClock:
+    """The clock for a run of `plan` from `at`."""
     by_time = plan.max_seconds or plan.eval_every.minutes or any(every.minutes for every in plan.saves)
-    return SyncedClock(process_group) if process_group.is_multi_process and by_time else RunClock()
+    return SyncedClock(process_group, plan, at) if process_group.is_multi_process and by_time else RunClock(plan, at)

@@ -6,13 +6,15 @@ import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of, with_user_frame
 from jax_trainer.datasets import Data, Position
-from jax_trainer.engine.events import Event, FitEnd, FitStart, Notice, Status, StepEnd
+from jax_trainer.engine.edits import Edit
+from jax_trainer.engine.events import EpochEnd, EvalRoundEnd, Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
@@ -23,15 +25,16 @@ LOG = logging.getLogger("jax_trainer")
 
 
 class Observer(Protocol):
-    """Handles every event.
+    """Handles every event. It changes nothing in the training, except by returning an `Edit` from `EpochEnd` or
+    `EvalRoundEnd`, which the loop applies before the next `SavePoint`.
 
     An observer that needs the state between the steps of a chunk also has `sees_state_every: Every`. One that saves
     has `saves_every: Every`, which makes a `SavePoint` due. One that displays notices has `shows_notices = True`;
     without any such observer, notices are logged.
     """
 
-    def handle(self, event: Event) -> None:
-        """Reacts to `event`."""
+    def handle(self, event: Event) -> Edit | None:
+        """Reacts to `event`; returns a change of the training state, or None."""
         ...
 
 
@@ -188,12 +191,27 @@ def _handle_all(observers: Sequence[Observer], event: Event) -> tuple[list[StopT
     failures: list[Exception] = []
     for observer in observers:
         try:
-            observer.handle(event)
+            if (returned := observer.handle(event)) is not None:
+                _add_edit(event, observer, returned)
         except StopTraining as stop:
             stops.append(stop)
         except Exception as failure:
             failures.append(with_user_frame(failure))
     return stops, failures
+
+
+def _add_edit(event: Event, observer: Observer, edit: Any) -> None:
+    name, kind = type(observer).__name__, type(event).__name__
+    if not isinstance(edit, Edit):
+        raise TypeError(f"`{name}` returned {edit!r:.80} from handling `{kind}`. Return None, or an `Edit`.")
+    edits: list[Edit] | None = getattr(event, "edits", None) if isinstance(event, EpochEnd | EvalRoundEnd) else None
+    if edits is None:
+        where = "a test" if isinstance(event, EvalRoundEnd) else f"`{kind}`"
+        raise ValueError(
+            f"`{name}` returned an `Edit` from handling {where}. Return it from `EpochEnd` (`on_training_epoch_end`) "
+            "or `EvalRoundEnd` (`on_validation_epoch_end`), after which a state can be saved."
+        )
+    edits.append(edit if edit.by else replace(edit, by=name))
 
 
 @contextmanager

@@ -4,19 +4,23 @@ The order is: FitStart, then per epoch EpochStart, (StepEnd, StepMetrics …) �
 evaluation is EvalStart, EvalStep …, EvalEnd per set, then EvalRoundEnd; it follows the StepEnd or EpochEnd that made
 it due. A SavePoint marks where a checkpoint is complete: before and after the end of an epoch and of an evaluation,
 when a save is due, and at the end of a run that is interrupted or fails. StepMetrics comes some steps after the
-StepEnd of its steps, but always before an evaluation and before the end of the epoch. Waiting may come before any
-StepEnd or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the others by `train_events`.
+StepEnd of its steps, but always before an evaluation and before the end of the epoch. Edited follows an EpochEnd or
+EvalRoundEnd whose observers returned an `Edit`, directly before the next SavePoint. Waiting may come before any StepEnd
+or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the others by `train_events`.
 
-Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step.
+Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step. Only the
+list `edits` of EpochEnd and EvalRoundEnd grows: the driver adds the `Edit`s that observers return, and code that
+iterates over `train_events` itself may append one.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax_trainer.core import FlatState, MetricWindow, PyTree, TrainState
 from jax_trainer.datasets import Position
+from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.loop_state import LoopState
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
@@ -84,6 +88,7 @@ class EpochEnd(Event):
     waited: float
     data_state: Any
     cut_off_after: int = 0  # steps, if the plan ended before the epoch
+    edits: list[Edit] = field(default_factory=list)  # to be applied before the next `SavePoint`
 
     @property
     def position(self) -> Position:
@@ -121,6 +126,14 @@ class EvalRoundEnd(Event):
     """All evaluation sets are done; `metrics` are those of `state` by set."""
 
     metrics: dict[str, dict[str, Any]]
+    edits: list[Edit] | None = None  # to be applied before the next `SavePoint`; None in an evaluation outside training
+
+
+@dataclass(slots=True, eq=False)
+class Edited(Event):
+    """The loop has applied `edits` to the state; `state` is the result. A `SavePoint` follows."""
+
+    edits: list[Edit]
 
 
 @dataclass(slots=True, eq=False)

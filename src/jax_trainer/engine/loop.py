@@ -1,10 +1,8 @@
 """The training loop and the evaluation loop: generators that yield an event wherever observers may act or stop."""
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,7 +42,9 @@ from jax_trainer.engine.batches import (
 )
 from jax_trainer.engine.clock import run_clock
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, StepDispatcher, with_context
+from jax_trainer.engine.edits import Edit, check_same_edits
 from jax_trainer.engine.events import (
+    Edited,
     EpochEnd,
     EpochStart,
     EvalEnd,
@@ -59,7 +59,7 @@ from jax_trainer.engine.events import (
     Waiting,
 )
 from jax_trainer.engine.idle_timer import IdleTimer
-from jax_trainer.engine.loop_state import LoopState
+from jax_trainer.engine.loop_state import LoopState, Phase, Progress
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
 from jax_trainer.processes import process_group
@@ -83,18 +83,16 @@ def train_events(
 
 
 class _Training:
-    """The state of the training loop, and its events."""
+    """The training loop: `progress` is how far it has come, `clock` its times, `flat_state` the state it trains."""
 
     def __init__(
         self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | LoopState
     ) -> None:
         self._program, self._plan = program, plan
-        self._step = step_of(state)  # read once; from here the host counts
-        at = LoopState.of(at, self._step)
+        step = step_of(state)  # read once; from here the host counts
+        at = LoopState.of(at, step)
         self._data_source = train_source(data, plan)
         at = replace(at, position=self._data_source.position_at(at.position, at.batch_size))
-        self._epoch, self._epoch_step, self._data_state = at.position.epoch, at.position.epoch_step, at.position.state
-        self._has_ended, self._evaluated_step = at.has_ended, at.evaluated_step
         self._data_source.restore(at.position.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
         self._evals = {
@@ -105,22 +103,21 @@ class _Training:
         )
         self._dispatcher.load_metrics(at.metrics_state)
         self._flat_state = FlatState.of(state)
-        self._clock = _Clock(at.epoch_seconds, at.epoch_waited)
-        self._time, self._process_group = run_clock(plan, process_group()), process_group()
-        self._evaluated = self._saved = 0.0
-        self._started = -at.seconds
+        self._process_group = process_group()
+        self._progress, self._clock = Progress.at(at, step), run_clock(plan, at, self._process_group)
         self._idle_timer = IdleTimer(measures=self._process_group.is_multi_process)
-        self._deadline = self._started + (plan.max_seconds or math.inf)
-        self._eval_pause = 60 * plan.eval_every.minutes or math.inf
         self._preemption = Preemption()
         self._has_notified = False
         self._eval_notices: set[str] = set()  # each is emitted once
+        self._pending: list[Edit] = []  # returned by observers, and not applied yet
+        self._is_editing = False  # also after an edit has failed
+        self._applied: list[dict[str, Any]] = [*at.edits]  # in the whole run, as plain data
 
     def events(self) -> Iterator[Event]:
         """The events of the training."""
         try:
             with self._idle_timer:
-                yield from self._run()
+                yield from self._train()
         except GeneratorExit:
             raise
         except NonFiniteError:
@@ -129,13 +126,166 @@ class _Training:
             yield from self._save_early(reason)
             raise
 
+    def _train(self) -> Iterator[Event]:
+        """From the first epoch, or the point that the run resumes from, to the end of the plan."""
+        plan, progress = self._plan, self._progress
+        yield from self._sanity_check()
+        if plan.eval_at_start and not progress.epoch:
+            yield from self._evaluate()
+        if self._resumes_at_evaluation():
+            yield from self._evaluate()
+        while not (progress.phase is Phase.ENDED and self._is_finished()):
+            yield from self._train_epoch()
+            if plan.eval_every.at_epoch(progress.epoch):
+                yield from self._evaluate()
+            else:
+                yield from self._save_point()
+        if plan.eval_at_end:
+            yield from self._evaluate()
+        if plan.out_of_time(self._clock.seconds):
+            text = f"Training ends after step {progress.step}: `max_time` ({plan.max_seconds:g} s) has passed."
+            yield Notice(*self._at, text, logging.INFO)
+        yield from self._save_point(due=True)
+
+    def _sanity_check(self) -> Iterator[Event]:
+        """Evaluates a few batches, and discards the metrics."""
+        if batches := self._plan.sanity_batches:
+            plan = Plan(max_steps=0, eval_batches=batches)
+            for event in eval_events(self._program, Event(*self._at), self._evals, plan):
+                if isinstance(event, EvalStep | Waiting):
+                    yield Waiting(*self._at, event.name)
+
+    def _resumes_at_evaluation(self) -> bool:
+        """Whether an evaluation is due at the step or epoch that the run resumes from."""
+        progress, every = self._progress, self._plan.eval_every
+        due = every.at_epoch(progress.epoch) if progress.phase is Phase.ENDED else every.at_step(progress.step)
+        return due and progress.epoch > 0
+
+    def _train_epoch(self) -> Iterator[Event]:
+        """An epoch from `EpochStart` to `EpochEnd`, or the rest of one that was cut off or resumed inside."""
+        progress, plan, clock = self._progress, self._plan, self._clock
+        had_ended, first = progress.phase is Phase.ENDED, progress.step
+        progress.start_epoch()
+        expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
+        yield EpochStart(*self._at, expected)
+        clock.resume_epoch()
+        with closing(self._dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)) as batches:
+            clock.track(batches)
+            yield from self._train_on(batches)
+        in_time = clock.now() < clock.deadline
+        if progress.phase is Phase.STARTED:
+            if in_time:
+                raise self._data_source.exhausted_error(progress.epoch)
+            progress.abandon_epoch()  # `max_time` passed before its first step
+            return
+        if not plan.finished(progress.step, progress.epoch, clock.seconds):
+            self._data_source.prepare(progress.epoch + 1)  # while the device is busy with the last steps
+        yield from self._read_metrics(wait=True)
+        if had_ended and progress.step == first:  # resumed exactly at the end of an epoch whose EpochEnd was emitted
+            progress.end_epoch()
+            return
+        yield from self._save_point()
+        yield from self._end_epoch(in_time=in_time)
+
+    def _train_on(self, batches: BatchIterator) -> Iterator[Event]:
+        """The steps of an epoch, with the evaluations and saves that are due between them."""
+        # runs once per step: what does not change is looked up once
+        plan, dispatcher, clock, progress, idle_timer = (
+            self._plan,
+            self._dispatcher,
+            self._clock,
+            self._progress,
+            self._idle_timer,
+        )
+        training, now = Phase.TRAINING, clock.now()
+        while now < clock.deadline and (step_batch := batches.next(PATIENCE)) is not None:
+            if step_batch is NOT_READY:
+                yield Waiting(*self._at, self._data_source.name)
+                now = clock.now()
+                continue
+            steps = step_batch.steps
+            idle_timer.before_dispatch()
+            self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, progress.step)
+            idle_timer.after_dispatch(dispatcher.last_dispatched)
+            clock.dispatched()
+            progress.step = step = progress.step + steps
+            progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
+            progress.data_state, progress.phase = step_batch.state, training
+            failpoint("step")
+            yield StepEnd(
+                step, progress.epoch, self._flat_state, steps, epoch_step, grads, step_batch.state, idle_timer.seconds
+            )
+            if not self._has_notified:
+                raw = "" if self._program.transforms else self._data_source.transforms_notice
+                yield from self._notices(self._data_source.replay_notice, raw, dispatcher.notice)
+                self._has_notified = True
+            now = clock.now()
+            due = now >= clock.eval_at or plan.eval_every.at_step(step)
+            saves = bool(plan.saves) and plan.saves_at(step, now - clock.saved_at)
+            if due or saves or dispatcher.has_news:
+                yield from self._read_metrics(wait=due or saves)
+            if due or saves:
+                with clock.epoch_paused():
+                    if due:
+                        yield from self._evaluate(saves=saves)
+                    else:
+                        yield from self._save_point(due=True)
+                now = clock.now()
+            self._preemption.check()
+
+    def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
+        progress = self._progress
+        length = shorter(self._data_source.length, self._plan.steps_per_epoch)
+        by_plan = not in_time or progress.step == self._plan.max_steps
+        steps = progress.epoch_step
+        cut_off = steps if by_plan and (length is None or steps < length) else 0
+        metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self._clock.end_epoch()
+        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off)
+
+        def handled() -> None:
+            progress.end_epoch(cut_off_after=cut_off)
+            self._pending += end.edits
+
+        yield from _emit(end, handled)
+        yield from self._notices(slow_data(progress.epoch, seconds, waited))
+        if not by_plan:
+            yield from self._notices(early_end(self._data_source.name, progress.epoch, steps, length))
+
+    def _is_finished(self) -> bool:
+        return self._plan.finished(self._progress.step, self._progress.complete_epochs, self._clock.seconds)
+
+    def _evaluate(self, *, saves: bool = False) -> Iterator[Event]:
+        """Evaluates the current state, unless that was done at this step; `saves`: a save is due, too."""
+        progress = self._progress
+
+        def handled(edits: Iterable[Edit] = ()) -> None:
+            progress.evaluated_step = progress.step
+            self._clock.evaluated()
+            self._pending += edits
+
+        if progress.evaluated_step != progress.step:
+            yield from self._save_point()
+            for event in eval_events(self._program, Event(*self._at), self._evals, self._plan):
+                if isinstance(event, EvalRoundEnd):
+                    edits = event.edits = []
+                    yield from _emit(event, partial(handled, edits))
+                elif not isinstance(event, Notice):
+                    yield event
+                elif event.text not in self._eval_notices:
+                    self._eval_notices.add(event.text)
+                    yield event
+            handled()
+        yield from self._save_point(due=saves)
+
     def _save_early(self, reason: BaseException) -> Iterator[Event]:
-        """Yields a last save point, if the state was not donated to a failed step.
+        """Yields a last save point, if the state was not donated to a failed step and no edit of it has failed.
 
         Of several processes, one that fails does so alone: there is no step at which all of them could save.
         """
         if self._process_group.is_multi_process and not isinstance(reason, StopTraining | Interruption):
             return
+        if self._is_editing:
+            return  # the callbacks have counted an edit that the state does not have
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self._flat_state.leaves):
             return
         try:
@@ -143,177 +293,65 @@ class _Training:
         except Exception as failure:
             reason.add_note(f"The metrics of the last steps are lost: {type(failure).__name__}: {failure}")
             return
-        yield self._save_point(due=True, reason=reason)
+        yield from self._save_point(due=True, reason=reason)
 
-    def _run(self) -> Iterator[Event]:
-        plan = self._plan
-        yield from self._sanity_check()
-        if plan.eval_at_start and not self._epoch:
-            yield from self._evaluate()
-        if self._is_evaluation_due():
-            yield from self._evaluate()
-        while not (self._has_ended and self._is_finished()):
-            yield from self._train_epoch()
-            yield from self._evaluate() if plan.eval_every.at_epoch(self._epoch) else self._pause()
-        if plan.eval_at_end:
-            yield from self._evaluate()
-        if plan.out_of_time(self._time.now() - self._started):
-            text = f"Training ends after step {self._step}: `max_time` ({plan.max_seconds:g} s) has passed."
-            yield Notice(self._step, self._epoch, self._flat_state, text, logging.INFO)
-        yield from self._pause(saves=True)
+    @property
+    def _at(self) -> tuple[int, int, FlatState]:
+        """The first fields of an event."""
+        return self._progress.step, self._progress.epoch, self._flat_state
 
-    def _sanity_check(self) -> Iterator[Event]:
-        """Evaluates a few batches, and discards the metrics."""
-        if batches := self._plan.sanity_batches:
-            plan = Plan(max_steps=0, eval_batches=batches)
-            for event in eval_events(self._program, self._now(), self._evals, plan):
-                if isinstance(event, EvalStep | Waiting):
-                    yield Waiting(self._step, self._epoch, self._flat_state, event.name)
-
-    def _is_evaluation_due(self) -> bool:
-        """Whether an evaluation is due at the step or epoch that the run resumes from."""
-        every = self._plan.eval_every
-        due = every.at_epoch(self._epoch) if self._has_ended else every.at_step(self._step)
-        return due and self._epoch > 0
-
-    def _train_epoch(self) -> Iterator[Event]:
-        had_ended, first = self._has_ended, self._step
-        self._epoch, self._has_ended = self._epoch + (not self._epoch_step), False
-        expected = self._plan.epoch_steps(self._step, self._epoch_step, self._data_source.length)
-        yield EpochStart(self._step, self._epoch, self._flat_state, expected)
-        self._clock.resume()
-        with closing(self._dispatcher.iterate(self._step, self._epoch, self._epoch_step)) as batches:
-            self._clock.track(batches)
-            yield from self._train_on(batches)
-        in_time = self._time.now() < self._deadline
-        if not self._epoch_step:
-            if in_time:
-                raise self._data_source.exhausted_error(self._epoch)
-            self._epoch, self._has_ended = self._epoch - 1, True  # `max_time` passed before its first step
-            return
-        if not self._plan.finished(self._step, self._epoch, self._time.now() - self._started):
-            self._data_source.prepare(self._epoch + 1)  # while the device is busy with the last steps
-        yield from self._read_metrics(wait=True)
-        if had_ended and self._step == first:  # resumed exactly at the end of an epoch whose EpochEnd was emitted
-            self._has_ended, self._epoch_step = True, 0
-            return
-        yield self._save_point()
-        yield from self._end_epoch(in_time=in_time)
-
-    def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
-        length = shorter(self._data_source.length, self._plan.steps_per_epoch)
-        by_plan = not in_time or self._step == self._plan.max_steps
-        cut_off = self._epoch_step if by_plan and (length is None or self._epoch_step < length) else 0
-        metrics, seconds, waited = self._dispatcher.epoch_metrics(), self._clock.seconds, self._clock.waited
-        steps, self._clock = self._epoch_step, _Clock()
-
-        def close() -> None:
-            self._has_ended, self._epoch_step = True, cut_off
-
-        end = EpochEnd(self._step, self._epoch, self._flat_state, metrics, seconds, waited, self._data_state, cut_off)
-        yield from _emit(end, close)
-        yield from self._notices(slow_data(self._epoch, seconds, waited))
-        if not by_plan:
-            yield from self._notices(early_end(self._data_source.name, self._epoch, steps, length))
-
-    def _train_on(self, batches: BatchIterator) -> Iterator[Event]:
-        plan, dispatcher, now = self._plan, self._dispatcher, self._time.now()
-        while now < self._deadline and (step_batch := batches.next(PATIENCE)) is not None:
-            if step_batch is NOT_READY:
-                yield Waiting(self._step, self._epoch, self._flat_state, self._data_source.name)
-                now = self._time.now()
-                continue
-            steps = step_batch.steps
-            self._idle_timer.before_dispatch()
-            self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, self._step)
-            self._idle_timer.after_dispatch(dispatcher.last_dispatched)
-            self._time.dispatched()
-            self._step += steps
-            self._epoch_step = step_batch.number + 1  # some before it may have been skipped
-            self._data_state = step_batch.state
-            failpoint("step")
-            progress = (steps, self._epoch_step, grads, self._data_state, self._idle_timer.seconds)
-            yield StepEnd(self._step, self._epoch, self._flat_state, *progress)
-            if not self._has_notified:
-                raw = "" if self._program.transforms else self._data_source.transforms_notice
-                yield from self._notices(self._data_source.replay_notice, raw, self._dispatcher.notice)
-                self._has_notified = True
-            now = self._time.now()
-            due = plan.eval_every.at_step(self._step) or now >= self._evaluated + self._eval_pause
-            saves = bool(plan.saves) and plan.saves_at(self._step, now - self._saved)
-            if due or saves or dispatcher.has_news:
-                yield from self._read_metrics(wait=due or saves)
-            if due or saves:
-                with self._clock.paused():
-                    yield from self._evaluate(saves=saves) if due else self._pause(saves=True)
-                now = self._time.now()
-            self._preemption.check()
-
-    def _is_finished(self) -> bool:
-        complete_epochs = self._epoch - (self._epoch_step > 0)
-        return self._plan.finished(self._step, complete_epochs, self._time.now() - self._started)
-
-    def _evaluate(self, *, saves: bool = False) -> Iterator[Event]:
-        """Evaluates the current state, unless that was done at this step; `saves`: a save is due, too."""
-
-        def close() -> None:
-            self._evaluated_step, self._evaluated = self._step, self._time.now()
-
-        if self._evaluated_step != self._step:
-            yield self._save_point()
-            for event in eval_events(self._program, self._now(), self._evals, self._plan):
-                if not (isinstance(event, Notice) and event.text in self._eval_notices):
-                    yield from _emit(event, close if isinstance(event, EvalRoundEnd) else _nothing)
-                self._eval_notices |= {event.text} if isinstance(event, Notice) else set()
-            close()
-        yield from self._pause(saves=saves)
-
-    def _pause(self, *, saves: bool = False) -> Iterator[Event]:
-        yield self._save_point(due=saves)
-
-    def _now(self) -> Event:
-        return Event(self._step, self._epoch, self._flat_state)
-
-    def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> SavePoint:
+    def _save_point(self, *, due: bool = False, reason: BaseException | None = None) -> Iterator[Event]:
+        """Applies what observers have decided, so that a saved state always contains it, and yields a save point."""
+        if self._pending:
+            yield self._apply_edits()
         if due:
-            self._saved = self._time.now()
-        return SavePoint(self._step, self._epoch, self._flat_state, self._loop_state, due, reason)
+            self._clock.saved_at = self._clock.now()
+        yield SavePoint(*self._at, self._loop_state, due, reason)
+
+    def _apply_edits(self) -> Edited:
+        self._is_editing = True
+        check_same_edits(self._pending, self._process_group)
+        for edit in self._pending:
+            self._flat_state = edit.apply(self._program, self._flat_state)
+        failpoint("edit")
+        edits, self._pending, self._is_editing = self._pending, [], False
+        self._applied += [edit.to_data(self._progress.step, self._progress.epoch) for edit in edits]
+        return Edited(*self._at, edits)
 
     def _loop_state(self) -> LoopState:
-        just_started = not (self._has_ended or self._epoch_step)  # the epoch has no step yet
         return LoopState(
-            position=Position(self._epoch - just_started, self._epoch_step, self._data_state),
-            has_ended=self._has_ended or just_started,
-            evaluated_step=self._evaluated_step,
-            seconds=self._time.now() - self._started,
-            epoch_seconds=self._clock.seconds,
-            epoch_waited=self._clock.waited,
+            position=self._progress.position,
+            has_ended=self._progress.is_between_epochs,
+            evaluated_step=self._progress.evaluated_step,
+            seconds=self._clock.seconds,
+            epoch_seconds=self._clock.epoch_seconds,
+            epoch_waited=self._clock.epoch_waited,
             metrics_state=self._dispatcher.metrics_state(),
+            edits=[*self._applied],
             batch_size=self._data_source.full_batch,
         )
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:
         for rows in self._dispatcher.read(wait=wait):
-            yield StepMetrics(self._step, self._epoch, self._flat_state, rows)
+            yield StepMetrics(*self._at, rows)
 
     def _notices(self, *texts: str) -> Iterator[Event]:
         for text in texts:
             if text:
-                yield Notice(self._step, self._epoch, self._flat_state, text)
+                yield Notice(*self._at, text)
 
 
-def _emit(event: Event, close: Callable[[], None]) -> Iterator[Event]:
-    """Yields `event`, then calls `close`, also if an observer stops the run at this event."""
+def _emit(event: Event, handled: Callable[[], None]) -> Iterator[Event]:
+    """Yields `event`, then calls `handled`, also if an observer stops the run at this event.
+
+    It is not called if an observer fails: a run that resumes repeats the event.
+    """
     try:
         yield event
     except (StopTraining, Interruption):
-        close()
+        handled()
         raise
-    close()
-
-
-def _nothing() -> None:
-    pass
+    handled()
 
 
 def eval_events(
@@ -389,42 +427,6 @@ def evaluate(
         if name not in metrics:
             raise source.exhausted_error(1)
     return metrics
-
-
-class _Clock:
-    """The training time of an epoch without pauses, and the time for which it waited for batches, in seconds."""
-
-    def __init__(self, seconds: float = 0.0, waited: float = 0.0) -> None:
-        self._seconds, self._waited = seconds, waited  # before this process resumed the epoch
-        self._started: float | None = None
-        self._batch_iterator: BatchIterator | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training in this epoch."""
-        return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the device was idle, waiting for a batch."""
-        return self._waited + (0.0 if self._batch_iterator is None else self._batch_iterator.waited)
-
-    def resume(self) -> None:
-        """Starts counting."""
-        self._started = time.perf_counter()
-
-    def track(self, batch_iterator: BatchIterator) -> None:
-        """Adds the time that `batch_iterator` waits for batches."""
-        self._batch_iterator = batch_iterator
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stops counting in its `with` block."""
-        self._seconds, self._started = self.seconds, None
-        try:
-            yield
-        finally:
-            self.resume()
 
 
 def check_compiled(program: Any) -> None:

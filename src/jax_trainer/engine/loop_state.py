@@ -1,7 +1,11 @@
-"""`LoopState`: the state of the training loop, which a checkpoint saves so that a resumed run is bit-identical."""
+"""`LoopState`: the state of the training loop, which a checkpoint saves so that a resumed run is bit-identical.
+
+`Progress` is the part of it that changes at every step, as the loop uses it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Annotated, Any
 
 from jax_trainer.core import LogMode, WindowAccumulator
@@ -24,6 +28,7 @@ class LoopState:
         epoch_seconds: training time of this epoch so far, without evaluations, in seconds.
         epoch_waited: how much of that was spent waiting for batches, in seconds.
         metrics_state: the accumulated metrics of the epoch so far.
+        edits: the edits applied so far, as plain data.
         batch_size: examples per full batch, which makes `position` a number of examples; None: unknown.
     """
 
@@ -34,6 +39,7 @@ class LoopState:
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
     metrics_state: Mapping[str, object] = field(default_factory=dict)
+    edits: list[dict[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
 
     @classmethod
@@ -63,3 +69,59 @@ class LoopState:
     def key(self) -> tuple[int, int, bool, int | None]:
         """Identifies this point of a run."""
         return self.position.epoch, self.position.epoch_step, self.has_ended, self.evaluated_step
+
+
+class Phase(Enum):
+    """Where the loop is in an epoch."""
+
+    ENDED = "ended"  # before the first epoch, or its `EpochEnd` was emitted
+    STARTED = "started"  # its `EpochStart` was emitted, and there is no step yet
+    TRAINING = "training"  # it has steps
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a training has come. An epoch that has ended after `epoch_step` > 0 steps was cut off by the plan."""
+
+    step: int
+    epoch: int  # from 1; 0: before the first
+    epoch_step: int  # steps of the epoch so far; 0 between epochs
+    phase: Phase
+    data_state: Any  # of a stateful loader, after the last step
+    evaluated_step: int | None  # the step of the last evaluation
+
+    @classmethod
+    def at(cls, loop_state: LoopState, step: int) -> "Progress":
+        """The progress of a run that resumes from `loop_state`, after `step` steps."""
+        position, phase = loop_state.position, Phase.ENDED if loop_state.has_ended else Phase.TRAINING
+        return cls(step, position.epoch, position.epoch_step, phase, position.state, loop_state.evaluated_step)
+
+    def start_epoch(self) -> None:
+        """Starts the next epoch, or continues one that was cut off or resumed inside."""
+        if self.epoch_step:
+            self.phase = Phase.TRAINING
+        else:
+            self.epoch, self.phase = self.epoch + 1, Phase.STARTED
+
+    def abandon_epoch(self) -> None:
+        """Ends an epoch before its first step, as if it had not started."""
+        self.epoch, self.phase = self.epoch - 1, Phase.ENDED
+
+    def end_epoch(self, *, cut_off_after: int = 0) -> None:
+        """Ends the epoch; `cut_off_after` is the number of its steps if the plan ended before the data."""
+        self.epoch_step, self.phase = cut_off_after, Phase.ENDED
+
+    @property
+    def complete_epochs(self) -> int:
+        """The number of epochs that have ended with their data."""
+        return self.epoch - (self.epoch_step > 0)
+
+    @property
+    def position(self) -> Position:
+        """The position in the data, to resume from: before its first step, an epoch starts again."""
+        return Position(self.epoch - (self.phase is Phase.STARTED), self.epoch_step, self.data_state)
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether a run that resumes from `position` starts an epoch."""
+        return self.phase is not Phase.TRAINING

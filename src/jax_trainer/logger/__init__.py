@@ -13,9 +13,10 @@ from jax_trainer.logger.backend import (
 )
 from jax_trainer.logger.jsonl import RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
-from jax_trainer.logger.writers import JsonlWriter, MetricWriter, ToolLoggerInterface
+from jax_trainer.logger.writers import EditWriter, JsonlWriter, MetricWriter, ToolLoggerInterface
 
 __all__ = [
+    "EditWriter",
     "JSONLConfig",
     "JSONLToolLogger",
     "JsonlWriter",

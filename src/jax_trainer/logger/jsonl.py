@@ -13,7 +13,7 @@ from jax_trainer.logger.files import file_name_of, write_atomically
 from jax_trainer.logger.pictures import png_of
 from jax_trainer.logger.rows import cut
 from jax_trainer.logger.values import bins_of, json_safe, plain_of
-from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface
+from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface, edit_row
 from jax_trainer.settings import Settings
 
 METRICS_FILE, METRICS, MEDIA = "metrics.jsonl", "metrics", "media"
@@ -36,8 +36,8 @@ class JSONLToolLogger(ToolLoggerInterface):
     """Writes everything that is logged to `metrics.jsonl` in the run folder. Every run has it.
 
     A line is a row: `{"step": 8, "epoch": 2, "val/loss": 0.31}`. Pictures are files in `media`, and their row is
-    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; `histograms`, `text` and
-    `hparams` have such rows, too.
+    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; `histograms`, `text`,
+    `hparams` and `edit`, a change of the training state by a callback, have such rows, too.
     """
 
     config: JSONLConfig
@@ -65,6 +65,9 @@ class JSONLToolLogger(ToolLoggerInterface):
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         self._append({"step": step, "hparams": params, "metrics": metrics})
+
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        self._append(edit_row(step, edit))
 
     def save(self, file_name: str, data: Mapping[str, Any]) -> None:
         """Writes plain data to `metrics/<file_name>.json`."""

@@ -99,6 +99,10 @@ class Logger(RegistrableConfigInterface):
         """Logs the scalars of `values`; an "epoch" among them is the epoch of the row."""
         self._log("a row", lambda: self._row(step, numbers_of(values)))
 
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        """Logs an edit of the training state, as plain data."""
+        self._log("an edit", lambda: self._submit(lambda tool: tool.write_edit(step, edit)))
+
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Logs a scalar at `step`, its position on the x-axis."""
         self._log(name, lambda: self._row(step, {name: _single(value)}))

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
@@ -27,6 +27,15 @@ class MetricWriter(Protocol):
 
     def close(self, status: str) -> None:
         """Closes the writer; `status` is how the run ended."""
+        ...
+
+
+@runtime_checkable
+class EditWriter(Protocol):
+    """A writer that also records edits of the training state."""
+
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        """Writes who changed what at `step`, and why: plain data with the `epoch`."""
         ...
 
 
@@ -66,6 +75,9 @@ class ToolLoggerInterface(RegistrableConfigInterface):
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Logs hyperparameters by dotted name, and final metrics."""
 
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        """Logs an edit of the training state: who changed what and why, with the epoch."""
+
     def flush(self) -> None:
         """Writes buffered entries."""
 
@@ -101,6 +113,10 @@ class JsonlWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line, unbuffered."""
         self.append({"step": step, **values})
+
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        """Appends an edit of the training state: `{"step": 80, "epoch": 4, "edit": {"by": …}}`."""
+        self.append(edit_row(step, edit))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a row as a line, after unwritten ones."""
@@ -160,3 +176,9 @@ class JsonlWriter:
         self._file.close()
         if self._unwritten:
             raise UnwrittenError(len(self._unwritten), self.path)
+
+
+def edit_row(step: int, edit: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of an edit of the training state."""
+    rest = {name: value for name, value in edit.items() if name not in ("step", "epoch")}
+    return {"step": step, "epoch": edit["epoch"], "edit": rest}

@@ -11,6 +11,7 @@ from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.core import PyTree, stream, streams
+from jax_trainer.engine import Edit
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 
 DEFAULT_MONITORS: dict[str, Direction] = {
@@ -108,14 +109,14 @@ class TrainerBase(BaseTrainer):
     def on_training_epoch_start(self, epoch_idx: int) -> None:
         """Called at the start of an epoch; epochs count from 1."""
 
-    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch_idx: int) -> None:
-        """Called at the end of an epoch, before its evaluation."""
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch_idx: int) -> Edit | None:
+        """Called at the end of an epoch, before its evaluation. May return an `Edit` of the state."""
 
     def on_validation_epoch_start(self, epoch_idx: int) -> None:
         """Called before the evaluation of the validation sets."""
 
-    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
-        """Called after the evaluation of all validation sets.
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> Edit | None:
+        """Called after the evaluation of all validation sets. May return an `Edit` of the state.
 
         Metrics added to `eval_metrics` are logged, returned, and can be monitored.
         """

@@ -7,7 +7,7 @@ import numpy as np
 
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names
 from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
-from jax_trainer.engine import EvalRoundEnd
+from jax_trainer.engine import Edit, EvalRoundEnd
 from jax_trainer.runs import History
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.model_methods import ModelMethods
@@ -53,18 +53,19 @@ class TrainerHooks(Callback):
     def on_training_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_training_epoch_start, epoch_idx=epoch)
 
-    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        return call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
 
     def on_validation_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
 
-    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
         before = dict(eval_metrics)
         eval_metrics |= self._custom_eval_metrics(epoch)
         loader = {"val_loader": self._loader()}
-        call_hook(self.trainer.on_validation_epoch_end, loader, eval_metrics=eval_metrics, epoch_idx=epoch)
+        edit = call_hook(self.trainer.on_validation_epoch_end, loader, eval_metrics=eval_metrics, epoch_idx=epoch)
         self._add(before, eval_metrics)
+        return edit
 
     def on_test_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)

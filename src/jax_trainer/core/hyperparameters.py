@@ -1,0 +1,74 @@
+"""Hyperparameters that an optimizer keeps in its state, as `optax.inject_hyperparams` does: read and set by name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.core.metrics import PyTree
+from jax_trainer.core.state import TrainState
+
+
+def hyperparameters_in(opt_state: PyTree) -> dict[str, Any]:
+    """The hyperparameters that can be set, by name; of several with one name, the first. Schedules are not among them.
+
+    >>> import optax
+    >>> state = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5).init({"w": jnp.zeros(3)})
+    >>> {name: float(value) for name, value in hyperparameters_in(state).items()}
+    {'learning_rate': 0.5}
+    """
+    found: dict[str, Any] = {}
+    for node in injected_in(opt_state):
+        for name, value in node.hyperparams.items():
+            if name not in scheduled_in(node):
+                found.setdefault(name, value)
+    return found
+
+
+def with_hyperparameters(state: TrainState, values: Mapping[str, Any]) -> TrainState:
+    """`state` with these values of hyperparameters of its optimizer, wherever in `opt_state` their names occur."""
+    known = hyperparameters_in(state.opt_state)
+    if unknown := sorted(set(values) - set(known)):
+        scheduled = any(unknown[0] in scheduled_in(node) for node in injected_in(state.opt_state))
+        why = "is set by a schedule at every update" if scheduled else "is not in the state of the optimizer"
+        raise ValueError(
+            f"The hyperparameter {unknown[0]!r} {why}, so it cannot be set. Hyperparameters that can: "
+            f"{', '.join(sorted(known)) or 'none'}. Create the optimizer with numbers in `optax.inject_hyperparams`: "
+            "`optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3)`."
+        )
+    return state.replace(opt_state=_replaced(state.opt_state, values))
+
+
+def injected_in(opt_state: PyTree) -> Iterator[Any]:
+    """The parts of an optimizer state that have `hyperparams`, also nested ones."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_injected):
+        if _is_injected(node):
+            yield node
+            for name in node._fields:
+                yield from injected_in(getattr(node, name))
+
+
+def scheduled_in(node: Any) -> Mapping[str, Any]:
+    """The states of the hyperparameters of `node` that are schedules."""
+    return getattr(node, "hyperparams_states", {})
+
+
+def _is_injected(node: Any) -> bool:
+    return isinstance(getattr(node, "hyperparams", None), Mapping) and hasattr(node, "_fields")
+
+
+def _replaced(tree: PyTree, values: Mapping[str, Any]) -> PyTree:
+    def replace(node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        fields = {name: _replaced(getattr(node, name), values) for name in node._fields}
+        names = (values.keys() & node.hyperparams.keys()) - scheduled_in(node).keys()
+        new = {name: _like(values[name], node.hyperparams[name]) for name in names}
+        return node._replace(**{**fields, "hyperparams": {**node.hyperparams, **new}})
+
+    return jax.tree.map(replace, tree, is_leaf=_is_injected)
+
+
+def _like(value: Any, before: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(value, before.dtype), before.shape)
