@@ -52,7 +52,8 @@ class Run:
     def __init__(self, program: Program, batch: Any = BATCH, **options: Any) -> None:
         self.compiled = compile_program(program, **options)
         self.state = self.compiled.init(jax.random.key(0), batch)
-        self.format, self.buffer = self.compiled.train_buffer(self.state, batch, 4)
+        self.buffer = self.compiled.train_buffer(self.state, batch, 4)
+        self.format = self.buffer.format
 
     def step(self, batch: Any = BATCH) -> Any:
         self.state, self.buffer, out = self.compiled.train_step(self.state, self.buffer, batch)
@@ -63,17 +64,18 @@ class Run:
         return out
 
     def rows(self, steps: int, loose: list[Any]) -> MetricWindow:
-        return MetricWindow(1, self.format, np.asarray(self.buffer)[-steps:], tuple(jax.device_get(loose)))
+        return MetricWindow(1, self.format, np.asarray(self.buffer.rows)[-steps:], tuple(jax.device_get(loose)))
 
 
 def evaluated(run: Run, batches: list[Any], state: TrainState | None = None) -> dict[str, np.ndarray]:
     state = run.state if state is None else state
-    fmt, buffer = run.compiled.eval_buffer(state, batches[0], 8)
+    buffer = run.compiled.eval_buffer(state, batches[0], 8)
+    fmt = buffer.format
     loose = []
     for batch in batches:
         buffer, more = run.compiled.eval_step(state, buffer, batch)
         loose.append(jax.device_get(more))
-    return {name: c.values for name, c in fmt.read(np.asarray(buffer)[-len(batches) :], loose).items()}
+    return {name: c.values for name, c in fmt.read(np.asarray(buffer.rows)[-len(batches) :], loose).items()}
 
 
 def test_a_compiled_step_does_what_the_program_does():
@@ -112,8 +114,8 @@ def test_the_input_buffer_of_a_step_stays_readable():
     run = Run(regression())
     before = run.buffer
     run.step()
-    assert not before.is_deleted()
-    assert not np.asarray(before).any()
+    assert not before.rows.is_deleted()
+    assert not np.asarray(before.rows).any()
 
 
 def test_evaluation_does_not_change_the_state():
@@ -281,7 +283,7 @@ def test_metrics_that_change_between_batches_are_an_error(report, key):
         function_program(lambda key, batch: jnp.ones(3), loss, optax.sgd(0.1)), on_recompile="ignore"
     )
     state = program.init(key, np.ones((8, 3), np.float32))
-    _, buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
+    buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
     state, buffer, _ = program.train_step(state, buffer, np.ones((8, 3), np.float32))
     with pytest.raises(ValueError, match=r"metrics changed.* from .* to "):
         program.train_step(state, buffer, np.ones((5, 3), np.float32))
@@ -320,7 +322,7 @@ def test_initial_weights_may_be_numpy_arrays_and_are_sharded_by_the_layout():
 
 
 def test_a_program_without_init_from_params_is_an_error_that_names_it():
-    compiled = compile_program(regression()._replace(init_from_params=None))
+    compiled = compile_program(regression().with_info(init_from_params=None))
     with pytest.raises(ValueError, match=r"existing weights.*`init_from_params`"):
         compiled.init_from_params(jax.random.key(0), TRAINED, {})
 

@@ -24,11 +24,11 @@ from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
     GradFn,
-    Gradients,
     InitVariables,
     Metrics,
     PredictFn,
     Program,
+    ProgramInfo,
     PyTree,
     StepOptions,
     TrainState,
@@ -44,10 +44,9 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep
-from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import attribute_to, noting_definition
-from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 _METADATA = {
     "out_sharding",
@@ -153,7 +152,7 @@ def nnx_program(
             return split.arrays(model)
 
         options["init_is_traced"] = False
-        return _program(existing, lambda: split, loss, tx, to_input, options)._replace(
+        return _program(existing, lambda: split, loss, tx, to_input, options).with_info(
             partition_specs=lambda: split.partition_specs
         )
 
@@ -173,7 +172,7 @@ def nnx_program(
             )
         return splits[0]
 
-    return _program(built, split_of_built, loss, tx, to_input, options)._replace(
+    return _program(built, split_of_built, loss, tx, to_input, options).with_info(
         partition_specs=lambda: split_of_built().partition_specs
     )
 
@@ -276,9 +275,9 @@ def nnx_step_program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
         _user_eval(split, val_step),
-        checks=(warn_of_zero_gradients,),
-        init_is_traced=False,
-        partition_specs=lambda: split.partition_specs,
+        info=ProgramInfo(
+            checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
+        ),
     )
 
 
@@ -289,8 +288,8 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
 
 
 def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
-    def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
-        model = split.join(state.params, state.model_state, rng, train=True)
+    def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
+        model = split.join(params, model_state, rng, train=True)
         with _allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
         with noting_definition(train_step):
@@ -307,8 +306,8 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
                 )
             _, new_state = split.arrays(model)
             metrics = as_metrics(reported, batch_weight(batch))
-            grads = like_params(matching_grads(returned[1], state.params, split.trainable))
-        return Gradients(grads, kept_state(state.model_state, new_state), metrics)
+            grads = matching_grads(returned[1], params, split.trainable)
+        return (metrics.by_name["loss"].value, (kept_state(model_state, new_state), metrics)), grads
 
     return grad_fn
 
