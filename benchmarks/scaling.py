@@ -119,7 +119,7 @@ def running(case: Case, size: int) -> Running:
     program = trainer_for(case, jax.devices(), batch).prepare([batch])
     state = program.init(jax.random.key(0), batch)
     placed = program.place(batch, stacked=False)
-    _, buffer = program.train_buffer(state, placed, BUFFER_ROWS)
+    buffer = program.train_buffer(state, placed, BUFFER_ROWS)
     state, buffer, _ = program.train_step(state, buffer, placed)
     return Running(program, state, buffer, placed)
 

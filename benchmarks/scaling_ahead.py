@@ -9,8 +9,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from scaling_cases import BATCH, GPT, Case, batch_of, trainer_for
 
-from jax_trainer.core import Layout, LogMode, PyTree, TrainState
-from jax_trainer.core.metric_buffer import MetricBufferFormat
+from jax_trainer.core import Layout, MetricBuffer, PyTree, TrainState
 from jax_trainer.models import GPTConfig
 
 BUFFER_ROWS = 8  # of the metric buffer
@@ -47,12 +46,10 @@ def compiled_ahead(case: Case, devices: list[Any], precision: str = "f32", model
     state = jax.tree.map(_shape, state, layout.state_shardings(state))
     rows = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
     batch = jax.tree.map(lambda leaf: _shape(leaf, rows), batch)
-    metrics = jax.eval_shape(program._train_inner, state, batch)[1].metrics.only(LogMode.TRAIN)
-    buffer = jax.ShapeDtypeStruct(
-        (BUFFER_ROWS, MetricBufferFormat.of(metrics).width), np.uint32, sharding=layout.replicated
-    )
+    fmt = program.trace_train_step(state, batch).format
+    rows = jax.ShapeDtypeStruct((BUFFER_ROWS, fmt.width), np.uint32, sharding=layout.replicated)
     # what `program.train_step` compiles when it is first called, which would need the devices
-    made = jax.jit(program._step, donate_argnums=0).lower(state, buffer, batch).compile()
+    made = jax.jit(program._train, donate_argnums=0).lower(state, MetricBuffer(rows, fmt), batch).compile()
     memory = made.memory_analysis()
     assert memory is not None
     return Ahead(made.as_text() or "", memory.temp_size_in_bytes, state, layout)

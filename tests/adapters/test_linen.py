@@ -391,5 +391,5 @@ def test_a_state_of_partitioned_parameters_is_sharded_by_their_specs():
     for tree in (placed.params, placed.opt_state[0].nu):
         assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
     batch = compiled.place(EXAMPLE, stacked=False)
-    compiled.train_step(placed, compiled.train_buffer(placed, batch, 1)[1], batch)
+    compiled.train_step(placed, compiled.train_buffer(placed, batch, 1), batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the caller's arrays must not be deleted"

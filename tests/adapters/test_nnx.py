@@ -371,7 +371,7 @@ def test_parameters_are_sharded_by_the_model_specs(exists):
     compiled = compile_program(nnx_program(model, nnx_loss, optax.adam(0.1)), layout=layout, donate=False)
     start = compiled.init(jax.random.key(0), EXAMPLE)
     batch = compiled.place(EXAMPLE, stacked=False)
-    after, _, _ = compiled.train_step(start, compiled.train_buffer(start, batch, 1)[1], batch)
+    after, _, _ = compiled.train_step(start, compiled.train_buffer(start, batch, 1), batch)
     for state in (start, after):
         for tree in (state.params, state.opt_state[0].mu):
             assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")

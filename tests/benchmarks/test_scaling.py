@@ -285,7 +285,7 @@ def test_what_is_compiled_ahead_is_what_the_trainer_compiles(script):
     state, placed = program.init(jax.random.key(0), batch), program.place(batch, stacked=False)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert script["state_bytes"](ahead.state)[0] == held
-    _, buffer = program.train_buffer(state, placed, script["BUFFER_ROWS"])
+    buffer = program.train_buffer(state, placed, script["BUFFER_ROWS"])
     client = jax.devices()[0].client
     before = client.live_executables()
     program.train_step(state, buffer, placed)

@@ -127,7 +127,7 @@ def step_rows(steps: int) -> MetricWindow:
     values = np.random.default_rng(1).normal(size=steps).astype(np.float32)
     metrics = as_metrics({"loss": values[0], "spread": {"value": values[0], "mode": "std"}}, 3)
     fmt = MetricBufferFormat.of(metrics)
-    words = np.repeat(np.asarray(fmt.append(fmt.blank(1), metrics)[0]), steps, axis=0)
+    words = np.repeat(np.asarray(fmt.blank(1).append(metrics)[0].rows), steps, axis=0)
     for name in ("loss", "spread"):
         words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
     return MetricWindow(1, fmt, words)

@@ -53,7 +53,7 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
 def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]
-    _, buffer = program.train_buffer(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
+    buffer = program.train_buffer(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
     store, now = CheckpointStore(tmp_path), begun
     shapes = jax.eval_shape(lambda: begun)
     for number, batch in enumerate(batches):

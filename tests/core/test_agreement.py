@@ -44,7 +44,8 @@ def run(
     """The losses of a run on these batches, in chunks, and its last state."""
     compiled = compile_program(program, layout=layout)
     state = compiled.init(jax.random.key(0), batches[0])
-    fmt, buffer = compiled.train_buffer(state, compiled.place(batches[0], stacked=False), len(batches))
+    buffer = compiled.train_buffer(state, compiled.place(batches[0], stacked=False), len(batches))
+    fmt = buffer.format
     for start in range(0, len(batches), chunk):
         if chunk == 1:
             state, buffer, _ = compiled.train_step(state, buffer, compiled.place(batches[start], stacked=False))
@@ -53,7 +54,7 @@ def run(
             state, buffer, _ = compiled.train_chunk(state, buffer, compiled.place(stacked, stacked=True), chunk)
         jax.block_until_ready(buffer)
     assert compiled.flat_train_step.compilations <= 1  # type: ignore[attr-defined]
-    return fmt.read(np.asarray(buffer), [])["loss"].values, state
+    return fmt.read(np.asarray(buffer.rows), [])["loss"].values, state
 
 
 def difference(losses: np.ndarray, expected: np.ndarray) -> float:

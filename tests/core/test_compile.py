@@ -10,17 +10,20 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import (
     BatchChangedError,
+    FlatState,
     Layout,
     MetricWindow,
     Precision,
     Program,
     RecompileWarning,
+    ResidentBatch,
     TrainState,
     compile_program,
     make_predict_step,
     with_ema,
     with_finite_guard,
 )
+from jax_trainer.core.setup import uses
 from jax_trainer.testing import (
     assert_close,
     assert_no_implicit_transfers,
@@ -52,7 +55,8 @@ class Run:
     def __init__(self, program: Program, batch: Any = BATCH, **options: Any) -> None:
         self.compiled = compile_program(program, **options)
         self.state = self.compiled.init(jax.random.key(0), batch)
-        self.format, self.buffer = self.compiled.train_buffer(self.state, batch, 4)
+        self.buffer = self.compiled.train_buffer(self.state, batch, 4)
+        self.format = self.buffer.format
 
     def step(self, batch: Any = BATCH) -> Any:
         self.state, self.buffer, out = self.compiled.train_step(self.state, self.buffer, batch)
@@ -63,17 +67,18 @@ class Run:
         return out
 
     def rows(self, steps: int, loose: list[Any]) -> MetricWindow:
-        return MetricWindow(1, self.format, np.asarray(self.buffer)[-steps:], tuple(jax.device_get(loose)))
+        return MetricWindow(1, self.format, np.asarray(self.buffer.rows)[-steps:], tuple(jax.device_get(loose)))
 
 
 def evaluated(run: Run, batches: list[Any], state: TrainState | None = None) -> dict[str, np.ndarray]:
     state = run.state if state is None else state
-    fmt, buffer = run.compiled.eval_buffer(state, batches[0], 8)
+    buffer = run.compiled.eval_buffer(state, batches[0], 8)
+    fmt = buffer.format
     loose = []
     for batch in batches:
         buffer, more = run.compiled.eval_step(state, buffer, batch)
         loose.append(jax.device_get(more))
-    return {name: c.values for name, c in fmt.read(np.asarray(buffer)[-len(batches) :], loose).items()}
+    return {name: c.values for name, c in fmt.read(np.asarray(buffer.rows)[-len(batches) :], loose).items()}
 
 
 def test_a_compiled_step_does_what_the_program_does():
@@ -112,8 +117,8 @@ def test_the_input_buffer_of_a_step_stays_readable():
     run = Run(regression())
     before = run.buffer
     run.step()
-    assert not before.is_deleted()
-    assert not np.asarray(before).any()
+    assert not before.rows.is_deleted()
+    assert not np.asarray(before.rows).any()
 
 
 def test_evaluation_does_not_change_the_state():
@@ -247,6 +252,54 @@ def chunk_and_steps() -> tuple[Any, list[Any]]:
     return chunked.chunk(stacked([*batches, unlike(BATCH)]), steps=2), [single.step(batch) for batch in batches]
 
 
+def test_a_full_chunk_on_an_accelerator_has_a_static_length(monkeypatch):
+    run, batches = Run(regression()), stacked([BATCH, unlike(BATCH), BATCH])
+    traced = [jax.make_jaxpr(run.compiled._train_on_all)(run.state, run.buffer, batches, n) for n in (None, 2)]
+    assert [(uses(one, "while"), uses(one, "scan")) for one in traced] == [(False, True), (True, False)]
+    given = []
+    monkeypatch.setattr(run.compiled, "_train_chunk", lambda flat, buffer, batches, steps: given.append(steps))
+    for backend, steps in (("gpu", 3), ("gpu", 2), ("cpu", 3)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        run.compiled.flat_train_chunk(FlatState.of(run.state), run.buffer, batches, steps)
+    assert given == [None, 2, 3]
+
+
+def test_full_and_partial_chunks_are_compiled_separately_without_a_warning():
+    run, batches = Run(regression(), on_recompile="error"), stacked([BATCH, unlike(BATCH)])
+    step, flat = run.compiled._train_chunk, FlatState.of(run.state)
+    for steps in (None, np.int32(1), None, np.int32(2)):
+        flat, run.buffer, _ = step(flat, run.buffer, batches, steps)
+    assert int(flat.state.step) == 7 and step.compilations == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_batches_of_resident_data_are_gathered_in_front_of_the_same_step(steps):
+    data = {"x": np.random.default_rng(1).normal(size=(20, 3)).astype(np.float32)}
+    rows = np.random.default_rng(2).permutation(20)[:12].reshape(2, 6).astype(np.int32)
+    picked, resident = Run(regression(), on_recompile="error"), Run(regression(), on_recompile="error")
+    arrays = resident.compiled.store(data)
+    if steps == 1:
+        picked.step({"x": data["x"][rows[0]]})
+        resident.step(ResidentBatch(rows[0], arrays))
+        resident.compiled.train_buffer(resident.state, BATCH, 4)  # starts other data
+        resident.step({"x": data["x"][rows[1]]})  # another form of batch is no recompilation
+        picked.step({"x": data["x"][rows[1]]})
+    else:
+        picked.chunk({"x": data["x"][rows]}, 2)
+        resident.chunk(ResidentBatch(rows, arrays), 2)
+    assert_same_bits(resident.state, picked.state)
+    assert_same_bits(resident.buffer.rows, picked.buffer.rows)
+
+
+def test_metrics_of_another_format_than_that_of_the_buffer_are_an_error():
+    run, other = (
+        Run(regression()),
+        Run(tiny_program("linen"), {name: leaf[:8] for name, leaf in numbered_data().items()}),
+    )
+    with pytest.raises(ValueError, match="metrics changed.*acc.*to loss"):
+        run.compiled.train_step(run.state, other.buffer, BATCH)
+
+
 def test_a_chunk_returns_the_gradients_of_every_step():
     (_, grads), singles = chunk_and_steps()
     assert_close(jax.tree.map(lambda x: x[:2], grads), stacked([grads for _, grads in singles]))
@@ -281,7 +334,7 @@ def test_metrics_that_change_between_batches_are_an_error(report, key):
         function_program(lambda key, batch: jnp.ones(3), loss, optax.sgd(0.1)), on_recompile="ignore"
     )
     state = program.init(key, np.ones((8, 3), np.float32))
-    _, buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
+    buffer = program.train_buffer(state, np.ones((8, 3), np.float32), 2)
     state, buffer, _ = program.train_step(state, buffer, np.ones((8, 3), np.float32))
     with pytest.raises(ValueError, match=r"metrics changed.* from .* to "):
         program.train_step(state, buffer, np.ones((5, 3), np.float32))
@@ -320,7 +373,7 @@ def test_initial_weights_may_be_numpy_arrays_and_are_sharded_by_the_layout():
 
 
 def test_a_program_without_init_from_params_is_an_error_that_names_it():
-    compiled = compile_program(regression()._replace(init_from_params=None))
+    compiled = compile_program(regression().with_info(init_from_params=None))
     with pytest.raises(ValueError, match=r"existing weights.*`init_from_params`"):
         compiled.init_from_params(jax.random.key(0), TRAINED, {})
 

@@ -40,12 +40,13 @@ for shard in state.params["kernel"].addressable_shards:
     np.testing.assert_array_equal(shard.data, initial[shard.index])
 
 placed = compiled.place(batch, stacked=False, replicated=True)
-fmt, buffer = compiled.train_buffer(state, placed, 3)
+buffer = compiled.train_buffer(state, placed, 3)
+fmt = buffer.format
 for _ in range(3):
     state, buffer, _ = compiled.train_step(state, buffer, placed)
     jax.block_until_ready(buffer)
 np.testing.assert_array_equal(model.kernel[...], initial)
-print(json.dumps([float(loss) for loss in fmt.read(np.asarray(buffer), [])["loss"].values]))
+print(json.dumps([float(loss) for loss in fmt.read(np.asarray(buffer.rows), [])["loss"].values]))
 """
 
 
@@ -57,10 +58,11 @@ def test_processes_with_the_same_weights_shard_them_and_match_one_process():
     program = nnx_program(model, lambda model, batch, train: (model(batch) ** 2).mean(), optax.adam(0.1))
     alone, batch = compile_program(program), np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
     state = alone.init(jax.random.key(0), batch)
-    fmt, buffer = alone.train_buffer(state, batch, 3)
+    buffer = alone.train_buffer(state, batch, 3)
+    fmt = buffer.format
     for _ in range(3):
         state, buffer, _ = alone.train_step(state, buffer, batch)
-    np.testing.assert_allclose(first, fmt.read(np.asarray(buffer), [])["loss"].values, rtol=1e-5)
+    np.testing.assert_allclose(first, fmt.read(np.asarray(buffer.rows), [])["loss"].values, rtol=1e-5)
 
 
 def test_keys_and_arrays_are_placed_in_one_process_too():

@@ -15,7 +15,7 @@ NORMS = tuple(f"optimizer/{name}" for name in ("grad_global_norm", "grad_global_
 
 def stepped(program: CompiledProgram, batches: list[Any]) -> TrainState:
     state = program.init(jax.random.key(0), batches[0])
-    _, buffer = program.train_buffer(state, batches[0], 4)
+    buffer = program.train_buffer(state, batches[0], 4)
     for batch in batches:
         state, buffer, _ = program.train_step(state, buffer, batch)
     return state

@@ -38,7 +38,7 @@ def trained(
     program = function_program(lambda key, batch: {"w": jnp.ones((3, width))}, loss, optax.adam(rate))
     compiled = compile_program(program, **options)
     state = compiled.init(jax.random.key(0), batch)
-    _, buffer = compiled.train_buffer(state, batch, 2)
+    buffer = compiled.train_buffer(state, batch, 2)
     for _ in range(2):
         state, buffer, _ = compiled.train_step(state, buffer, batch)
     jax.effects_barrier()
@@ -85,7 +85,7 @@ def test_a_state_that_is_not_donated_stays(kept):
     for donate in (True, False):
         compiled = compile_program(program, donate=donate)
         state = compiled.init(jax.random.key(0), BATCH)
-        _, buffer = compiled.train_buffer(state, BATCH, 2)
+        buffer = compiled.train_buffer(state, BATCH, 2)
         compiled.train_step(state, buffer, BATCH)
         assert state.params["w"].is_deleted() == donate
 
@@ -108,7 +108,7 @@ def test_the_cache_keeps_no_reference_to_the_program(kept):
 
         compiled = compile_program(function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1)))
         state = compiled.init(jax.random.key(0), BATCH)
-        _, buffer = compiled.train_buffer(state, BATCH, 2)
+        buffer = compiled.train_buffer(state, BATCH, 2)
         compiled.train_step(state, buffer, BATCH)
 
     scale = Scale()
@@ -134,7 +134,7 @@ def test_arrays_on_another_device_are_computed_there():
     state = compiled.init(jax.random.key(0), BATCH)
     for device in jax.devices()[:2]:
         here = jax.device_put(jax.tree.map(jnp.copy, state), device)
-        _, buffer = compiled.train_buffer(here, BATCH, 2)
+        buffer = compiled.train_buffer(here, BATCH, 2)
         with pytest.warns(RecompileWarning) if device == jax.devices()[1] else nullcontext():
             here, _, _ = compiled.train_step(here, jax.device_put(buffer, device), BATCH)
         assert here.params["w"].devices() == {device}

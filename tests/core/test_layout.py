@@ -114,11 +114,12 @@ def two_steps(program: Program, batch: Any, layout: Layout | None) -> tuple[Trai
     compiled = compile_program(program, layout=layout, donate=False)
     start = state = compiled.init(jax.random.key(0), batch)
     placed = compiled.place(batch, stacked=False)
-    fmt, buffer = compiled.train_buffer(state, placed, 2)
+    buffer = compiled.train_buffer(state, placed, 2)
+    fmt = buffer.format
     for _ in range(2):
         state, buffer, _ = compiled.train_step(state, buffer, placed)
         jax.block_until_ready(buffer)
-    return start, state, {name: column.values for name, column in fmt.read(np.asarray(buffer), []).items()}
+    return start, state, {name: column.values for name, column in fmt.read(np.asarray(buffer.rows), []).items()}
 
 
 @cache
@@ -240,7 +241,7 @@ def test_a_state_of_existing_weights_is_created_sharded_and_keeps_them(key):
         for tree in (state.params, state.opt_state[0].mu, state.extra["ema"]):
             assert {shard.data.shape for shard in tree["in"].addressable_shards} == {(256 // fsdp, 256)}
         placed = compiled.place(batch, stacked=False)
-        compiled.train_step(state, compiled.train_buffer(state, placed, 1)[1], placed)
+        compiled.train_step(state, compiled.train_buffer(state, placed, 1), placed)
         assert float(mine["in"][0, 0]) == 1, "the step deletes them if they are part of the state"
 
 

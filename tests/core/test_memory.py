@@ -12,9 +12,17 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import FlatState, Layout, OutOfMemoryError, compile_program, make_mesh, readable_bytes
+from jax_trainer.core import (
+    FlatState,
+    Layout,
+    OutOfMemoryError,
+    ResidentBatch,
+    compile_program,
+    make_mesh,
+    readable_bytes,
+)
+from jax_trainer.core.compile import CompiledStep
 from jax_trainer.core.memory import explain_oom
-from jax_trainer.core.recompile import RecompileGuard
 
 REFUSED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17.2GiB.\nmore")
 
@@ -91,20 +99,27 @@ def test_only_errors_of_memory_are_explained(prepared):
 
 def test_an_error_at_the_call_is_explained_and_other_errors_pass(monkeypatch, prepared):
     program, state = prepared
+    buffer = program.eval_buffer(state, BATCH, 1)
 
     def fail(error):
         def run(*args):
             raise error
 
-        monkeypatch.setattr(RecompileGuard, "__call__", run)
+        monkeypatch.setattr(CompiledStep, "_run", run)
 
     fail(REFUSED)
     with pytest.raises(OutOfMemoryError, match="a batch of 8 examples 160 B"):
-        program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
+        program.flat_eval_step(FlatState.of(state), buffer, BATCH)
     fail(other := jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus"))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        program.flat_eval_step(FlatState.of(state), jnp.zeros(1), BATCH)
+        program.flat_eval_step(FlatState.of(state), buffer, BATCH)
     assert caught.value is other
+
+
+def test_resident_data_is_counted_apart_from_the_batch(prepared):
+    batch = ResidentBatch(np.arange(8, dtype=np.int32), {"x": np.ones((100, 4), np.float32)})
+    message = str(explain_oom(REFUSED, "train_step", prepared[1], batch))
+    assert "resident data 1.6 kB, a batch of 8 examples 32 B;" in message
 
 
 def test_sharded_arrays_are_counted_per_device(prepared):
@@ -122,8 +137,9 @@ def test_an_error_in_user_code_is_explained_with_and_without_compilation(prepare
         raise REFUSED
 
     program = compile_program(function_program(lambda key, batch: jnp.zeros(4), fail, optax.adam(0.1)), debug=debug)
+    buffer = prepared[0].train_buffer(prepared[1], BATCH, 1)
     with pytest.raises(OutOfMemoryError, match="`train_step` .* parameters 16 B, optimizer state 36 B, a batch of 8"):
-        program.flat_train_step(FlatState.of(prepared[1]), jnp.zeros(1), BATCH)
+        program.flat_train_step(FlatState.of(prepared[1]), buffer, BATCH)
 
 
 def test_an_initial_state_that_does_not_fit_is_an_error_with_its_size():

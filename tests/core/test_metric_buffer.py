@@ -15,15 +15,15 @@ from jax_trainer.core import (
     MetricBufferFormat,
     as_metrics,
 )
-from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, rows_written
+from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER
 
 
 def through_the_buffer(value: Any, **options: Any) -> Column:
     """The column of a metric that one step reported."""
     metrics = as_metrics({"m": {"value": value, **options}}, weight=3)
     fmt = MetricBufferFormat.of(metrics)
-    buffer, loose = fmt.append(fmt.blank(4), metrics)
-    return fmt.read(np.asarray(buffer)[-1:], [jax.device_get(loose)])["m"]
+    buffer, loose = fmt.blank(4).append(metrics)
+    return fmt.read(np.asarray(buffer.rows)[-1:], [jax.device_get(loose)])["m"]
 
 
 @settings(deadline=None, max_examples=30)
@@ -89,9 +89,9 @@ def test_the_buffer_keeps_the_last_steps_and_counts_all():
     fmt = MetricBufferFormat.of(as_metrics({"m": 0}, 1))
     buffer = fmt.blank(3)
     for step in range(1, 6):
-        buffer, _ = fmt.append(buffer, as_metrics({"m": 10 * step}, step))
-        assert int(rows_written(buffer)) == step
-    column = fmt.read(np.asarray(buffer), [])["m"]
+        buffer, _ = buffer.append(as_metrics({"m": 10 * step}, step))
+        assert int(buffer.rows_written) == step
+    column = fmt.read(np.asarray(buffer.rows), [])["m"]
     np.testing.assert_array_equal(column.values, [30, 40, 50])
     np.testing.assert_array_equal(column.weights, [3, 4, 5])
 
@@ -110,4 +110,4 @@ def test_the_buffer_keeps_the_last_steps_and_counts_all():
 def test_changed_metrics_are_an_error_that_names_them(changed, old, new):
     fmt = MetricBufferFormat.of(as_metrics({"loss": 1.0, "acc": 1.0}, 1))
     with pytest.raises(ValueError, match=f"from .*{old}.* to .*{new}"):
-        fmt.append(fmt.blank(2), as_metrics(changed, 1))
+        fmt.blank(2).append(as_metrics(changed, 1))

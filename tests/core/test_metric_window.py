@@ -37,9 +37,9 @@ def numbered_rows(steps: int, first: int = 1) -> MetricWindow:
     fmt = MetricBufferFormat.of(metrics(1))
     buffer, off_buffer = fmt.blank(steps), []
     for step in range(first, first + steps):
-        buffer, loose = fmt.append(buffer, metrics(step))
+        buffer, loose = buffer.append(metrics(step))
         off_buffer.append(jax.device_get(loose))
-    return MetricWindow(first, fmt, np.asarray(buffer), tuple(off_buffer))
+    return MetricWindow(first, fmt, np.asarray(buffer.rows), tuple(off_buffer))
 
 
 @pytest.mark.parametrize("after", range(4, 9))
@@ -70,7 +70,7 @@ class Writer:
     def dispatch(self, first: int, steps: int = 1, *, stacked: bool = False) -> list[MetricWindow]:
         blocks = []
         for step in range(first, first + steps):
-            self._buffer, loose = self._format.append(self._buffer, self._metrics(step))
+            self._buffer, loose = self._buffer.append(self._metrics(step))
             blocks.append(loose)
         # a chunk is padded to its full length
         loose = jax.tree.map(lambda *x: jnp.stack([*x, x[-1] * 0]), *blocks) if stacked else blocks[0]
@@ -162,7 +162,7 @@ def report(values: jax.Array) -> Any:
 def appending(size: int, dtype: str) -> Any:
     metrics = report(jnp.ones(size, VALUE_DTYPES[dtype]))
     fmt = MetricBufferFormat.of(metrics)
-    return fmt, jax.jit(lambda buffer, values: fmt.append(buffer, report(values)))
+    return fmt, jax.jit(lambda buffer, values: buffer.append(report(values)))
 
 
 def oracle(means: np.ndarray, sizes: np.ndarray) -> dict[str, float]:
@@ -220,7 +220,8 @@ def test_a_compiled_program_reports_epoch_means_over_all_examples(every):
     compiled = compile_program(program, on_recompile="ignore")
     batches = list(ragged_batches((8, 8, 5, 8, 3)))
     state = compiled.init(jax.random.key(0), batches[0])
-    fmt, buffer = compiled.train_buffer(state, batches[0], every)
+    buffer = compiled.train_buffer(state, batches[0], every)
+    fmt = buffer.format
     reader, accumulator = MetricReader(fmt, every, lag=2), WindowAccumulator(LogMode.TRAIN)
     for step, batch in enumerate(batches, start=1):
         state, buffer, (loose, _) = compiled.train_step(state, buffer, batch)
@@ -243,7 +244,7 @@ def test_a_long_epoch_has_the_same_bits_whatever_the_windows_it_arrives_in():
     values = np.random.default_rng(0).normal(loc=5, size=3 * FOLD_AFTER + 5).astype(np.float32)
     metrics = as_metrics({"m": values[0], "spread": {"value": values[0], "mode": "std"}}, 3)
     fmt = MetricBufferFormat.of(metrics)
-    words = np.repeat(np.asarray(fmt.append(fmt.blank(1), metrics)[0]), len(values), axis=0)
+    words = np.repeat(np.asarray(fmt.blank(1).append(metrics)[0].rows), len(values), axis=0)
     for name in ("m", "spread"):
         words[:, fmt.metrics[name].value.start] = values.view(np.uint32)
     found = []
@@ -276,7 +277,7 @@ def test_a_window_accumulator_uses_only_its_phase_and_frequency():
         {"step": {"value": 1, "log_freq": "step"}, "epoch": {"value": 2, "log_freq": "epoch"}, "any": 3}, weight=1
     )
     fmt = MetricBufferFormat.of(metrics)
-    rows = MetricWindow(1, fmt, np.asarray(fmt.append(fmt.blank(1), metrics)[0]))
+    rows = MetricWindow(1, fmt, np.asarray(fmt.blank(1).append(metrics)[0].rows))
     accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
     accumulator.add(rows)
     assert accumulator.compute() == {"epoch": 2.0, "any": 3.0}
@@ -300,7 +301,7 @@ def test_large_arrays_do_not_accumulate(monkeypatch):
     monkeypatch.setattr("jax_trainer.core.metric_window.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
     metrics = as_metrics({"big": np.ones(LARGEST_IN_BUFFER + 1, np.float32)}, 1)
     fmt, accumulator = MetricBufferFormat.of(metrics), WindowAccumulator(LogMode.TRAIN)
-    words, seen = np.asarray(fmt.append(fmt.blank(1), metrics)[0]), []
+    words, seen = np.asarray(fmt.blank(1).append(metrics)[0].rows), []
     for step in range(1, 9):
         array = np.full(LARGEST_IN_BUFFER + 1, step, np.float32)
         seen.append(weakref.ref(array))

@@ -112,8 +112,8 @@ def test_parameters_are_initialised_from_their_own_stream():
 def test_init_equals_init_from_params_with_initial_weights():
     program = function_program(init, linear, optax.adam(0.5), precision="bf16_full")
     fresh, weights = program.init(jax.random.key(3), BATCH), init(stream(jax.random.key(3), "init"), BATCH)
-    assert program.init_from_params is not None
-    assert_same_bits(program.init_from_params(jax.random.key(3), weights, {}), fresh)
+    assert program.info.init_from_params is not None
+    assert_same_bits(program.info.init_from_params(jax.random.key(3), weights, {}), fresh)
 
 
 SLOW_WEIGHTS = optax.GradientTransformation(
@@ -125,8 +125,8 @@ SLOW_WEIGHTS = optax.GradientTransformation(
 def test_an_optimizer_that_copies_weights_gets_those_of_init_from_params(tx):
     weights = {"w": jnp.array([1.0, 2.0, 3.0])}
     program = function_program(init, linear, tx)
-    assert program.init_from_params is not None
-    state = program.init_from_params(jax.random.key(0), weights, {})
+    assert program.info.init_from_params is not None
+    state = program.info.init_from_params(jax.random.key(0), weights, {})
     (copy,) = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (3,) and bool(leaf.any())]
     assert_same_bits(copy, weights["w"])
 

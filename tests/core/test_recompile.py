@@ -10,7 +10,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import BatchChangedError, RecompileError, RecompileWarning, TrainState, compile_program
-from jax_trainer.core.recompile import RecompileGuard
+from jax_trainer.core.compile import CompiledStep
 from jax_trainer.testing import numbered_data, tiny_program
 
 
@@ -45,8 +45,8 @@ class Run:
         program = function_program(lambda key, batch: {"w": jnp.ones(3)}, loss, optax.sgd(0.1))
         self.compiled = compile_program(program, **options)
         self.state = self.compiled.init(jax.random.key(0), batch)
-        _, self.buffer = self.compiled.train_buffer(self.state, batch, 2)
-        _, self.eval_buffer = self.compiled.eval_buffer(self.state, batch, 2)
+        self.buffer = self.compiled.train_buffer(self.state, batch, 2)
+        self.eval_buffer = self.compiled.eval_buffer(self.state, batch, 2)
 
     def step(self, batch: Any) -> TrainState:
         self.state, self.buffer, _ = self.compiled.train_step(self.state, self.buffer, batch)
@@ -57,7 +57,7 @@ class Run:
 
 
 def compilations(step: Any) -> int:
-    assert isinstance(step, RecompileGuard)
+    assert isinstance(step, CompiledStep)
     return step.compilations
 
 
@@ -81,7 +81,7 @@ def test_a_number_of_steps_in_a_chunk_is_not_a_recompilation():
     batches = jax.tree.map(lambda x: np.stack([x] * 3), batch_of())
     for steps in (3, 1, 2):
         run.state, run.buffer, _ = run.compiled.train_chunk(run.state, run.buffer, batches, steps)
-    assert compilations(run.compiled._part_chunk) == 1
+    assert compilations(run.compiled._train_chunk) == 1
     assert int(run.state.step) == 6
 
 
@@ -237,7 +237,7 @@ def test_with_error_a_changed_sharding_leaves_the_state_alive(key):
     batch = {name: array[:8] for name, array in numbered_data(8).items()}
     program = compile_program(tiny_program("linen"), on_recompile="error")
     state = program.init(key, batch)
-    _, buffer = program.train_buffer(state, batch, 2)
+    buffer = program.train_buffer(state, batch, 2)
     state, buffer, _ = program.train_step(state, buffer, batch)
     with pytest.raises(RecompileError, match="would be compiled again: batch.* on 1 device"):
         program.train_step(state, buffer, jax.device_put(batch, jax.devices()[0]))
@@ -248,7 +248,7 @@ def test_an_evaluation_over_many_lengths_is_reported(key):
     program = compile_program(tiny_program("linen"))
     data = numbered_data(30)
     state = program.init(key, data)
-    _, buffer = program.eval_buffer(state, data, 2)
+    buffer = program.eval_buffer(state, data, 2)
     lengths = range(30, 22, -1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -36,11 +36,12 @@ def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainStat
     """The states before and after every step, and the metrics of the steps."""
     compiled = compile_program(program, donate=False)
     states = [compiled.init(jax.random.key(0), batches[0])]
-    fmt, buffer = compiled.train_buffer(states[0], batches[0], len(batches))
+    buffer = compiled.train_buffer(states[0], batches[0], len(batches))
+    fmt = buffer.format
     for batch in batches:
         state, buffer, _ = compiled.train_step(states[-1], buffer, batch)
         states.append(state)
-    return states, MetricWindow(1, fmt, np.asarray(buffer))
+    return states, MetricWindow(1, fmt, np.asarray(buffer.rows))
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -83,12 +84,12 @@ def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate
 
 def test_init_from_params_includes_the_state_of_wrappers():
     program = with_finite_guard(with_ema(fit_mean(), 0.9))
-    assert program.init_from_params is not None
+    assert program.info.init_from_params is not None
     weights_passed = {"w": jnp.float32(7)}
-    state = program.init_from_params(jax.random.key(0), weights_passed, {})
+    state = program.info.init_from_params(jax.random.key(0), weights_passed, {})
     fresh = program.init(jax.random.key(0), GOOD)
     assert_same_bits(state, fresh.replace(params=weights_passed, extra={**fresh.extra, "ema": weights_passed}))
-    assert with_finite_guard(fit_mean()._replace(init_from_params=None)).init_from_params is None
+    assert with_finite_guard(fit_mean().with_info(init_from_params=None)).info.init_from_params is None
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
@@ -150,7 +151,7 @@ def test_skips_are_counted_and_their_metrics_have_weight_0():
 
 
 def check(program: Program, rows: MetricWindow) -> None:
-    for one in program.checks:
+    for one in program.info.checks:
         one(rows)
 
 
@@ -263,14 +264,14 @@ def test_watching_an_unknown_training_metric_is_an_error_that_lists_the_known_on
 
 
 def test_only_a_guarded_program_has_its_batches_kept():
-    assert not with_ema(fit_mean(), 0.9).keeps_batches
-    assert with_ema(with_finite_guard(fit_mean()), 0.9).keeps_batches
+    assert not with_ema(fit_mean(), 0.9).info.keeps_batches
+    assert with_ema(with_finite_guard(fit_mean()), 0.9).info.keeps_batches
 
 
 def test_checks_of_inner_programs_are_kept():
     def inner(rows: MetricWindow) -> None:
         raise AssertionError("called")
 
-    program = with_finite_guard(fit_mean()._replace(checks=(inner,)))
-    assert program.checks[0] is inner
-    assert len(program.checks) == 2
+    program = with_finite_guard(fit_mean().with_info(checks=(inner,)))
+    assert program.info.checks[0] is inner
+    assert len(program.info.checks) == 2

@@ -448,7 +448,7 @@ def test_averages_guards_and_accumulation_work_with_transforms(flavour, outermos
     assert_finite(state)
     assert int(state.step) == 18
     assert len(seen.evals) == 3
-    assert len(program.checks) == 1
+    assert len(program.info.checks) == 1
 
 
 @pytest.mark.slow
@@ -504,7 +504,7 @@ def test_transforms_of_a_prediction_draw_what_those_of_an_evaluation_draw():
 
 def test_transforms_leave_a_program_its_way_to_begin_and_none_where_there_is_none():
     program = with_transforms(tiny_program("linen"), small())
-    assert program.init_from_params is not None
+    assert program.info.init_from_params is not None
     assert program.predict_step is not None
     plain = function_program(lambda key, batch: jnp.zeros(()), lambda *args, **kwargs: 0.0, optax.sgd(0.1))
     assert with_transforms(plain, small()).predict_step is None
@@ -568,8 +568,8 @@ def test_a_step_with_transforms_moves_nothing_between_host_and_device(flavour):
     program = compile_program(with_transforms(tiny_program(flavour), small()))
     batch = jax.device_put(SMALL)
     state = program.init(KEY, batch)
-    _, buffer = program.train_buffer(state, batch, 4)
-    _, eval_buffer = program.eval_buffer(state, batch, 4)
+    buffer = program.train_buffer(state, batch, 4)
+    eval_buffer = program.eval_buffer(state, batch, 4)
     state, buffer, _ = program.train_step(state, buffer, batch)
     program.eval_step(state, eval_buffer, batch)
     with assert_no_implicit_transfers():

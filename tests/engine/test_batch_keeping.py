@@ -162,7 +162,7 @@ def test_reading_more_often_changes_no_row_of_the_log_and_no_value(steps_per_cal
     loader = ArrayLoader(SupervisedBatch.of(x, np.arange(len(x), dtype=np.int32)), SIZE, shuffle=True)
     results = []
     for keeps in (True, False):
-        program = compile_program(with_finite_guard(MEAN)._replace(keeps_batches=keeps), on_recompile="ignore")
+        program = compile_program(with_finite_guard(MEAN).with_info(keeps_batches=keeps), on_recompile="ignore")
         state = program.init(jax.random.key(0), arrays()[:SIZE])
         plan = Plan(max_epochs=2, metrics_every=50, steps_per_call=steps_per_call, eval_every=Every(steps=60, epochs=1))
         writer, seen, reads = Writer(), EventRecorder(), Reads()

@@ -66,7 +66,7 @@ def program_states(tx, data, guard=False, **options):
     program = function_program(make, distance, tx, **options)
     compiled = compile_program(with_finite_guard(program) if guard else program, donate=False)
     states = [compiled.init(jax.random.key(0), data[0])]
-    _, buffer = compiled.train_buffer(states[0], data[0], len(data))
+    buffer = compiled.train_buffer(states[0], data[0], len(data))
     for batch in data:
         state, buffer, _ = compiled.train_step(states[-1], buffer, batch)
         states.append(state)

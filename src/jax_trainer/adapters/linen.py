@@ -122,7 +122,7 @@ def linen_program(
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
     program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
-    return program._replace(partition_specs=lambda: specs)
+    return program.with_info(partition_specs=lambda: specs)
 
 
 def flax_state_program(
@@ -155,8 +155,8 @@ def flax_state_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
 
-    return program._replace(
-        init=init, init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs
+    return program._replace(init=init).with_info(
+        init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs
     )
 
 

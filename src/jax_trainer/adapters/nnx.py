@@ -24,10 +24,10 @@ from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
     GradFn,
-    Gradients,
     Metrics,
     PredictFn,
     Program,
+    ProgramInfo,
     PyTree,
     StepOptions,
     TrainState,
@@ -43,10 +43,9 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep
-from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import attribute_to, noting_definition
-from jax_trainer.core.zero_gradients import warn_of_zero_gradients
 
 _METADATA = {
     "out_sharding",
@@ -181,7 +180,7 @@ def split_program(
 
     loss_fn, predict_fn = _loss_fn(split_of, loss, options), _predict_fn(split_of, to_input)
     program = make_program(init_variables, loss_fn, tx, predict_fn=predict_fn, **options)
-    return program._replace(partition_specs=lambda: split_of().partition_specs)
+    return program.with_info(partition_specs=lambda: split_of().partition_specs)
 
 
 def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:
@@ -270,9 +269,9 @@ def nnx_step_program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
         _user_eval(split, val_step),
-        checks=(warn_of_zero_gradients,),
-        init_is_traced=False,
-        partition_specs=lambda: split.partition_specs,
+        info=ProgramInfo(
+            checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
+        ),
     )
 
 
@@ -283,8 +282,8 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
 
 
 def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
-    def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
-        model = split.join(state.params, state.model_state, rng, train=True)
+    def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
+        model = split.join(params, model_state, rng, train=True)
         with _allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
         with noting_definition(train_step):
@@ -301,8 +300,8 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
                 )
             _, new_state = split.arrays(model)
             metrics = as_metrics(reported, batch_weight(batch))
-            grads = like_params(matching_grads(returned[1], state.params, split.trainable))
-        return Gradients(grads, kept_state(state.model_state, new_state), metrics)
+            grads = matching_grads(returned[1], params, split.trainable)
+        return (metrics.by_name["loss"].value, (kept_state(model_state, new_state), metrics)), grads
 
     return grad_fn
 

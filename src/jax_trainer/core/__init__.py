@@ -4,7 +4,8 @@ Independent of epochs, files and model libraries. Imports no other package of th
 """
 
 from jax_trainer.core.accumulate import accumulate
-from jax_trainer.core.compile import CompiledProgram, compile_program, compiled_function, copied
+from jax_trainer.core.compile import compiled_function, copied
+from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.integers import checked_int
@@ -13,7 +14,7 @@ from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_stati
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
-from jax_trainer.core.metric_buffer import MetricBufferFormat
+from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metric_window import MetricReader, MetricWindow, WindowAccumulator
 from jax_trainer.core.metrics import (
     Batch,
@@ -32,16 +33,16 @@ from jax_trainer.core.optional_import import lazy_import
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
-from jax_trainer.core.program import InitVariables, Program, StepOptions, make_program
+from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
 from jax_trainer.core.returned import check_call, checked_loss, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
+from jax_trainer.core.setup import TrainTrace
 from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
-from jax_trainer.core.statistics import with_statistics
 from jax_trainer.core.steps import (
     GradFn,
-    Gradients,
     LossFn,
     PredictFn,
     StepReport,
@@ -51,7 +52,14 @@ from jax_trainer.core.steps import (
     make_train_step,
 )
 from jax_trainer.core.user_frame import explaining, noting, with_user_frame
-from jax_trainer.core.wrappers import NonFiniteError, thawed, with_ema, with_finite_check, with_finite_guard
+from jax_trainer.core.wrappers import (
+    NonFiniteError,
+    thawed,
+    with_ema,
+    with_finite_check,
+    with_finite_guard,
+    with_statistics,
+)
 
 __all__ = [
     "STATISTICS",
@@ -65,7 +73,6 @@ __all__ = [
     "FlatState",
     "FlaxState",
     "GradFn",
-    "Gradients",
     "InitVariables",
     "Layout",
     "LayoutError",
@@ -76,6 +83,7 @@ __all__ = [
     "MeshLike",
     "Metric",
     "MetricAccumulator",
+    "MetricBuffer",
     "MetricBufferFormat",
     "MetricReader",
     "MetricWindow",
@@ -87,12 +95,15 @@ __all__ = [
     "Precision",
     "PredictFn",
     "Program",
+    "ProgramInfo",
     "PyTree",
     "RecompileError",
     "RecompileWarning",
+    "ResidentBatch",
     "StepOptions",
     "StepReport",
     "TrainState",
+    "TrainTrace",
     "WindowAccumulator",
     "accumulate",
     "as_metrics",

@@ -8,8 +8,7 @@ from jax import lax
 
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, merge_micro, resized
 from jax_trainer.core.precision import cast_like
-from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import GradFn, Gradients
+from jax_trainer.core.steps import GradFn
 from jax_trainer.core.tracing import like_params, split_rows
 
 
@@ -24,7 +23,9 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
     if micro_batches == 1:
         return grad_fn
 
-    def accumulated(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
+    def accumulated(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
         length = _length(batch)
         micro = -(-length // micro_batches)
         full = length // micro  # micro-batches of full size
@@ -33,16 +34,17 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             total, weight, model_state = carry
             index, rows = part
             rows = resized(rows, _length(rows))
-            found = grad_fn(state.replace(model_state=model_state), rows, jax.random.fold_in(rng, index))
-            count = jnp.asarray(found.metrics.weight_of("loss"), jnp.float32)
+            key = jax.random.fold_in(rng, index)
+            (_, (model_state, metrics)), grads = grad_fn(params, model_state, rows, key, step=step)
+            count = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
             # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
             total = jax.tree.map(
-                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, found.grads
+                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, like_params(grads)
             )
-            return (total, weight + count, found.model_state), found.metrics
+            return (total, weight + count, model_state), metrics
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-        carry = (like_params(zeros), jnp.zeros((), jnp.float32), state.model_state)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        carry = (like_params(zeros), jnp.zeros((), jnp.float32), model_state)
         even = full * micro
         parts = jax.tree.map(lambda x: x[:even].reshape(full, micro, *x.shape[1:]), batch)
         parts = split_rows(parts, axis=1)  # sliced from a batch sharded by rows, each would be on a few devices only
@@ -52,8 +54,9 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             carry, rest = add(carry, (jnp.asarray(full), jax.tree.map(lambda x: x[even:], batch)))
         total, weight, model_state = carry
         counted = jnp.where(weight > 0, weight, 1)
-        grads = cast_like(jax.tree.map(lambda t: t / counted, total), state.params)
-        return Gradients(grads, model_state, merge_micro(stacked, rest))
+        grads = cast_like(jax.tree.map(lambda t: t / counted, total), params)
+        metrics = merge_micro(stacked, rest)
+        return (metrics.by_name["loss"].value, (model_state, metrics)), grads
 
     return accumulated
 

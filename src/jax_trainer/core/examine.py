@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core.compile import CompiledProgram
+from jax_trainer.core.compiled_program import CompiledProgram
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.state import TrainState

@@ -27,77 +27,35 @@ _kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # least recently used first
 _lock = threading.Lock()
 
 
-class SharedExecutable:
-    """A `jax.jit` function whose executables are shared with functions of the same lowered text.
+def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Callable[..., Any]:
+    """The executable of a `jax.jit` function for such arguments, shared with functions of the same lowered text.
 
-    An executable belongs to the shapes and shardings of its arguments. Arguments that differ otherwise, and what cannot
-    be shared (callbacks, NaN debugging, large constants, several processes), fall through to `jax.jit`.
-
-    Args:
-        jitted: the function, of positional arguments.
-        shardings: its `out_shardings`, if any.
+    It raises a TypeError or ValueError for other arguments than those of the function that was compiled first. Returns
+    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, several processes.
     """
-
-    def __init__(self, jitted: Any, shardings: Any = None) -> None:
-        self._jitted, self._shardings = jitted, tuple(jax.tree.leaves(shardings))
-        self._by_kind: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._kind: tuple[Any, ...] = ()  # of the arguments of `_run`
-        self._run: Callable[..., Any] | None = None
-        self.compilations = 0  # used, compiled here or elsewhere
-
-    def __call__(self, first: Any, *more: Any) -> Any:
-        """Runs the function. All arrays of a list `first` must be on the same devices, as those of a state are."""
-        # most functions see one kind of arguments: an executable compares them itself, in less time than `_kind_of`
-        if self._run is None or len(self._by_kind) > 1:
-            self._select(first, *more)
-        if self._run is not self._jitted:
-            try:
-                return self._run(first, *more)  # type: ignore[misc]
-            except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
-                if self._select(first, *more):
-                    return self(first, *more)
-        results = self._jitted(first, *more)
-        self._count()
-        return results
-
-    def _count(self) -> None:
-        self.compilations = len(self._by_kind) + self._jitted._cache_size()
-
-    def _select(self, *args: Any) -> bool:
-        """Selects the executable for such arguments; returns whether it is another one than before."""
-        kind = _kind_of(*args)
-        if kind == self._kind:
-            return False
-        if kind not in self._by_kind:
-            self._by_kind[kind] = self._compiled(*args)
-            self._count()
-        self._kind, self._run = kind, self._by_kind[kind]
-        return True
-
-    def _compiled(self, *args: Any) -> Callable[..., Any]:
-        config: Any = jax.config
-        debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
-        if debugs or jax.process_count() > 1:
-            return self._jitted
-        traced = self._jitted.trace(*args)
-        constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
-        if traced.jaxpr.effects or constants > MOST_CONSTANT_BYTES:
-            return self._jitted
-        lowered = traced.lower()
-        text = lowered.as_text()
-        # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
-        if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
-            return self._jitted
-        shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
-        options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
-        digest = hashlib.sha256(text.encode()).digest()
-        return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *self._shardings, *options), lowered)
+    config: Any = jax.config
+    debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
+    if debugs or jax.process_count() > 1:
+        return jitted
+    traced = jitted.trace(*args)
+    constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
+    if traced.jaxpr.effects or constants > MOST_CONSTANT_BYTES:
+        return jitted
+    lowered = traced.lower()
+    text = lowered.as_text()
+    # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
+    if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
+        return jitted
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+    options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
+    digest = hashlib.sha256(text.encode()).digest()
+    outputs = jax.tree.leaves(out_shardings)
+    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered)
 
 
-def _kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
-    """The shapes and shardings of the arguments. All arrays of a state are on the same devices."""
-    head = first[0] if type(first) is list else first
-    kind: list[Any] = [getattr(head, "committed", False) and head.sharding]
+def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
+    """The shapes and shardings of arguments. All arrays of a list `first`, a state, are on the same devices."""
+    kind: list[Any] = [_committed(first[0] if type(first) is list else first)]
     for leaf in jax.tree.leaves(more):
         is_numpy = type(leaf) is np.ndarray
         kind.append(leaf.shape if is_numpy else (getattr(leaf, "shape", None), _committed(leaf)))

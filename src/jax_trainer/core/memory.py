@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jax_trainer.core.metrics import Batch, PyTree
-from jax_trainer.core.recompile import RecompileGuard
-from jax_trainer.core.state import FlatState, TrainState
+from jax_trainer.core.resident import ResidentBatch
+from jax_trainer.core.state import TrainState
 
 OOM_MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 KNOBS = {  # ways to reduce memory, with the functions that they apply to
@@ -26,29 +26,14 @@ class OutOfMemoryError(RuntimeError):
     """A device ran out of memory. The message names the known allocations and how to reduce them."""
 
 
-class OomReporter(RecompileGuard):
-    """A `RecompileGuard` that explains out-of-memory errors."""
-
-    _ran = 0  # number of compilations that have run
-
-    def __call__(self, flat: FlatState, *more: Any) -> Any:
-        """Runs the function; waits for its results after each compilation."""
-        try:
-            results = super().__call__(flat, *more)
-            if len(self._seen) != self._ran:
-                # the CPU allocates after the call has returned: without waiting, the error shows at a later batch
-                jax.block_until_ready(results)
-                self._ran = len(self._seen)
-            return results
-        except jax.errors.JaxRuntimeError as error:
-            raise explain_oom(error, self.name, flat.state, more[1])  # noqa: B904 - the same error, or one from it
-
-
 def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) -> Exception:
     """An `OutOfMemoryError` if `error` is about memory, otherwise `error`. `state` may be shapes."""
     if not any(marker in str(error) for marker in OOM_MARKERS):
         return error
-    known = {"parameters": state.params, "optimizer state": state.opt_state, _batch(name, batch): batch}
+    known = {"parameters": state.params, "optimizer state": state.opt_state}
+    if isinstance(batch, ResidentBatch):
+        known["resident data"], batch = batch.arrays, batch.rows
+    known[_batch(name, batch)] = batch
     sizes = [f"{part} {readable_bytes(_bytes(tree))}" for part, tree in known.items() if tree is not None]
     knobs = [knob for knob, kinds in KNOBS.items() if name.partition("_")[0] in kinds]
     explained = OutOfMemoryError(

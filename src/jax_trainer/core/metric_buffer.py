@@ -7,6 +7,8 @@ evaluation. Metrics that are large or have no fixed shape (CONCAT) are not in th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,27 +66,12 @@ class MetricBufferFormat(NamedTuple):
         off_buffer = tuple(name for name, metric in metrics.by_name.items() if not _fits(metric))
         return cls(placed, default_weight, off_buffer, position + 1)
 
-    def blank(self, length: int, sharding: Any = None) -> jax.Array:
-        """An empty buffer for the last `length` steps."""
-        return jax.device_put(np.zeros((length, self.width), np.uint32), sharding)
+    def __hash__(self) -> int:
+        return hash((self.width, self.off_buffer, *self.metrics))
 
-    def append(self, buffer: jax.Array, metrics: Metrics) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The buffer with one more step, and the metrics that do not fit into it."""
-        if MetricBufferFormat.of(metrics) != self:
-            raise ValueError(
-                f"The metrics changed between batches, from {_describe(self)} "
-                f"to {_describe(MetricBufferFormat.of(metrics))}. Return the same names, shapes and options for "
-                "every batch."
-            )
-        words = [_words(metrics.weight)]
-        for metric in metrics.by_name.values():
-            words += [_words(metric.value)] if _fits(metric) else []
-            words += [] if metric.weight is None else [_words(metric.weight)]
-        row = jnp.concatenate([*words, buffer[-1, -1:] + 1])
-        loose = {name: jnp.asarray(metrics.by_name[name].value) for name in self.off_buffer}
-        # a select, not a concatenation, into which the compiler would fuse the reductions of the row (5 % of a step)
-        is_last = jnp.arange(len(buffer))[:, None] == len(buffer) - 1
-        return jnp.where(is_last, row, jnp.roll(buffer, -1, axis=0)), loose
+    def blank(self, length: int) -> "MetricBuffer":
+        """An empty buffer for the last `length` steps, on the host."""
+        return MetricBuffer(np.zeros((length, self.width), np.uint32), self)
 
     def read(self, rows: np.ndarray, loose: Sequence[dict[str, np.ndarray]]) -> Columns:
         """The columns of consecutive steps, from their rows."""
@@ -106,9 +93,37 @@ class MetricBufferFormat(NamedTuple):
         return values if mode is LogMetricMode.CONCAT else np.stack(values).astype(np.float64)
 
 
-def rows_written(buffer: jax.Array) -> jax.Array:
-    """The number of rows written so far, which is the number of the current batch."""
-    return buffer[-1, -1]
+@partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("format",))
+@dataclass(slots=True)
+class MetricBuffer:
+    """The metrics of the last steps: an array of rows, and their format, which is static."""
+
+    rows: Any
+    format: MetricBufferFormat
+
+    def append(self, metrics: Metrics) -> "tuple[MetricBuffer, dict[str, jax.Array]]":
+        """The buffer with one more step, and the metrics that do not fit into it."""
+        found = MetricBufferFormat.of(metrics)
+        if found != self.format:
+            raise ValueError(
+                f"The metrics changed between batches, from {_describe(self.format)} to {_describe(found)}. Return the "
+                "same names, shapes and options for every batch."
+            )
+        words = [_words(metrics.weight)]
+        for metric in metrics.by_name.values():
+            words += [_words(metric.value)] if _fits(metric) else []
+            words += [] if metric.weight is None else [_words(metric.weight)]
+        rows = self.rows
+        row = jnp.concatenate([*words, rows[-1, -1:] + 1])
+        loose = {name: jnp.asarray(metrics.by_name[name].value) for name in found.off_buffer}
+        # a select, not a concatenation, into which the compiler would fuse the reductions of the row (5 % of a step)
+        is_last = jnp.arange(len(rows))[:, None] == len(rows) - 1
+        return MetricBuffer(jnp.where(is_last, row, jnp.roll(rows, -1, axis=0)), self.format), loose
+
+    @property
+    def rows_written(self) -> jax.Array:
+        """The number of rows written so far, which is the number of the current batch."""
+        return self.rows[-1, -1]
 
 
 def _fits(metric: Metric) -> bool:

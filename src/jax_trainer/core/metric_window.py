@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core.metric_accumulator import Columns, MetricAccumulator, reported_in
-from jax_trainer.core.metric_buffer import MetricBufferFormat
+from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metrics import LogFreq, LogMode
 
 FOLD_AFTER = 4096  # steps after which rows are aggregated
@@ -126,13 +126,13 @@ class MetricReader:
         self._off_buffer: list[Any] = []
         self._first = self._last = self._closes_at = self._dispatched = 0
 
-    def record(self, buffer: jax.Array, off_buffer: Any, step: int, steps: int, *, stacked: bool) -> None:
+    def record(self, buffer: MetricBuffer, off_buffer: Any, step: int, steps: int, *, stacked: bool) -> None:
         """Records a dispatch of `steps` rows; the last one is that of `step`."""
         if self._buffer is None:
             self._first = step - steps + 1
             multiple = -(-self._first // self._every) * self._every
             self._closes_at = min(multiple, self._first + self._size - 1)
-        self._buffer, self._last = buffer, step
+        self._buffer, self._last = buffer.rows, step
         self._dispatched += 1
         if self._format.off_buffer:
             self._off_buffer.append((off_buffer, steps if stacked else None))

@@ -1,5 +1,6 @@
 """`Program`: the traced functions of a run, and how to make one from a loss function."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -16,6 +17,7 @@ from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
+    GRAD_NORM,
     EvalStep,
     LossFn,
     PredictFn,
@@ -27,11 +29,24 @@ from jax_trainer.core.steps import (
     make_predict_step,
     make_train_step,
 )
-from jax_trainer.core.zero_gradients import warn_of_zero_gradients
+
+LOG = logging.getLogger("jax_trainer")
 
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
 InitFromParams = Callable[[jax.Array, PyTree, PyTree], TrainState]
 Check = Callable[[MetricWindow], None]
+
+
+class ProgramInfo(NamedTuple):
+    """What a run must know of a program besides its functions."""
+
+    checks: tuple[Check, ...] = ()  # called with metrics on the host; an error ends the run
+    keeps_batches: bool = False  # whether checks need the batch of a step
+    init_is_traced: bool = True  # False: `init` returns existing arrays, which tracing would turn into constants
+    init_from_params: InitFromParams | None = None  # (key, params, model_state) -> new state
+    initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
+    partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
+    transforms: Any = None  # device transforms of batches; None: those of the data may be added
 
 
 class Program(NamedTuple):
@@ -40,14 +55,12 @@ class Program(NamedTuple):
     init: Callable[[jax.Array, Batch], TrainState]
     train_step: TrainStep
     eval_step: EvalStep
-    checks: tuple[Check, ...] = ()  # called with metrics on the host; an error ends the run
-    init_is_traced: bool = True  # False: `init` returns existing arrays, which tracing would turn into constants
-    init_from_params: InitFromParams | None = None  # (key, params, model_state) -> new state
     predict_step: PredictStep | None = None  # the model's outputs for a batch
-    keeps_batches: bool = False  # whether checks need the batch of a step
-    initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
-    partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
-    transforms: Any = None  # device transforms of batches; None: those of the data may be added
+    info: ProgramInfo = ProgramInfo()
+
+    def with_info(self, **changes: Any) -> "Program":
+        """The program with other fields of its `info`."""
+        return self._replace(info=self.info._replace(**changes))
 
 
 class StepOptions(TypedDict, total=False):
@@ -103,14 +116,26 @@ def make_program(
 
     cast_loss = in_precision(loss_fn, precision)
     grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
-    train_step = make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True))
+    is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        train_step,
+        make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True)),
         make_eval_step(cast_loss),
-        checks=(warn_of_zero_gradients,),
-        init_is_traced=options.get("init_is_traced", True),
-        init_from_params=init_from_params,
-        initial_variables=None if options.get("init_is_traced", True) else variables,
-        predict_step=None if predict_fn is None else make_predict_step(predict_fn, precision),
+        None if predict_fn is None else make_predict_step(predict_fn, precision),
+        ProgramInfo(
+            checks=(warn_of_zero_gradients,),
+            init_is_traced=is_traced,
+            init_from_params=init_from_params,
+            initial_variables=None if is_traced else variables,
+        ),
     )
+
+
+def warn_of_zero_gradients(rows: MetricWindow) -> None:
+    """Logs a warning if the gradients of step 1 are zero; no error, because a fully masked batch has none."""
+    if rows.first == 1 and GRAD_NORM in rows.format.metrics and (rows.values_of(GRAD_NORM)[:1] == 0).all():
+        LOG.warning(
+            "The gradients of all parameters were zero in step 1. Check that the loss depends on the outputs of the "
+            "model: a constant, `argmax`, a comparison, `jax.lax.stop_gradient` and a softmax over one output have "
+            "no gradient."
+        )

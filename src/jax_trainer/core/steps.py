@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,9 +16,9 @@ from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params
-from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting, noting_definition
+from jax_trainer.core.user_frame import IN_UPDATE, noting, noting_definition
 
-PARAMS_NORM = "optimizer/params_global_norm"
+PARAMS_NORM, GRAD_NORM = "optimizer/params_global_norm", "optimizer/grad_global_norm"
 LARGE = 2**14  # elements from which a dot product is faster
 
 
@@ -41,13 +42,13 @@ class LossFn(Protocol):
         ...
 
 
-class SteppedLossFn(Protocol):
-    """A `LossFn` with a parameter `step`."""
+class CastLossFn(Protocol):
+    """A `LossFn` in a `Precision`, with its loss among its metrics."""
 
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns the loss, the model state after this batch, and further metrics."""
+    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+        """Returns the loss, the model state after this batch, and all metrics."""
         ...
 
 
@@ -59,19 +60,13 @@ class PredictFn(Protocol):
         ...
 
 
-class Gradients(NamedTuple):
-    """The result of a `GradFn` for one batch."""
-
-    grads: PyTree
-    model_state: PyTree
-    metrics: Metrics
-
-
 class GradFn(Protocol):
     """Computes the gradients of the loss on one batch, at once or in micro-batches."""
 
-    def __call__(self, state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
-        """Returns the gradients at `state.params`."""
+    def __call__(
+        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+        """Returns `(loss, (model_state, metrics)), grads`, as `jax.value_and_grad` does."""
         ...
 
 
@@ -80,45 +75,32 @@ EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
-def in_precision(loss_fn: LossFn, precision: Precision) -> SteppedLossFn:
+def in_precision(loss_fn: LossFn, precision: Precision) -> CastLossFn:
     """`loss_fn` computed in `precision.compute`; its loss and metrics are cast to `precision.output`."""
     takes_step = "step" in inspect.signature(loss_fn).parameters
 
     def cast_loss(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        params, batch = cast_floats((params, batch), precision.compute)
+    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+        params, inputs = cast_floats((params, batch), precision.compute)
         params = gathered(params)  # after the cast: fewer bytes
         extra = {"step": step} if takes_step else {}
         with noting_definition(loss_fn):
-            loss, (new_model_state, reported) = loss_fn(params, model_state, batch, rng, train=train, **extra)
+            loss, (new_model_state, reported) = loss_fn(params, model_state, inputs, rng, train=train, **extra)
             loss = checked_loss(loss, "loss")
-            check_loss(loss, {"batch": batch})
-        loss, reported = cast_floats((loss, dict(reported)), precision.output)
+            check_loss(loss, {"batch": inputs})
+            loss, reported = cast_floats((loss, dict(reported)), precision.output)
+            # a loss that is a mean over tokens or pixels, not examples, may return itself as a sum with its `count`
+            metrics = as_metrics({"loss": loss, **reported}, batch_weight(batch))
         # running statistics keep their dtype: in bf16 their small updates would be rounded away
-        return loss, (cast_like(new_model_state, model_state), reported)
+        return loss, (cast_like(new_model_state, model_state), metrics)
 
-    return attribute_to(cast_loss, loss_fn)
-
-
-def grad_of(loss_fn: SteppedLossFn) -> GradFn:
-    """The gradient of `loss_fn` with respect to the parameters."""
-
-    def grad_fn(state: TrainState, batch: Batch, rng: jax.Array) -> Gradients:
-        def scalar_loss(params: PyTree) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-            return loss_fn(params, state.model_state, batch, rng, train=True, step=state.step)
-
-        (loss, (model_state, reported)), grads = jax.value_and_grad(scalar_loss, has_aux=True)(state.params)
-        with noting_definition(loss_fn):
-            metrics = _with_loss(loss, reported, batch)
-        return Gradients(like_params(grads), model_state, metrics)
-
-    return grad_fn
+    return cast_loss
 
 
-def _with_loss(loss: jax.Array, reported: Mapping[str, Any], batch: Batch) -> Metrics:
-    # a loss that is a mean over tokens or pixels instead of examples may return itself as a sum with its `count`
-    return as_metrics({"loss": loss, **reported}, batch_weight(batch))
+def grad_of(loss_fn: CastLossFn) -> GradFn:
+    """The gradient of `loss_fn` in training with respect to the parameters."""
+    return jax.value_and_grad(partial(loss_fn, train=True), has_aux=True)
 
 
 def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
@@ -126,19 +108,19 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
-        grads, model_state, metrics = grad_fn(state, batch, rng)
+        (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
         # without it, on a GPU, gradient statistics change the fusion of the update, and its last bits
-        grads = jax.lax.optimization_barrier(grads)
-        loss = metrics.by_name["loss"].value
+        grads = jax.lax.optimization_barrier(like_params(grads))
 
-        def gradients_at(params: PyTree) -> Gradients:
-            return grad_fn(state.replace(params=params), batch, rng)
+        def gradients_at(params: PyTree) -> tuple[jax.Array, PyTree]:
+            (_, (_, metrics)), grads = grad_fn(params, state.model_state, batch, rng, step=state.step)
+            return metrics.by_name["loss"].value, like_params(grads)
 
         offered: dict[str, Any] = {
-            "value": loss,
+            "value": metrics.by_name["loss"].value,
             "grad": grads,
-            "value_fn": lambda params: gradients_at(params).metrics.by_name["loss"].value,
-            "grad_fn": lambda params, *_: gradients_at(params).grads,
+            "value_fn": lambda params: gradients_at(params)[0],
+            "grad_fn": lambda params, *_: gradients_at(params)[1],
         }
         with noting(IN_UPDATE):
             updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
@@ -169,7 +151,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
     grad_norm = global_norm(grads)
     return {
-        "optimizer/grad_global_norm": {"value": grad_norm, "log_mode": "train"},
+        GRAD_NORM: {"value": grad_norm, "log_mode": "train"},
         "optimizer/grad_global_norm_max": {
             "value": grad_norm,
             "mode": "max",
@@ -180,14 +162,12 @@ def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
     }
 
 
-def make_eval_step(loss_fn: SteppedLossFn) -> EvalStep:
+def make_eval_step(loss_fn: CastLossFn) -> EvalStep:
     """A step that evaluates a state on one batch with the key `state.rng`; callers fold in the number of the batch."""
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         rng = stream(state.key, "eval")
-        loss, (_, reported) = loss_fn(state.params, state.model_state, batch, rng, train=False, step=state.step)
-        with noting_definition(loss_fn):
-            return _with_loss(loss, reported, batch)
+        return loss_fn(state.params, state.model_state, batch, rng, train=False, step=state.step)[1][1]
 
     return eval_step
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.leaf_statistics import check_modes, leaf_statistics
 from jax_trainer.core.metric_window import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
@@ -53,6 +54,29 @@ def _mix(keep: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return new
     return (keep * old + (1 - keep) * new).astype(old.dtype)
+
+
+def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequence[str] = ()) -> Program:
+    """`program` that also logs `param/path_mode` and `grad/path_mode` in training.
+
+    Modes are min, max, mean, std, and val, the value of a leaf with one element. Parameters are those after the step,
+    gradients those before clipping. Over several steps, min and max are aggregated as min and max, the others as means.
+
+    Args:
+        params: modes to log of parameters.
+        grads: modes to log of gradients.
+    """
+    check_modes("params", params)
+    check_modes("grads", grads)
+    if not params and not grads:
+        return program
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        state, report = program.train_step(state, batch)
+        metrics = {**leaf_statistics("param", state.params, params), **leaf_statistics("grad", report.grads, grads)}
+        return state, report._replace(metrics=report.metrics.adding(**metrics))
+
+    return program._replace(train_step=train_step)
 
 
 class NonFiniteError(FloatingPointError):
@@ -117,8 +141,8 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
                 step=step,
             )
 
-    checks = (*program.checks, check)
-    return _with_initial(add_counter, program)._replace(train_step=train_step, checks=checks, keeps_batches=True)
+    guarded = _with_initial(add_counter, program)._replace(train_step=train_step)
+    return guarded.with_info(checks=(*program.info.checks, check), keeps_batches=True)
 
 
 def with_finite_check(program: Program) -> Program:
@@ -146,7 +170,7 @@ def with_finite_check(program: Program) -> Program:
                 step=step,
             )
 
-    return program._replace(checks=(*program.checks, check))
+    return program.with_info(checks=(*program.info.checks, check))
 
 
 def thawed(state: TrainState) -> TrainState:
@@ -194,16 +218,14 @@ def _masked(metrics: Metrics, keep: jax.Array) -> Metrics:
 
 def _with_initial(add: Callable[[TrainState], TrainState], program: Program) -> Program:
     """`program` whose new states are passed through `add`."""
-    inner = program.init_from_params
+    init_from_params = program.info.init_from_params
 
-    def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        assert inner is not None
-        return add(inner(key, params, model_state))
+    def from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+        assert init_from_params is not None
+        return add(init_from_params(key, params, model_state))
 
-    return program._replace(
-        init=lambda key, batch: add(program.init(key, batch)),
-        init_from_params=None if inner is None else init_from_params,
-    )
+    wrapped = program._replace(init=lambda key, batch: add(program.init(key, batch)))
+    return wrapped.with_info(init_from_params=None if init_from_params is None else from_params)
 
 
 def _with_extra(state: TrainState, name: str, value: PyTree) -> TrainState:

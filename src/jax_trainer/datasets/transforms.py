@@ -276,7 +276,7 @@ def with_transforms(program: Program, transforms: BatchTransforms) -> Program:
     predict = program.predict_step
     predict_step = None if predict is None else lambda state, batch: predict(state, transformed(state, batch))
     changed = {"init": init, "train_step": train_step, "eval_step": eval_step, "predict_step": predict_step}
-    return program._replace(**changed, transforms=transforms)
+    return program._replace(**changed).with_info(transforms=transforms)
 
 
 def describe_transforms(transforms: DeviceTransforms | None) -> str:

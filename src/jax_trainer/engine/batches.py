@@ -44,7 +44,7 @@ def train_source(data: Data, plan: Plan) -> DataSource:
 
 def with_data_transforms(program: CompiledProgram, transforms: DeviceTransforms | None) -> CompiledProgram:
     """`program` with the device transforms of the data, unless it has transforms already."""
-    if program.transforms is not None or not transforms:
+    if program.info.transforms is not None or not transforms:
         return program
     return program.transformed(transforms, lambda plain: with_transforms(plain, transforms))
 

@@ -14,9 +14,12 @@ from jax_trainer.core import (
     FlatState,
     LogFreq,
     LogMode,
+    MetricBuffer,
     MetricReader,
     MetricWindow,
     NonFiniteError,
+    ResidentBatch,
+    TrainTrace,
     WindowAccumulator,
     resized,
     with_user_frame,
@@ -47,13 +50,14 @@ class StepDispatcher:
         self._train_data = data.train
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
-        self._advance, self._store = program.flat_train_step, ()
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        self._resident = None if self._loader is None else program.store(self._loader.arrays)
         if self._loader is not None:
-            self._advance, self._store = program.flat_train_step_from, (program.store(self._loader.arrays),)
             self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
+        self._trace: TrainTrace | None = None
         self._buffer: Any = None
+        self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
         self._reader: MetricReader | None = None
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
@@ -83,12 +87,12 @@ class StepDispatcher:
         self._number, self._program.describe_batch = step_batch.number, self.where
         try:
             reader = self._reader or self._prepare(flat_state, step_batch)
+            if self._resident is not None:
+                batch = ResidentBatch(batch, self._resident)
             if stacked:
-                flat_state, buffer, (loose, grads) = self._program.flat_train_chunk(
-                    flat_state, self._buffer, batch, steps, *self._store
-                )
+                flat_state, buffer, (loose, grads) = self._train_chunk(flat_state, self._buffer, batch, steps)
             else:
-                flat_state, buffer, (loose, grads) = self._advance(flat_state, self._buffer, batch, *self._store)
+                flat_state, buffer, (loose, grads) = self._train_step(flat_state, self._buffer, batch)
         except Exception as error:
             raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
         self._buffer = buffer
@@ -99,12 +103,12 @@ class StepDispatcher:
     @property
     def last_dispatched(self) -> jax.Array:
         """An array that is ready when the last dispatched step has finished."""
-        return self._buffer
+        return self._buffer.rows
 
     @property
     def notice(self) -> str:
         """A notice about how steps are dispatched; empty if there is none."""
-        if self._chunk == 1 or not self._program.steps_one_by_one:
+        if self._chunk == 1 or self._trace is None or not self._trace.runs_one_by_one:
             return ""
         return (
             "On the CPU, XLA runs convolutions inside a loop of steps about 20 times slower, so the "
@@ -144,7 +148,7 @@ class StepDispatcher:
 
     def _check(self, rows: MetricWindow) -> None:
         try:
-            for check in self._program.checks:
+            for check in self._program.info.checks:
                 check(rows)
         except NonFiniteError as error:
             raise self._explained(error) from None
@@ -154,10 +158,10 @@ class StepDispatcher:
         number = self._opened_at + error.step - 1
         batch = None if self._plan.skipped_in(self._epoch) else self._read_again(number)
         if batch is None:
-            if self._program.index_ranges:
-                error.add_note(f"Labels and token ids out of range read NaN: {self._program.index_ranges}.")
+            if self._trace is not None and self._trace.index_ranges:
+                error.add_note(f"Labels and token ids out of range read NaN: {self._trace.index_ranges}.")
             return error
-        faults = batch_faults(self._program, batch)
+        faults = batch_faults(batch, self._trace)
         if not faults:
             return error
         where = describe_batch(number, self._epoch, self._data_source.name)
@@ -176,11 +180,14 @@ class StepDispatcher:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
         batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
-        fmt, self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
+        self._trace = self._program.trace_train_step(flat_state.state, batch)
+        self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
+        if self._trace.runs_one_by_one:
+            self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
-            self._program.check_indices(self._train_data.arrays)
+            self._trace.check_indices(self._train_data.arrays)
         self._reader = MetricReader(
-            fmt, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1
+            self._trace.format, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1
         )
         return self._reader
 
@@ -193,14 +200,16 @@ class StepDispatcher:
         return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
 
 
-def batch_faults(program: CompiledProgram, batch: Batch) -> str:
+def batch_faults(batch: Batch, trace: TrainTrace | None) -> str:
     """What in a batch can make the loss non-finite, and how to fix it; empty if nothing can."""
     bad = [
         f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
     ]
-    return f"{'; '.join(bad)}. Clean the data, or mask missing values." if bad else program.out_of_range(batch)
+    if bad:
+        return f"{'; '.join(bad)}. Clean the data, or mask missing values."
+    return "" if trace is None else trace.out_of_range(batch)
 
 
 class InFlight:
@@ -209,20 +218,20 @@ class InFlight:
     def __init__(self, program: CompiledProgram, plan: Plan) -> None:
         several = program.layout is not None and program.layout.mesh.size > 1
         self._limit = plan.max_in_flight if several else None
-        self._waiting: deque[jax.Array] = deque()
+        self._waiting: deque[MetricBuffer] = deque()
         self._last: Any = None
 
     def is_empty(self) -> bool:
         """Whether the devices have finished all dispatches."""
-        return self._last is None or self._last.is_ready()
+        return self._last is None or self._last.rows.is_ready()
 
-    def add(self, buffer: jax.Array) -> None:
+    def add(self, buffer: MetricBuffer) -> None:
         """Adds a dispatch that writes to `buffer`; waits for an earlier one at the limit."""
         self._last = buffer
         if self._limit is not None:
             self._waiting.append(buffer)
             if len(self._waiting) > self._limit:
-                self._waiting.popleft().block_until_ready()
+                self._waiting.popleft().rows.block_until_ready()
 
 
 def with_context(error: Exception, where: str, batch: Batch) -> Exception:

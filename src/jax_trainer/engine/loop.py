@@ -77,7 +77,7 @@ def train_events(
     """
     check_compiled(program)
     data = Data.of(data)
-    if program.transforms is None:
+    if program.info.transforms is None:
         program = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
     yield from _Training(program, state, data, plan.resolved(), at).events()
 
@@ -98,7 +98,7 @@ class _Training:
         self._evals = {
             name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
         }
-        self._dispatcher = (BatchKeepingDispatcher if program.keeps_batches else StepDispatcher)(
+        self._dispatcher = (BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher)(
             program, plan, self._data_source, data
         )
         self._dispatcher.load_metrics(at.metrics_state)
@@ -216,7 +216,7 @@ class _Training:
                 step, progress.epoch, self._flat_state, steps, epoch_step, grads, step_batch.state, idle_timer.seconds
             )
             if not self._has_notified:
-                raw = "" if self._program.transforms else self._data_source.transforms_notice
+                raw = "" if self._program.info.transforms else self._data_source.transforms_notice
                 yield from self._notices(self._data_source.replay_notice, raw, dispatcher.notice)
                 self._has_notified = True
             now = clock.now()
@@ -382,8 +382,8 @@ def eval_events(
                 evaluated_program.describe_batch = partial(describe_batch, step_batch.number, 1, name)
                 try:
                     if reader is None:
-                        fmt, buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
-                        reader = MetricReader(fmt, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
+                        buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
+                        reader = MetricReader(buffer.format, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
                     buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, step_batch.batch)
                 except Exception as error:
                     raise with_context(error, describe_batch(step_batch.number, 1, name), step_batch.batch)  # noqa: B904 - the same error, with a note

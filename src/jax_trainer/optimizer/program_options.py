@@ -87,10 +87,10 @@ class ProgramOptions:
         if self.ema is not None:
             program = with_ema(program, self.ema)
         program = with_statistics(program, params=self.param_stats, grads=self.grad_stats)
-        if self.guard is not None and not program.keeps_batches:  # a user's program may have its own guard
+        if self.guard is not None and not program.info.keeps_batches:  # a user's program may have its own guard
             limit = self.max_skipped if self.guard == "skip" else 0
             return with_finite_guard(program, max_consecutive=limit, watched=self.watched)
-        return program if self.on_nonfinite == "ignore" or program.keeps_batches else with_finite_check(program)
+        return program if self.on_nonfinite == "ignore" or program.info.keeps_batches else with_finite_check(program)
 
     def check_for_program(self) -> None:
         """Refuses options that a complete `Program` has already decided."""

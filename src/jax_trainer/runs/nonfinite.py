@@ -48,7 +48,8 @@ def explain_nonfinite(
     if process_group().is_primary:
         np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    hint = batch_faults(program, error.batch) or "Lower the learning rate, clip gradients, or look at the batch."
+    faults = batch_faults(error.batch, program.trace_train_step(state, error.batch))
+    hint = faults or "Lower the learning rate, clip gradients, or look at the batch."
     text = (
         f"Step {error.step}: {_sentence(found)} The batch and the state before this step are in {kept}. {hint} "
         "`on_nonfinite: skip` skips such updates."

@@ -43,7 +43,7 @@ def stepped(trained: FitTarget) -> tuple[TrainState, dict[str, Any], Any]:
     """The state after one step, what evaluating it tells, and what the model then makes of the batch."""
     program = compile_program(trained.program)
     state = program.init(trained.key, BATCH)
-    _, buffer = program.train_buffer(state, BATCH, 1)
+    buffer = program.train_buffer(state, BATCH, 1)
     state, _, _ = program.train_step(state, buffer, BATCH)
     evaluated = jax.jit(trained.program.eval_step)(state, BATCH).by_name
     return state, {name: float(metric.value) for name, metric in evaluated.items()}, program.predict(state, BATCH)

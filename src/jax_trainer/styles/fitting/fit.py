@@ -224,7 +224,7 @@ def _total_steps(data: Any, plan: Plan) -> int | None:
 
 def _compiled(target: FitTarget, layout: Layout | None, *, from_arrays: bool, guarded: bool) -> CompiledProgram:
     program = with_learning_rate(target.program)
-    if not program.keeps_batches:  # a user's program may have its own guard
+    if not program.info.keeps_batches:  # a user's program may have its own guard
         program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
     # the last batch of arrays may be smaller, which needs no warning
     return compile_program(program, layout=layout, on_recompile="ignore" if from_arrays else "warn")

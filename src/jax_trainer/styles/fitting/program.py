@@ -75,7 +75,7 @@ def checked_model(model: Any, hooks: ModelHooks | None = None) -> Any:
 
 def with_data_transforms(target: FitTarget, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> FitTarget:
     """`target` with the device transforms of its data, unless its program already has transforms."""
-    if target.program.transforms is not None:
+    if target.program.info.transforms is not None:
         return target
     common = common_transforms(transforms, evals)
     return target._replace(program=with_transforms(target.program, _InputTransforms(common))) if common else target

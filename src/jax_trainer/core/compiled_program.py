@@ -1,0 +1,277 @@
+"""`compile_program`: a `Program` as compiled steps that take and return a metric buffer."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function
+from jax_trainer.core.editing import edited
+from jax_trainer.core.layout import Layout
+from jax_trainer.core.metric_buffer import MetricBuffer
+from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.program import Program
+from jax_trainer.core.recompile import OnRecompile
+from jax_trainer.core.resident import ResidentBatch, map_stacked
+from jax_trainer.core.rng import key_data
+from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
+from jax_trainer.core.state import FlatState, TrainState
+from jax_trainer.core.steps import StepReport
+
+MOST_EDITS = 16  # compiled functions of `edit` that are kept
+Loose = dict[str, jax.Array]  # metrics too large for the metric buffer
+Stepped = tuple[TrainState, MetricBuffer, tuple[Loose, PyTree]]
+FlatStepped = tuple[FlatState, MetricBuffer, tuple[Loose, PyTree]]
+NO_METRICS: Any = MetricBuffer(None, None)  # type: ignore[arg-type] - of predictions
+
+
+class CompiledProgram(ProgramSetup):
+    """A compiled `Program`. Steps take the metric buffer and return it.
+
+    `train_step`, `train_chunk` and `eval_step` take a `TrainState`; the loop calls `flat_train_step`,
+    `flat_train_chunk` and `flat_eval_step`, which take a `FlatState`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        layout: Layout | None,
+        donate: bool,
+        debug: bool,
+        keep_grads: bool,
+        on_recompile: OnRecompile,
+        eval_seed: int | None,
+    ) -> None:
+        if on_recompile not in get_args(OnRecompile):
+            raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
+        super().__init__(program, layout, debug=debug)
+        self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}
+        self._donate, self._edits = donate, OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
+        self._compile_with_same_options = partial(
+            CompiledProgram,
+            layout=layout,
+            donate=donate,
+            debug=debug,
+            keep_grads=keep_grads,
+            on_recompile=on_recompile,
+            eval_seed=eval_seed,
+        )
+        self.describe_batch: Callable[[], str] = str  # the current batch of the loop, for warnings
+        options: dict[str, Any] = {"on_recompile": on_recompile, "describe_batch": lambda: self.describe_batch()}
+        compiled: Any = DebugStep if debug else CompiledStep
+        self.flat_train_step: Callable[..., FlatStepped] = compiled("train_step", self._train, donate=donate, **options)
+        self._train_chunk = compiled("train_chunk", self._train_on_all, donate=donate, **options)
+        self.flat_eval_step: Callable[..., tuple[MetricBuffer, Loose]] = compiled(
+            "eval_step", self._evaluate, lenient=True, **options
+        )
+        self._predict_step = compiled("predict_step", self._predict, lenient=True, **options)
+
+    def transformed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
+        """`change(program)` compiled with the same options; cached by the identity of `by`."""
+        if id(by) not in self._transformed:
+            # with a reference to `by`, so that its id is not reused
+            self._transformed[id(by)] = by, self._compile_with_same_options(change(self._program))
+        return self._transformed[id(by)][1]
+
+    def train_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
+        """An empty buffer for the metrics of `length` training steps on batches like `batch`."""
+        self.flat_train_step.start_data()  # type: ignore[attr-defined]
+        self._train_chunk.start_data()
+        trace = self.trace_train_step(state, batch)
+        trace.check_indices(batch)
+        return self._blank(trace.format, length)
+
+    def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
+        """An empty buffer for the metrics of evaluating `length` batches like `batch`."""
+        self.flat_eval_step.start_data()  # type: ignore[attr-defined]
+        return self._blank(self._eval_format(state, batch), length)
+
+    # steps on a state
+
+    def train_step(self, state: TrainState, buffer: MetricBuffer, batch: Batch) -> Stepped:
+        """One step. Returns the new state, the new buffer, and (metrics that do not fit, gradients if kept)."""
+        flat, buffer, kept = self.flat_train_step(FlatState.of(state), buffer, batch)
+        return flat.state, buffer, kept
+
+    def train_chunk(self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: int) -> Stepped:
+        """`steps` steps in one dispatch; `batches` are stacked, and those after `steps` are ignored."""
+        flat, buffer, kept = self.flat_train_chunk(FlatState.of(state), buffer, batches, steps)
+        return flat.state, buffer, kept
+
+    def eval_step(self, state: TrainState, buffer: MetricBuffer, batch: Batch) -> tuple[MetricBuffer, Loose]:
+        """Evaluates `state` on one batch. Returns the new buffer, and the metrics that do not fit into it."""
+        return self.flat_eval_step(FlatState.of(state), buffer, batch)
+
+    def predict(self, state: TrainState, batch: Batch, number: int = 0) -> PyTree:
+        """The model's outputs for a batch; random numbers depend on the batch's `number`, as in an evaluation."""
+        return self.flat_predict_step(FlatState.of(state), batch, number)
+
+    def report(self, state: TrainState, batch: Batch) -> StepReport:
+        """The metrics and gradients of a step on the complete batch; `state` is not changed."""
+        if self.debug:
+            with jax.disable_jit():
+                return self._report(state, batch)
+        return compiled_function(self._report)(state, self.place(batch, stacked=False, replicated=True))
+
+    def edit(self, flat: FlatState, fn: Callable[..., TrainState], *values: PyTree) -> FlatState:
+        """`fn(state, *values)`: a change of the state between steps, compiled once per function.
+
+        `fn` must keep the structure, shapes and dtypes of the state, its step and its key.
+        """
+        if self.debug:
+            with jax.disable_jit():
+                return FlatState.of(edited(flat.state, fn, values))
+        key = (id(fn), flat.structure)
+        if key not in self._edits:
+
+            def traced(leaves: list[jax.Array], *values: PyTree) -> list[jax.Array]:
+                return jax.tree.leaves(self._pinned(edited(flat.structure.unflatten(leaves), fn, values)))
+
+            # with a reference to `fn`, so that its id is not reused
+            self._edits[key] = fn, compiled_function(traced, donate=self._donate)
+            if len(self._edits) > MOST_EDITS:
+                self._edits.popitem(last=False)
+        return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
+
+    # steps on a flat state, besides `flat_train_step` and `flat_eval_step`
+
+    def flat_train_chunk(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
+        """`train_chunk` on a `FlatState`."""
+        # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much
+        # as a small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
+        is_static = steps == _length(batches) and jax.default_backend() != "cpu"
+        return self._train_chunk(flat, buffer, batches, None if is_static else np.int32(steps))
+
+    def flat_train_one_by_one(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
+        """`flat_train_chunk` with one dispatch per step."""
+        kept = []
+        for index in range(steps):
+            batch = map_stacked(lambda x, index=index: x[index], batches)
+            flat, buffer, each = self.flat_train_step(flat, buffer, batch)
+            kept.append(each)
+        return flat, buffer, jax.tree.map(lambda *each: jnp.stack(each), *kept)
+
+    def flat_predict_step(self, flat: FlatState, batch: Batch, number: int) -> PyTree:
+        """`predict` on a `FlatState`."""
+        if self._program.predict_step is None:
+            raise ValueError(
+                "This program cannot predict: its `predict_step` is None. Use `linen_program` or `nnx_program`, or add "
+                "it: `program._replace(predict_step=lambda state, batch: …)`."
+            )
+        if not number:
+            self._predict_step.start_data()
+        return self._predict_step(flat, NO_METRICS, batch, np.uint32(number))[1]
+
+    # what is compiled
+
+    def _train(self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: None = None) -> Stepped:
+        state, report = self._train_step(state, self._batch(batch))
+        buffer, loose = self._replicated(buffer.append(train_metrics(report)))
+        return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
+
+    def _train_on_all(
+        self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: jax.Array | None
+    ) -> Stepped:
+        """A chunk of `steps` steps; None: as many as there are batches, which is static."""
+
+        def at(index: Any) -> Batch:
+            return map_stacked(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches)
+
+        def body(index: jax.Array, carry: Stepped) -> Stepped:
+            state, buffer, kept = carry
+            state, buffer, new = self._train(state, buffer, at(index))
+            kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
+            return state, buffer, kept
+
+        length = _length(batches)
+        shapes = jax.eval_shape(lambda state, buffer: self._train(state, buffer, at(0))[2], state, buffer)
+        kept = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
+        return lax.fori_loop(0, length if steps is None else steps, body, (state, buffer, kept))
+
+    def _evaluate(
+        self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: None
+    ) -> tuple[None, MetricBuffer, Loose]:
+        metrics = eval_metrics(self._eval_step(self._keyed(state, buffer.rows_written), self._batch(batch)))
+        return None, *self._replicated(buffer.append(metrics))
+
+    def _predict(
+        self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: jax.Array
+    ) -> tuple[None, MetricBuffer, PyTree]:
+        assert self._program.predict_step is not None
+        outputs = self._program.predict_step(self._keyed(state, number), self._batch(batch))
+        return None, buffer, self._replicated(outputs)
+
+    def _report(self, state: TrainState, batch: Batch) -> StepReport:
+        report = self._train_step(state, batch)[1]
+        return report._replace(metrics=train_metrics(report))
+
+    def _batch(self, batch: Batch) -> Batch:
+        """The batch that a step computes with."""
+        if isinstance(batch, ResidentBatch):
+            return batch.gather()
+        # processes that need the same rows each supplied some of them; they are gathered here
+        placement = None if self.layout is None else self.layout.batch_placement
+        if self.layout is None or placement is None or not placement.reshards:
+            return batch
+        return self.layout.constrain_rows(batch, 0)
+
+    def _keyed(self, state: TrainState, number: jax.Array) -> TrainState:
+        # each batch of an evaluation has its own key, the same in every evaluation
+        root = state.key
+        if self._eval_seed is not None:
+            root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
+        return state.replace(rng=key_data(jax.random.fold_in(root, number)))
+
+    def _replicated(self, results: Any) -> Any:
+        # every process reads all of it
+        if not self._is_multi_process or self.debug or self.layout is None:
+            return results
+        return lax.with_sharding_constraint(results, self.layout.replicated)
+
+    def _pinned(self, state: TrainState) -> TrainState:
+        # without a constraint the compiler may return a sharded parameter replicated
+        if self.layout is None or self.debug:
+            return state
+        return lax.with_sharding_constraint(state, self.layout.state_shardings(state))
+
+
+def compile_program(
+    program: Program,
+    *,
+    layout: Layout | None = None,
+    donate: bool = True,
+    debug: bool = False,
+    keep_grads: bool = False,
+    on_recompile: OnRecompile = "warn",
+    eval_seed: int | None = None,
+) -> CompiledProgram:
+    """Compiles `program`.
+
+    Args:
+        layout: how arrays are sharded over devices; None: one device.
+        donate: let a step reuse the memory of its input state, which is deleted.
+        debug: run without `jax.jit`, so that breakpoints and prints work.
+        keep_grads: return the gradients of every step.
+        on_recompile: "warn", "error" or "ignore" when a step is recompiled.
+        eval_seed: seed of the random numbers of evaluations, with the number of the batch; None: the root key of the
+            state, and so the seed of training.
+    """
+    return CompiledProgram(
+        program,
+        layout=layout,
+        donate=donate,
+        debug=debug,
+        keep_grads=keep_grads,
+        on_recompile=on_recompile,
+        eval_seed=eval_seed,
+    )
+
+
+def _length(batches: Batch) -> int:
+    return jax.tree.leaves(batches)[0].shape[0]

@@ -1,0 +1,227 @@
+"""What happens before the first step: states are created, mistakes found by tracing, arrays placed on devices."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.core.compile import computed_state, copied, traced_for
+from jax_trainer.core.device_put import device_put
+from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
+from jax_trainer.core.layout import Layout
+from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
+from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
+from jax_trainer.core.placement import primary_example
+from jax_trainer.core.program import Program
+from jax_trainer.core.state import TrainState, copy_state
+from jax_trainer.core.user_frame import explaining
+
+
+class ProgramSetup:
+    """A program with its layout, before it runs: creates states, checks steps by tracing them, places arrays.
+
+    Args:
+        program: the functions.
+        layout: how arrays are sharded over devices; None: one device.
+        debug: never trace: user code gets values.
+    """
+
+    def __init__(self, program: Program, layout: Layout | None, *, debug: bool) -> None:
+        self.layout = None if layout is None else layout.with_partition_specs(program.info.partition_specs)
+        self.info, self.debug, self._program = program.info, debug, program
+        # traced once, here and in the compiled steps, into which they are inlined
+        self._train_step: Any = program.train_step if debug else traced_for(self.layout, program.train_step)
+        self._eval_step: Any = program.eval_step if debug else traced_for(self.layout, program.eval_step)
+        # by the shapes and dtypes of state and batch: tracing takes longer than a short run or evaluation
+        self._train_traces: dict[Any, TrainTrace] = {}
+        self._eval_formats: dict[Any, MetricBufferFormat] = {}
+        self._blanks: dict[tuple[MetricBufferFormat, int], MetricBuffer] = {}
+
+    # states
+
+    def init(self, key: jax.Array, example: Batch) -> TrainState:
+        """A new state with shapes from an example batch; with a layout, created with its final sharding.
+
+        With several processes, all must call it; the example of process 0 is used.
+        """
+        if self._is_multi_process:
+            example = primary_example(example)
+        init, variables = self._program.init, self.info.initial_variables
+        if self.layout is not None and variables is not None and not self.debug:
+            # the optimizer state of existing weights is created with its final sharding
+            return self.init_from_params(key, *variables(key, example))
+        if self.debug or not self.info.init_is_traced:
+            return self._placed(init(key, example))
+        example = jax.tree.map(jnp.asarray, example)
+        return computed_state("init", init, key, example, shardings=self._shardings(init, key, example))
+
+    def init_from_params(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
+        """A new state with copies of these weights; with a layout, sharded by it."""
+        init = self.info.init_from_params
+        if init is None:
+            raise ValueError(
+                "This program cannot start from existing weights: its `init_from_params` is None, because it resumes "
+                "from its own state or was created without one. Use an adapter (`linen_program`, `nnx_program`, …), or "
+                "add it: `program.with_info(init_from_params=…)`."
+            )
+        if self.debug:
+            return self._placed(init(key, params, model_state))
+        shardings = self._shardings(init, key, params, model_state)
+        if shardings is not None:  # the weights may be on devices outside the layout
+            targets = (shardings.rng, shardings.params, shardings.model_state)
+            key, params, model_state = device_put((key, params, model_state), targets)
+        # a compiled function returns new arrays, so the caller's are not donated later
+        return computed_state("init_from_params", init, key, params, model_state, shardings=shardings)
+
+    def _shardings(self, make: Callable[..., TrainState], *args: Any) -> Any:
+        return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
+
+    def _placed(self, state: TrainState) -> TrainState:
+        """A copy of `state` with its final sharding."""
+        if self.layout is None:
+            return copy_state(state)
+        # transfer before copying: a copy first would be unsharded; copy, because some leaves may already be in place
+        return copied(device_put(state, self.layout.state_shardings(state)))
+
+    # traces
+
+    def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
+        """The shapes of a new state, of its training metrics and of its evaluation metrics, without computing them.
+
+        Steps traced here are not traced again for a batch of the same shapes.
+        """
+        with explaining(example):
+            state = jax.eval_shape(self._program.init, key, example)
+            if self.layout is not None:
+                self.layout.state_shardings(state)  # raises if the layout does not fit
+            trained = train_metrics(jax.eval_shape(self._train_step, state, example)[1])
+            if not self.debug:
+                check_range(self._indices_in(self._train_step, state, example), example)
+        return state, trained, self.eval_shapes(state, example)
+
+    def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
+        """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes."""
+        with explaining(batch):
+            metrics = eval_metrics(jax.eval_shape(self._eval_step, state, batch))
+            self.check_eval_indices(state, batch, batch)
+            return metrics
+
+    def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
+        """Raises if labels or token ids in `examples` are out of range for an evaluation of batches like `batch`."""
+        if not self.debug:
+            check_range(self._indices_in(self._eval_step, state, batch), examples)
+
+    def trace_train_step(self, state: TrainState, batch: Batch) -> "TrainTrace":
+        """What tracing a training step on such a batch shows."""
+        kind = _kinds(state, batch)
+        if kind not in self._train_traces:
+            indices, convolves = frozenset(), False
+            if not self.debug:
+                indices = self._indices_in(self._train_step, state, batch)
+                convolves = uses(self._train_step.trace(state, batch).jaxpr, "conv_general_dilated")
+            fmt = MetricBufferFormat.of(train_metrics(self._result_shapes(self._train_step, state, batch)[1]))
+            ranges = ranges_of(indices, batch)
+            self._train_traces[kind] = TrainTrace(fmt, indices, ranges, convolves and jax.default_backend() == "cpu")
+        return self._train_traces[kind]
+
+    def _eval_format(self, state: TrainState, batch: Batch) -> MetricBufferFormat:
+        kind = _kinds(state, batch)
+        if kind not in self._eval_formats:
+            self.check_eval_indices(state, batch, batch)
+            metrics = eval_metrics(self._result_shapes(self._eval_step, state, batch))
+            self._eval_formats[kind] = MetricBufferFormat.of(metrics)
+        return self._eval_formats[kind]
+
+    def _result_shapes(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not self.debug:
+            return jax.eval_shape(function, *args)
+        with jax.disable_jit():  # user code gets values, never tracers, so it runs instead of being traced
+            return function(*args)
+
+    @staticmethod
+    def _indices_in(step: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
+        """The entries of a batch that a step uses as indices."""
+        jaxpr = step.trace(state, batch).jaxpr
+        # counted from the end: constants that the step closes over come first
+        return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+
+    # devices
+
+    def place(self, batch: Batch, *, stacked: bool, replicated: bool = False, prefetch: bool = False) -> Batch:
+        """`batch` on the devices of the layout; without a layout, unchanged.
+
+        Args:
+            batch: with several processes, this process's part of it.
+            stacked: the first axis is that of the steps of a chunk.
+            replicated: every process has the complete batch.
+            prefetch: without a layout, transfer now instead of in the step (not on the CPU, which uses numpy arrays).
+        """
+        if self.layout is not None:
+            return self.layout.place(batch, stacked=stacked, replicated=replicated)
+        return jax.device_put(batch) if prefetch and jax.default_backend() != "cpu" else batch
+
+    def store(self, arrays: PyTree) -> PyTree:
+        """`arrays`, which every process has, replicated on all devices: steps select their batches from them."""
+        if self.layout is not None and self.layout.batch_placement is not None:
+            return self.layout.batch_placement.replicate(arrays)
+        return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
+
+    def _blank(self, fmt: MetricBufferFormat, length: int) -> MetricBuffer:
+        """An empty buffer, always the same one: steps do not donate it, so it is never overwritten."""
+        if (fmt, length) not in self._blanks:
+            self._blanks[fmt, length] = MetricBuffer(self.store(np.zeros((length, fmt.width), np.uint32)), fmt)
+        return self._blanks[fmt, length]
+
+    @property
+    def _is_multi_process(self) -> bool:
+        return self.layout is not None and self.layout.batch_placement is not None
+
+
+class TrainTrace(NamedTuple):
+    """What tracing a training step on batches of one kind showed."""
+
+    format: MetricBufferFormat
+    indices: frozenset[Use]  # entries of a batch that are used as indices
+    index_ranges: str  # their valid ranges, as text
+    # inside a loop, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
+    runs_one_by_one: bool
+
+    def check_indices(self, batch: Batch) -> None:
+        """Raises if labels or token ids in `batch`, which may be the complete data set, are out of range."""
+        check_range(self.indices, batch)
+
+    def out_of_range(self, batch: Batch) -> str:
+        """The error message about indices in `batch` that are out of range; empty if none are."""
+        return out_of_range(self.indices, batch)
+
+
+def train_metrics(report: Any) -> Metrics:
+    """The metrics of a training step that are reported in training."""
+    return report.metrics.only(LogMode.TRAIN)
+
+
+def eval_metrics(metrics: Metrics) -> Metrics:
+    """The metrics of an evaluation step that are reported in evaluations."""
+    return metrics.only(LogMode.VAL, LogMode.TEST)
+
+
+def uses(jaxpr: Any, primitive: str) -> bool:
+    """Whether a traced function contains `primitive`, also in nested functions.
+
+    >>> uses(jax.make_jaxpr(lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x))(1.0), "sin")
+    True
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if any(equation.primitive.name == primitive for equation in jaxpr.eqns):
+        return True
+    params = [value for equation in jaxpr.eqns for value in equation.params.values()]
+    parts = [part for value in params for part in (value if isinstance(value, tuple) else (value,))]
+    return any(uses(part, primitive) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns"))
+
+
+def _kinds(*trees: PyTree) -> tuple[Any, ...]:
+    """The structure of `trees`, and the shapes and dtypes of their leaves."""
+    leaves, structure = jax.tree.flatten(trees)
+    return structure, *((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
