@@ -106,6 +106,14 @@ def test_jit_is_called_in_one_file_only(file: Path):
     assert not calls
 
 
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if name_of(f).startswith(("trainer/", "styles/fitting/"))], ids=name_of
+)
+def test_only_adapters_tell_the_kinds_of_models_apart(file: Path):
+    question = r"model_mode\s*[!=]=|\.mode\s*[!=]=|isinstance\([^)]*\bnnx?\.Module|issubclass\([^)]*\bnnx?\.Module"
+    assert not re.findall(question, file.read_text())
+
+
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_the_library_makes_no_unsafe_call(file: Path):
     unsafe = r"pickle|(?<![.\w])(eval|exec)\(|yaml\.load|full_load|import_module|extractall|shell=True"

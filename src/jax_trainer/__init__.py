@@ -8,6 +8,7 @@ from a model and a loss, `compile_program` compiles it, and `run` executes it an
 from importlib.metadata import PackageNotFoundError, version
 
 from jax_trainer.adapters import (
+    FunctionModel,
     flax_state_program,
     function_program,
     linen_program,
@@ -106,6 +107,7 @@ __all__ = [
     "EvalTask",
     "Every",
     "FitResult",
+    "FunctionModel",
     "HighestCheckpointFileReader",
     "HighestCheckpointFileWriter",
     "ImgClassifierTrainer",

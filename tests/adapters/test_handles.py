@@ -15,11 +15,11 @@ from jax_trainer.adapters import (
     FunctionModel,
     LinenHandle,
     ModelHandle,
-    ModelHooks,
     NnxHandle,
     function_program,
     handle_of,
 )
+from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.core import TrainState, compile_program
 from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, numbered_data, short_run
 

@@ -235,7 +235,7 @@ def _(folder: Path) -> None:
     fit(Net(), (X, Y), (X, Y), cross_entropy)  # type: ignore[misc] - the mistake
 
 
-@KEYWORDS.row("fit: data before the model", "trains a state", "tuple", error=TypeError)
+@KEYWORDS.row("fit: data before the model", "model is a tuple", "module", error=TypeError)
 def _(folder: Path) -> None:
     fitted(folder, (X, Y), Net())
 

@@ -164,8 +164,8 @@ class EquinoxMLP(BaseModelFunction):
 
     config: EquinoxMLPConfig
 
-    def init(self, key: jax.Array, x: jax.Array) -> eqx.nn.MLP:
-        return eqx.nn.MLP(x[0].size, 10, self.config.width, 1, key=key)
+    def init(self, key: jax.Array, *inputs: jax.Array) -> eqx.nn.MLP:
+        return eqx.nn.MLP(inputs[0][0].size, 10, self.config.width, 1, key=key)
 
     def apply(self, params: Any, x: jax.Array) -> jax.Array:
         return jax.vmap(params)(x.reshape(len(x), -1))

@@ -2,12 +2,12 @@
 
 from jax_trainer.adapters.function_handle import FunctionHandle, FunctionModel
 from jax_trainer.adapters.functions import PureLoss, StatefulLoss, function_program, stateful_program
-from jax_trainer.adapters.handle import ModelHandle, ModelHooks
+from jax_trainer.adapters.handle import ModelHandle
 from jax_trainer.adapters.handles import handle_of
 from jax_trainer.adapters.linen import LinenLoss, LinenView, flax_state_program, linen_program
 from jax_trainer.adapters.linen_handle import LinenHandle
-from jax_trainer.adapters.nnx import NnxLoss, nnx_program, write_back
-from jax_trainer.adapters.nnx_handle import NnxHandle
+from jax_trainer.adapters.nnx import NnxLoss, write_back
+from jax_trainer.adapters.nnx_handle import NnxHandle, nnx_program
 
 __all__ = [
     "FunctionHandle",
@@ -16,7 +16,6 @@ __all__ = [
     "LinenLoss",
     "LinenView",
     "ModelHandle",
-    "ModelHooks",
     "NnxHandle",
     "NnxLoss",
     "PureLoss",

@@ -1,7 +1,9 @@
 """Arguments and sown values of model calls, for both Flax adapters."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jax_trainer.core import Batch, PyTree, leaf_statistics
@@ -37,6 +39,15 @@ def sown_metrics(sown: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]
     ['intermediate/block.act_mean']
     """
     return leaf_statistics("intermediate", _unwrapped(sown), modes)
+
+
+@contextmanager
+def allow_sow() -> Iterator[None]:
+    """Context in which nnx modules may sow."""
+    # Flax deprecates `sow` outside `nnx.capture`, which would hide sown values from losses that read them
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
+        yield
 
 
 def _unwrapped(sown: PyTree) -> PyTree:

@@ -1,29 +1,17 @@
 """The handle of plain functions and callable pytrees, such as Equinox modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jax_trainer.adapters.calls import arguments, requested
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.adapters.mode import mode_flags
-from jax_trainer.core import (
-    Batch,
-    Program,
-    PyTree,
-    StepOptions,
-    check_call,
-    leaf_path,
-    loss_and_metrics,
-    make_program,
-    stream,
-)
-from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.core import Batch, PyTree, leaf_path, stream
 
 _CONSTANTS = "constants"  # the arrays of a model that are not trained: integers, keys
 
@@ -56,6 +44,7 @@ class FunctionHandle(ModelHandle):
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
         super().__init__(model, hooks)
+        self.has_weights = self.config is None and not hasattr(model, "init")
         self._static: dict[bool, PyTree] = {}  # what is not an array, in training and in evaluation
         self._calls: dict[bool, Callable[..., Any]] = {}
 
@@ -63,30 +52,9 @@ class FunctionHandle(ModelHandle):
         model = self.module
         return model.init(key, *arguments(self.hooks.to_input(batch))) if hasattr(model, "init") else model
 
-    def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        name = getattr(loss, "__name__", "loss")
-        check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
-
-        def loss_fn(
-            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-        ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-            model = self.with_weights(params, model_state, stream(rng, "model"), train=train)
-            returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
-            value, reported = loss_and_metrics(returned, name)
-            return value, (model_state, reported)
-
-        def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
-            model = self.with_weights(params, model_state, stream(rng, "model"))
-            return self.apply(model, self.hooks.to_input(batch), train=False)
-
-        options["init_is_traced"] = self.config is not None or hasattr(self.model, "init")
-        variables = lambda key, batch: self._split(self._init(batch, key))
-        wrapped: Any = attribute_to(loss_fn, loss)
-        return make_program(variables, wrapped, tx, predict_fn=predict_fn, **options)
-
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         if not self._static:
-            jax.eval_shape(lambda: self._split(self._init_example()))
+            jax.eval_shape(lambda: self._arrays(self._init_example()))
         first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
         constants = (model_state[_CONSTANTS],) if model_state else ()
         tree = jax.tree.map(first, params, *constants, self._static[train], is_leaf=lambda leaf: leaf is None)
@@ -95,7 +63,8 @@ class FunctionHandle(ModelHandle):
             return tree
         if train not in self._calls:  # kept, so that functions compiled with it are compiled once
             self._calls[train] = partial(apply, **mode_flags(apply, train=train))
-        return jax.tree_util.Partial(self._calls[train], tree, **requested(apply, {"key": rng, "rng": rng}))
+        keys = requested(apply, dict.fromkeys(("key", "rng"), stream(rng, "model")))
+        return jax.tree_util.Partial(self._calls[train], tree, **keys)
 
     def apply(self, model: Any, inputs: Any, train: bool | None = None, **options: Any) -> Any:
         if train is None:
@@ -121,7 +90,10 @@ class FunctionHandle(ModelHandle):
     def _apply(self) -> Callable[..., Any] | None:
         return getattr(self.module, "apply", None)
 
-    def _split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return self._arrays(self._init(batch, key))
+
+    def _arrays(self, tree: PyTree) -> tuple[PyTree, PyTree]:
         """The parameters and the model state of `tree`, with None for everything else."""
         params = jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, tree)
         if not jax.tree.leaves(params):

@@ -1,7 +1,7 @@
 """`ModelHandle`: what trainers and `fit` do with a model, the same for every model library."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
@@ -11,8 +11,21 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, full_batch
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, copied, stream, streams
+from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested
+from jax_trainer.core import (
+    Batch,
+    Program,
+    PyTree,
+    StepOptions,
+    TrainState,
+    check_call,
+    copied,
+    loss_and_metrics,
+    make_program,
+    stream,
+    streams,
+)
+from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.interfaces import ModelMode, build_model
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -50,6 +63,7 @@ class ModelHandle(ABC):
         loss_argument: the first argument of a loss that takes the batch.
         tx: the optimizer of a state that has one; otherwise None.
         is_builder: whether the model is a class or function that builds a module.
+        has_weights: whether the model that was passed has its initial weights.
     """
 
     mode: ClassVar[ModelMode]
@@ -57,6 +71,7 @@ class ModelHandle(ABC):
     loss_argument: ClassVar[str] = "model"
     tx: optax.GradientTransformation | None = None
     is_builder: bool = False
+    has_weights: bool = False
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
         self.model, self.hooks = model, hooks or ModelHooks()
@@ -71,9 +86,37 @@ class ModelHandle(ABC):
     def init(self, batch: Batch, key: jax.Array) -> Any:
         """The initial weights, in the form that the library uses."""
 
-    @abstractmethod
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         """A program that trains the model with a loss of the library's form; options: see `make_program`."""
+        name, modes = getattr(loss, "__name__", "loss"), options.get("intermediates", ())
+        check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
+
+        def loss_fn(
+            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+        ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+            model = self.with_weights(params, model_state, rng, train=train)
+            with allow_sow():
+                returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
+            value, reported = loss_and_metrics(returned, name)
+            new_state, sown = self.after_call(model, model_state, modes) if train else (model_state, {})
+            return value, (new_state, {**reported, **sown})
+
+        def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
+            with allow_sow():
+                return self.with_weights(params, model_state, rng)(*arguments(self.hooks.to_input(batch)))
+
+        if self.has_weights:
+            options["init_is_traced"] = False
+        wrapped: Any = attribute_to(loss_fn, loss)
+        return make_program(self.variables, wrapped, tx, predict_fn=predict_fn, **options)
+
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        """The parameters and the model state of the initial weights."""
+        raise NotImplementedError
+
+    def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
+        """The model state after calls of `model` in training, and statistics (`modes`) of what it has sown."""
+        return model_state, {}
 
     @abstractmethod
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
@@ -145,6 +188,12 @@ class ModelHandle(ABC):
         """The trained model; a module that was passed is updated. None for models that do not hold weights."""
         return self.bind(state)
 
+    def step_apply(self, state: Any, params: PyTree, *inputs: Any, train: bool = False, **options: Any) -> Any:
+        """Calls the model in a custom step with `params`; returns its output and the model state after the call."""
+        model = self.with_weights(params, state.model_state, state.key, train=train)
+        outputs = self.apply(model, inputs, train, **options)
+        return outputs, self.after_call(model, state.model_state, ())[0] if train else state.model_state
+
     def step_model(self, *, train: bool) -> "StepModel":
         """The model in a custom step."""
         return StepModel(self, train=train)
@@ -174,11 +223,6 @@ class StepModel:
     def module(self, state: Any) -> Any:
         """The model with the weights of `state`."""
         return self.handle.with_weights(state.params, state.model_state, state.key, train=self.train)
-
-    def apply(self, state: Any, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
-        """Calls the model with `params`; returns its output and updated collections."""
-        model = self.handle.with_weights(params, state.model_state, state.key, train=self.train)
-        return self.handle.apply(model, inputs, **options), state.model_state
 
     def gradients(self, grads: Any, params: PyTree) -> PyTree:
         """`grads` as a tree like `params`."""

@@ -10,7 +10,7 @@ import optax
 from flax import linen as nn
 
 from jax_trainer.adapters.calls import arguments
-from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel
+from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
@@ -88,8 +88,9 @@ class LinenHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         return None
 
-    def step_model(self, *, train: bool) -> StepModel:
-        return _LinenStepModel(self, train=train)
+    def step_apply(self, state: Any, params: PyTree, *inputs: Any, train: bool = False, **options: Any) -> Any:
+        view = LinenView(self.apply_fn, params, state.model_state, stream(state.key, "model"), step=state.step)
+        return view.apply(params, *inputs, train=train, **options)
 
 
 class FlaxStateHandle(LinenHandle):
@@ -130,15 +131,6 @@ class _Called:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         outputs, self.mutable = self.view.apply(self.params, *inputs, train=self._train, **options)
         return outputs
-
-
-class _LinenStepModel(StepModel):
-    def module(self, state: Any) -> Any:
-        raise TypeError("`state.model` does not exist for linen models: use `state.apply_fn` or `state.apply`.")
-
-    def apply(self, state: Any, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
-        view = LinenView(state.apply_fn, params, state.model_state, stream(state.key, "model"), step=state.step)
-        return view.apply(params, *inputs, **options)
 
 
 def is_flax_state(model: Any) -> bool:

@@ -1,35 +1,29 @@
-"""A `Program` from an nnx module and a loss.
+"""Split nnx modules, and a `Program` from a user's step that computes its own gradients.
 
 The module is split: its graph is static, its arrays are in `TrainState` as nested dicts, and it is merged inside the
 traced step only. Random streams are not part of the state: every step derives their keys from the root key, the step
 and the path of the stream in the module.
 """
 
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol, Unpack
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.bridged import lacks_variables, with_variables
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, requested, sown_metrics
+from jax_trainer.adapters.bridged import lacks_variables
+from jax_trainer.adapters.calls import allow_sow
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
     GradFn,
     Metrics,
-    PredictFn,
     Program,
     ProgramInfo,
     PyTree,
-    StepOptions,
     TrainState,
     as_metrics,
     batch_weight,
@@ -37,7 +31,6 @@ from jax_trainer.core import (
     kinds_of,
     leaf_path,
     loss_and_metrics,
-    make_program,
     make_train_step,
     new_state,
     stream,
@@ -45,7 +38,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep
-from jax_trainer.core.user_frame import attribute_to, noting_definition
+from jax_trainer.core.user_frame import noting_definition
 
 _METADATA = {
     "out_sharding",
@@ -125,114 +118,6 @@ def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
 
-def nnx_program(
-    model: nnx.Module | Callable[..., nnx.Module],
-    loss: NnxLoss | Callable[..., Any],
-    tx: optax.GradientTransformation,
-    *,
-    trainable: Any = nnx.Param,
-    to_input: ToInput = full_batch,
-    **options: Unpack[StepOptions],
-) -> Program:
-    """A program that trains `model`.
-
-    Args:
-        model: a module with the initial weights (its own arrays are unchanged until `write_back`); or a function or
-            class that creates one from `rngs` or `key`, and optionally `example`, an example batch.
-        loss: `loss(model, batch, train) -> loss, metrics`, or only the loss; it may also take `rng` and `step`.
-        trainable: nnx filter of the variables that are parameters; all others are model state.
-        to_input: selects the inputs of the model from a batch for predictions; a tuple is several arguments.
-        options: see `make_program`.
-    """
-    return split_program(model, loss, tx, [], trainable=trainable, to_input=to_input, **options)
-
-
-def split_program(
-    model: nnx.Module | Callable[..., nnx.Module],
-    loss: NnxLoss | Callable[..., Any],
-    tx: optax.GradientTransformation,
-    splits: list[Split],
-    *,
-    trainable: Any = nnx.Param,
-    to_input: ToInput = full_batch,
-    **options: Unpack[StepOptions],
-) -> Program:
-    """`nnx_program` that adds the split module to the empty list `splits` as soon as the module is known."""
-    if isinstance(model, nnx.Module):
-        splits.append(Split(model, trainable))
-        options["init_is_traced"] = False
-
-    def init_variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        if isinstance(model, nnx.Module):
-            return splits[0].arrays(model)
-        module = with_variables(_build(model, key, batch), to_input(batch), stream(key, "bridged"))
-        if not splits:
-            splits.append(Split(nnx.eval_shape(lambda: module), trainable))
-        return splits[0].arrays(module)
-
-    def split_of() -> Split:
-        if not splits:
-            raise RuntimeError(
-                "The model has not been created yet. Call `init(key, example_batch)`, or `shapes` of the compiled "
-                "program, before the first step."
-            )
-        return splits[0]
-
-    loss_fn, predict_fn = _loss_fn(split_of, loss, options), _predict_fn(split_of, to_input)
-    program = make_program(init_variables, loss_fn, tx, predict_fn=predict_fn, **options)
-    return program.with_info(partition_specs=lambda: split_of().partition_specs)
-
-
-def _build(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:
-    function = build.__init__ if isinstance(build, type) else build
-    offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
-    wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
-    with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh; the layout shards them
-        return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
-
-
-def _predict_fn(split_of: Callable[[], Split], to_input: ToInput) -> PredictFn:
-    def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
-        model = split_of().join(params, model_state, rng, train=False)
-        with _allow_sow():
-            return model(*arguments(to_input(batch)))
-
-    return predict_fn
-
-
-def _loss_fn(split_of: Callable[[], Split], loss: Callable[..., Any], options: StepOptions) -> Any:
-    modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
-    check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
-
-    def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        split = split_of()
-        model = split.join(params, model_state, rng, train=train)
-        with _allow_sow():
-            returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
-        value, reported = loss_and_metrics(returned, name)
-        _, new_state = split.arrays(model)
-        if not train:
-            return value, (model_state, reported)
-        sown = sown_metrics(_sown_by(model), modes) if modes else {}
-        return value, (kept_state(model_state, new_state), {**reported, **sown})
-
-    return attribute_to(loss_fn, loss)
-
-
-def _sown_by(model: Any) -> PyTree:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
-
-
-@contextmanager
-def _allow_sow() -> Iterator[None]:
-    # Flax deprecates `sow` outside `nnx.capture`, which would hide sown values from losses that read them
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
-        yield
-
-
 def kept_state(model_state: PyTree, changed: PyTree) -> PyTree:
     """The values of `changed` for the entries of `model_state`; entries that the loss added are not state."""
     if not isinstance(model_state, dict):
@@ -284,7 +169,7 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
 def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
         model = split.join(params, model_state, rng, train=True)
-        with _allow_sow(), explaining_shapes(batch):
+        with allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), batch)
         with noting_definition(train_step):
             swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
@@ -312,7 +197,7 @@ def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
             raise ValueError("This program cannot evaluate: it was created without a `val_step`.")
         rng = stream(state.key, "eval")
         model = split.join(state.params, state.model_state, rng, train=False)
-        with _allow_sow():
+        with allow_sow():
             returned = val_step(model, stream(rng, "user"), batch)
         with noting_definition(val_step):
             return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))

@@ -1,7 +1,7 @@
-"""The handle of nnx modules."""
+"""The handle of nnx modules, and a `Program` from one and a loss."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -9,10 +9,10 @@ import optax
 from flax import nnx
 
 from jax_trainer.adapters.bridged import lacks_variables, with_variables
-from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
 from jax_trainer.adapters.mode import mode_flags
-from jax_trainer.adapters.nnx import Split, kept_state, matching_grads, split_program, write_back
+from jax_trainer.adapters.nnx import NnxLoss, Split, kept_state, matching_grads, write_back
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
 
 
@@ -21,27 +21,41 @@ class NnxHandle(ModelHandle):
 
     mode = "nnx"
 
-    def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
+    def __init__(self, model: Any, hooks: ModelHooks | None = None, trainable: Any = nnx.Param) -> None:
         super().__init__(model, hooks)
-        self._has_weights = isinstance(model, nnx.Module)
-        self.is_builder = not self._has_weights and self.config is None
-        self._splits: list[Split] = []  # one, as soon as the module is known
+        self.has_weights = isinstance(model, nnx.Module)
+        self.is_builder = not self.has_weights and self.config is None
+        self._trainable, self._split = trainable, None
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
         return _built(self.model, inputs, rngs) if self.is_builder else super().build(inputs, rngs)
 
     def init(self, batch: Batch, key: jax.Array) -> nnx.Module:
+        if self.has_weights and self.hooks.build is None and not lacks_variables(self.model):
+            return self.model
         inputs = self.hooks.to_input(batch)
         return with_variables(self._build(inputs, nnx.Rngs(key)), inputs, stream(key, "bridged"))
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        self._splits = []
-        if self._has_weights and lacks_variables(self.model):
-            self._init_example()  # in place, so before tracing
-        starts_from_it = self._has_weights and self.hooks.init is None
-        model = self.model if starts_from_it else lambda key, example: self._init(example, key)
-        options["init_is_traced"] = not self._has_weights
-        return split_program(model, loss, tx, self._splits, to_input=self.hooks.to_input, **options)
+        self._split = None
+        if self.has_weights:
+            if lacks_variables(self.model) and self.hooks.example is not None:
+                self._init_example()  # in place, so before tracing
+            if self.hooks.init is None:
+                self._split = Split(self.model, self._trainable)
+        program = super().program(loss, tx, **options)
+        return program.with_info(partition_specs=lambda: self.split.partition_specs)
+
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh; the layout shards them
+            module = self._init(batch, key)
+        if self._split is None:
+            self._split = Split(nnx.eval_shape(lambda: module), self._trainable)
+        return self._split.arrays(module)
+
+    def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
+        sown = sown_metrics(nnx.to_pure_dict(nnx.state(model, nnx.Intermediate)), modes) if modes else {}
+        return kept_state(model_state, self.split.arrays(model)[1]), sown
 
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         return self.split.join(params, model_state, rng, train=train)
@@ -60,7 +74,7 @@ class NnxHandle(ModelHandle):
         return self.bind(state)  # a pytree itself
 
     def write_back(self, state: TrainState) -> Any:
-        if not self._has_weights:
+        if not self.has_weights:
             return self.bind(state)
         write_back(self.model, state)
         self.model.eval()
@@ -72,10 +86,10 @@ class NnxHandle(ModelHandle):
     @property
     def split(self) -> Split:
         """The split module."""
-        if not self._splits:
-            with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh
-                self._splits.append(Split(nnx.eval_shape(self._init_example), nnx.Param))
-        return self._splits[0]
+        if self._split is None:
+            with nnx.use_eager_sharding(False):
+                self._split = Split(nnx.eval_shape(self._init_example), self._trainable)
+        return self._split
 
 
 class _NnxStepModel(StepModel):
@@ -93,9 +107,6 @@ class _NnxStepModel(StepModel):
             self._module = super().module(state)
             self._known = self._arrays(state)
         return self._module
-
-    def apply(self, state: Any, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
-        return self.handle.apply_fn()  # an nnx module holds its collections itself
 
     def gradients(self, grads: Any, params: PyTree) -> PyTree:
         # a dict, as `jax.grad` makes of `params`
@@ -118,6 +129,40 @@ class _NnxStepModel(StepModel):
     def _arrays(self, state: Any) -> dict[str, PyTree]:
         params, rest = self.handle.split.arrays(self._module)
         return {"params": params, "model_state": kept_state(state.model_state, rest)}
+
+
+def nnx_program(
+    model: nnx.Module | Callable[..., nnx.Module],
+    loss: NnxLoss | Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    trainable: Any = nnx.Param,
+    to_input: ToInput = full_batch,
+    **options: Unpack[StepOptions],
+) -> Program:
+    """A program that trains `model`.
+
+    Args:
+        model: a module with the initial weights (its own arrays are unchanged until `write_back`); or a function or
+            class that creates one from `rngs` or `key`, and optionally `example`, an example batch.
+        loss: `loss(model, batch, train) -> loss, metrics`, or only the loss; it may also take `rng` and `step`.
+        trainable: nnx filter of the variables that are parameters; all others are model state.
+        to_input: selects the inputs of the model from a batch for predictions; a tuple is several arguments.
+        options: see `make_program`.
+    """
+
+    def init(batch: Batch, key: jax.Array) -> nnx.Module:
+        return with_variables(_made(model, key, batch), to_input(batch), stream(key, "bridged"))
+
+    hooks = ModelHooks(to_input, init=None if isinstance(model, nnx.Module) else init)
+    return NnxHandle(model, hooks, trainable).program(loss, tx, **options)
+
+
+def _made(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:
+    function = build.__init__ if isinstance(build, type) else build
+    offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
+    wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
+    return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
 
 
 def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:

@@ -35,7 +35,9 @@ class TrainerBase(BaseTrainer):
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function` to train such a model.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `loss_function` to train a model of kind {self._model.mode}."
+        )
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True

@@ -49,7 +49,7 @@ class StepState(FlaxState):
 
     def apply(self, params: PyTree, *inputs: Any, **options: Any) -> tuple[Any, PyTree]:
         """Calls the model with `params`; returns its output and updated collections. See `LinenView.apply`."""
-        return self.of_step.apply(self, params, *inputs, **options)
+        return self.of_step.handle.step_apply(self, params, *inputs, **{"train": self.of_step.train, **options})
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
         """The state after one optimizer update, with `fields` replaced; also updates the nnx module."""

@@ -12,8 +12,9 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters import ModelHooks, handle_of
+from jax_trainer.adapters import handle_of
 from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table

@@ -8,7 +8,8 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters import ModelHandle, ModelHooks, handle_of
+from jax_trainer.adapters import ModelHandle, handle_of
+from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.core import Batch, Program, PyTree, TrainState
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
