@@ -10,17 +10,20 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import (
     BatchChangedError,
+    FlatState,
     Layout,
     MetricWindow,
     Precision,
     Program,
     RecompileWarning,
+    ResidentBatch,
     TrainState,
     compile_program,
     make_predict_step,
     with_ema,
     with_finite_guard,
 )
+from jax_trainer.core.setup import uses
 from jax_trainer.testing import (
     assert_close,
     assert_no_implicit_transfers,
@@ -247,6 +250,54 @@ def chunk_and_steps() -> tuple[Any, list[Any]]:
     batches = [BATCH, jax.tree.map(lambda x: x + 1, BATCH)]
     single, chunked = Run(regression(), keep_grads=True), Run(regression(), keep_grads=True)
     return chunked.chunk(stacked([*batches, unlike(BATCH)]), steps=2), [single.step(batch) for batch in batches]
+
+
+def test_a_full_chunk_on_an_accelerator_has_a_static_length(monkeypatch):
+    run, batches = Run(regression()), stacked([BATCH, unlike(BATCH), BATCH])
+    traced = [jax.make_jaxpr(run.compiled._train_on_all)(run.state, run.buffer, batches, n) for n in (None, 2)]
+    assert [(uses(one, "while"), uses(one, "scan")) for one in traced] == [(False, True), (True, False)]
+    given = []
+    monkeypatch.setattr(run.compiled, "_train_chunk", lambda flat, buffer, batches, steps: given.append(steps))
+    for backend, steps in (("gpu", 3), ("gpu", 2), ("cpu", 3)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        run.compiled.flat_train_chunk(FlatState.of(run.state), run.buffer, batches, steps)
+    assert given == [None, 2, 3]
+
+
+def test_full_and_partial_chunks_are_compiled_separately_without_a_warning():
+    run, batches = Run(regression(), on_recompile="error"), stacked([BATCH, unlike(BATCH)])
+    step, flat = run.compiled._train_chunk, FlatState.of(run.state)
+    for steps in (None, np.int32(1), None, np.int32(2)):
+        flat, run.buffer, _ = step(flat, run.buffer, batches, steps)
+    assert int(flat.state.step) == 7 and step.compilations == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_batches_of_resident_data_are_gathered_in_front_of_the_same_step(steps):
+    data = {"x": np.random.default_rng(1).normal(size=(20, 3)).astype(np.float32)}
+    rows = np.random.default_rng(2).permutation(20)[:12].reshape(2, 6).astype(np.int32)
+    picked, resident = Run(regression(), on_recompile="error"), Run(regression(), on_recompile="error")
+    arrays = resident.compiled.store(data)
+    if steps == 1:
+        picked.step({"x": data["x"][rows[0]]})
+        resident.step(ResidentBatch(rows[0], arrays))
+        resident.compiled.train_buffer(resident.state, BATCH, 4)  # starts other data
+        resident.step({"x": data["x"][rows[1]]})  # another form of batch is no recompilation
+        picked.step({"x": data["x"][rows[1]]})
+    else:
+        picked.chunk({"x": data["x"][rows]}, 2)
+        resident.chunk(ResidentBatch(rows, arrays), 2)
+    assert_same_bits(resident.state, picked.state)
+    assert_same_bits(resident.buffer.rows, picked.buffer.rows)
+
+
+def test_metrics_of_another_format_than_that_of_the_buffer_are_an_error():
+    run, other = (
+        Run(regression()),
+        Run(tiny_program("linen"), {name: leaf[:8] for name, leaf in numbered_data().items()}),
+    )
+    with pytest.raises(ValueError, match="metrics changed.*acc.*to draw"):
+        run.compiled.train_step(run.state, other.buffer, BATCH)
 
 
 def test_a_chunk_returns_the_gradients_of_every_step():
