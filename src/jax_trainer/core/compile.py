@@ -39,8 +39,8 @@ def copied(arrays: PyTree) -> PyTree:
 def computed_state(name: str, make: Callable[..., TrainState], *args: Any, shardings: Any = None) -> TrainState:
     """The result of `make`, compiled, after waiting for it: running out of memory shows only then."""
     try:
-        executables = _Executables(jax.jit(make, out_shardings=shardings), shardings)
-        return jax.block_until_ready(executables.run(*args))
+        shared = SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
+        return jax.block_until_ready(shared(*args))
     except jax.errors.JaxRuntimeError as error:
         raise explain_oom(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
 
@@ -83,10 +83,10 @@ class CompiledStep:
     ) -> None:
         self._name, self._function, self._donated = name, function, (0,) if donate else ()
         self._guard = RecompileGuard(name, on_recompile, lenient=lenient, describe_batch=describe_batch)
-        self._by_static: dict[Any, _Executables] = {}
+        self._by_static: dict[Any, SharedFunction] = {}
         self._structure: Any = None  # these three are of the last call
         self._format: Any = None
-        self._executables: Any = None
+        self._shared: Any = None
         self._steady: Callable[..., Any] | None = None  # the executable if there is one only and nothing to check
 
     def __call__(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None) -> Any:
@@ -124,17 +124,17 @@ class CompiledStep:
             if static not in self._by_static:
                 # a function for each: JAX caches traces by function
                 jitted = jax.jit(self._on_leaves(*static), donate_argnums=self._donated)
-                self._by_static[static] = _Executables(jitted)
-            self._executables = self._by_static[static]
-        executables, compilations = self._executables, self._executables.compilations
+                self._by_static[static] = SharedFunction(jitted)
+            self._shared = self._by_static[static]
+        shared, compilations = self._shared, self._shared.compilations
         with self._guard.watching(flat, buffer, batch, number):
             started = time.perf_counter()
-            results = executables.run(flat.leaves, buffer.rows, batch, number)
-            if executables.compilations != compilations:
+            results = shared(flat.leaves, buffer.rows, batch, number)
+            if shared.compilations != compilations:
                 self._guard.record(time.perf_counter() - started)
                 # the CPU allocates after the call has returned: without waiting, the error shows at a later batch
                 jax.block_until_ready(results)
-        self._steady = None if self._guard.is_strict else executables.only_one
+        self._steady = None if self._guard.is_strict else shared.only_one
         return results
 
     def _on_leaves(self, structure: Any, fmt: Any) -> Callable[..., Any]:
@@ -146,8 +146,8 @@ class CompiledStep:
         return traced
 
 
-class _Executables:
-    """The executables of a `jax.jit` function, by the kind of its arguments."""
+class SharedFunction:
+    """A `jax.jit` function whose executables, one for each kind of arguments, are shared with equal functions."""
 
     def __init__(self, jitted: Any, out_shardings: Any = None) -> None:
         self._jitted, self._out_shardings, self._is_shared = jitted, out_shardings, True
@@ -163,7 +163,7 @@ class _Executables:
         """The executable if there is exactly one, which compares its arguments itself, faster than `kind_of`."""
         return next(iter(self._by_kind.values())) if self._is_shared and len(self._by_kind) == 1 else None
 
-    def run(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Runs the function with positional arguments."""
         tried = None
         for find in (lambda: self.only_one, lambda: self._selected(*args)):

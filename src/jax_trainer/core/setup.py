@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_trainer.core.compile import computed_state, copied, traced_for
 from jax_trainer.core.device_put import device_put
@@ -171,7 +170,7 @@ class ProgramSetup:
     def _blank(self, fmt: MetricBufferFormat, length: int) -> MetricBuffer:
         """An empty buffer, always the same one: steps do not donate it, so it is never overwritten."""
         if (fmt, length) not in self._blanks:
-            self._blanks[fmt, length] = MetricBuffer(self.store(np.zeros((length, fmt.width), np.uint32)), fmt)
+            self._blanks[fmt, length] = self.store(fmt.blank(length))
         return self._blanks[fmt, length]
 
     @property
