@@ -16,7 +16,7 @@ from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.adapters.bridged import with_variables
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import Split
-from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
+from jax_trainer.callbacks import Callback, merged_names, with_needs_of
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
@@ -42,7 +42,6 @@ from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transfo
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
-from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import KeptBest, Weights, select_weights
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.arguments import ModelArgument, Module, optimizer_of
@@ -285,8 +284,7 @@ class ModelMethods(TrainerBase):
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(functions)}."
             )
         program = with_custom_steps(base, *functions, self._to_step_state, micro_batches=config.accumulate)
-        if self._monitors_rate:
-            program = with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+        program = with_needs_of((*config.callbacks.values(), *self._callback_objects.values()), program)
         program = with_transforms(program, _Transforms(self))
         if config.ema is not None:
             program = with_ema(program, config.ema)
@@ -298,11 +296,6 @@ class ModelMethods(TrainerBase):
             limit = config.max_skipped if config.guards == "skip" else 0
             return with_finite_guard(program, max_consecutive=limit, watched=config.checked_metrics)
         return program if config.on_nonfinite == "ignore" else with_finite_check(program)
-
-    @property
-    def _monitors_rate(self) -> bool:
-        configs = (*self.config.callbacks.values(), *(one.config for one in self._callback_objects.values()))
-        return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs)
 
     def _program_without_options(self) -> Program:
         if self._base is None:
