@@ -20,6 +20,7 @@ from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.optimizer import AdamW, AdamWConfig, LinearScheduleConfig
+from jax_trainer.optimizer.reported import with_learning_rate_scale
 from jax_trainer.testing import TinyLinen, TinyNNX, numbered_data, numbered_loader, tiny_program
 from jax_trainer.testing.models import CLASSES
 
@@ -61,7 +62,7 @@ def matrix_program(flavour: str) -> CompiledProgram:
         program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
     else:
         program = nnx_program(lambda rngs: TinyNNX(rngs), _nnx_loss, _tx())
-    return compile_program(program, on_recompile="ignore")
+    return compile_program(with_learning_rate_scale(program), on_recompile="ignore")  # as `ReduceLROnPlateau` needs
 
 
 @cache

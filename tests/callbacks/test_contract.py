@@ -1,4 +1,4 @@
-"""What holds for every callback that is shipped: it changes nothing, and an interruption does not change it."""
+"""What holds for every callback that is shipped: it changes nothing but by edits, and survives an interruption."""
 
 import json
 import os
@@ -34,6 +34,8 @@ from jax_trainer.callbacks import (
     ModelSummary,
     OptunaPruning,
     Progress,
+    ReduceLROnPlateau,
+    ReduceLROnPlateauConfig,
     ThroughputMonitor,
 )
 from jax_trainer.core import TrainState, copy_state
@@ -63,6 +65,7 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "DisableGC": DisableGC,
     "HangMonitor": HangMonitor,
     "EarlyStopping": lambda: EarlyStopping(EarlyStoppingConfig(patience=100)),
+    "ReduceLROnPlateau": lambda: ReduceLROnPlateau(ReduceLROnPlateauConfig(patience=100)),
     "ThroughputMonitor": ThroughputMonitor,
     "ModelSummary": ModelSummary,
     "Progress": Progress,

@@ -60,7 +60,7 @@ def fit(program, *observers, plan=PLAN, state=None, at=LoopState()):  # noqa: B0
 
 
 def rate(state) -> float:
-    return float(hyperparameters_in(state.opt_state)["learning_rate"])
+    return float(hyperparameters_in(state)["learning_rate"][0])
 
 
 def zeroed(state):

@@ -2,17 +2,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from jax_trainer.adapters import function_program
+from jax_trainer.core import FlaxState, make_program
+from jax_trainer.core.hyperparameters import with_hyperparameters
 from jax_trainer.optimizer import AdamWConfig, OptimizerInterface
-from jax_trainer.optimizer.reported import rates_in, with_learning_rate
+from jax_trainer.optimizer.reported import rates_in, with_learning_rate, with_learning_rate_scale
 from jax_trainer.testing import assert_same_bits
 
 SCHEDULE: Any = optax.linear_schedule(0.1, 0.0, 10)
 CONFIGURED = AdamWConfig(learning_rate=0.25).instantiate(OptimizerInterface).build(10)
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+BATCH = jnp.arange(4.0)
+
+
+def quadratic(params, model_state, batch, rng, *, train):
+    loss = ((batch[:2] - params["a"]) ** 2).mean() + ((batch[2:] - params["b"]) ** 4).mean()
+    return loss, (model_state, {})
 
 
 @pytest.mark.parametrize(
@@ -32,8 +41,14 @@ PARAMS = {"a": jnp.ones(2), "b": jnp.ones(2)}
     ],
 )
 def test_rates_are_found_wherever_the_optimizer_keeps_them(tx, names):
-    found = {name: float(rate) for name, rate in rates_in(tx.init(PARAMS)).items()}
-    assert found == pytest.approx(names)
+    program = make_program(lambda key, batch: (PARAMS, {}), quadratic, tx)
+    state = program.init(jax.random.key(0), BATCH)
+    assert {name: float(rate) for name, rate in rates_in(state).items()} == pytest.approx(names)
+    scaled = with_hyperparameters(
+        with_learning_rate_scale(program).init(jax.random.key(0), BATCH), {"learning_rate_scale": 0.5}
+    )
+    expected = {name: rate / 2 for name, rate in names.items()} or {"optimizer/lr_scale": 0.5}
+    assert {name: float(rate) for name, rate in rates_in(scaled).items()} == pytest.approx(expected)
 
 
 def test_steps_report_the_rate_they_used_and_do_the_same_as_without():
@@ -51,3 +66,61 @@ def test_steps_report_the_rate_they_used_and_do_the_same_as_without():
         assert_same_bits(state, expected)
         metric = report.metrics.by_name["optimizer/lr"]
         assert float(metric.value) == pytest.approx(float(SCHEDULE(step)))
+
+
+def after(program, scale=None, steps=5):
+    state = program.init(jax.random.key(0), BATCH)
+    state = state if scale is None else with_hyperparameters(state, {"learning_rate_scale": scale})
+    step = jax.jit(program.train_step)
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return state
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "adamw": lambda rate: optax.adamw(rate, weight_decay=0.1),
+    "lion": optax.lion,
+    "configured": lambda rate: AdamWConfig(learning_rate=rate).instantiate(OptimizerInterface).build(10),
+    "MultiSteps": lambda rate: optax.MultiSteps(optax.adam(rate), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_scale_acts_like_the_learning_rate_of_any_optimizer(name):
+    make = lambda rate: make_program(lambda key, batch: (PARAMS, {}), quadratic, OPTIMIZERS[name](rate))
+    scaled, expected = after(with_learning_rate_scale(make(0.08)), 0.25), after(make(0.02))
+    for path in PARAMS:
+        np.testing.assert_allclose(scaled.params[path], expected.params[path], rtol=1e-5)
+        assert (scaled.params[path] != PARAMS[path]).any()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_scale_of_one_changes_nothing_but_how_a_product_is_rounded(name):
+    program = make_program(lambda key, batch: (PARAMS, {}), quadratic, OPTIMIZERS[name](0.08))
+    for scaled, plain in zip(
+        *map(jax.tree.leaves, (after(with_learning_rate_scale(program)).params, after(program).params)), strict=True
+    ):
+        np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+
+
+def test_apply_gradients_is_scaled_too():
+    state = FlaxState.create(apply_fn=print, params=PARAMS, tx=optax.sgd(1.0))
+    halved = state.replace(extra={"hyperparams": {"learning_rate_scale": jnp.float32(0.5)}})
+    assert halved.apply_gradients(grads=PARAMS).params["a"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("tx", "fails"), [(optax.sgd(0.1), True), (optax.inject_hyperparams(optax.sgd)(0.1), False)])
+def test_a_step_that_updates_the_parameters_itself_cannot_be_scaled(tx, fails):
+    program = make_program(lambda key, batch: (PARAMS, {}), quadratic, tx)
+
+    def train_step(state, batch):
+        _, report = program.train_step(state.replace(extra={}), batch)
+        return state.replace(params=jax.tree.map(lambda leaf: leaf - 1, state.params)), report
+
+    own = with_learning_rate_scale(program._replace(train_step=train_step))
+    if fails:
+        with pytest.raises(TypeError, match="apply_gradients.*inject_hyperparams"):
+            after(own)
+    else:  # its learning rate can be set in the state
+        assert after(own, steps=1).params["a"].tolist() == [0.0, 0.0]

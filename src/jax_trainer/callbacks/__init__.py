@@ -1,4 +1,4 @@
-"""Built-in callbacks: they log, save, show or stop a run; they never change its state."""
+"""Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
@@ -14,6 +14,7 @@ from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
     LearningRateMonitorConfig,
 )
+from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig, with_needs_of
 from jax_trainer.callbacks.profiler import JAXProfiler, JAXProfilerConfig
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
 from jax_trainer.callbacks.pruning import OptunaPruning
@@ -52,6 +53,8 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "ProgressConfig",
+    "ReduceLROnPlateau",
+    "ReduceLROnPlateauConfig",
     "RunContext",
     "SampleImages",
     "SampleImagesConfig",
@@ -66,4 +69,5 @@ __all__ = [
     "logger_observers",
     "merged_names",
     "parameter_table",
+    "with_needs_of",
 ]

@@ -36,7 +36,8 @@ class LearningRateMonitor(Callback):
 
     A trainer with this callback also logs it with the step metrics, as `optimizer/lr_step`. Parameter groups with their
     own rate are `optimizer/lr_<group>`. The rate is read from the state of this library's optimizers and of
-    `optax.inject_hyperparams`; for others there is one warning.
+    `optax.inject_hyperparams`. The rate of another optimizer cannot be seen and is not logged, with one warning; if
+    `ReduceLROnPlateau` scales it, `optimizer/lr_scale` is logged.
     """
 
     config: LearningRateMonitorConfig
@@ -64,7 +65,7 @@ class LearningRateMonitor(Callback):
         if epoch == self._logged_epoch:
             return
         is_first, self._logged_epoch = self._logged_epoch < 0, epoch
-        rates = jax.device_get(rates_in(self.state.opt_state))
+        rates = jax.device_get(rates_in(self.state))
         if rates:
             self.run.logger.write(self.event.step, {"epoch": epoch, **{name: float(rates[name]) for name in rates}})
         elif is_first:

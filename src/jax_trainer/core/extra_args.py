@@ -1,13 +1,19 @@
-"""Extra arguments of optimizer updates, passed according to the signature of `update`."""
+"""Optimizer updates: extra arguments, passed according to the signature of `update`, and the learning rate scale."""
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import jax
 import optax
 
 from jax_trainer.core.metrics import PyTree
 
 OPTAX = ("value", "grad", "value_fn")  # optax's own transformations forward and ignore these
+HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wrapper added
+LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
 OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
 
 
@@ -37,3 +43,26 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
         return tx.update(updates, state, params, **passed)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+_HAS_SCALED: ContextVar[list[bool] | None] = ContextVar("whether the step being traced scales updates", default=None)
+
+
+def scale_updates(updates: PyTree, extra: Mapping[str, Any]) -> PyTree:
+    """`updates` of the optimizer times the learning rate scale in the `extra` of a state; without one, unchanged."""
+    scale = extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
+    if scale is None:
+        return updates
+    if (noted := _HAS_SCALED.get()) is not None:
+        noted.append(True)
+    return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates)
+
+
+@contextmanager
+def noting_scaled() -> Iterator[list[bool]]:
+    """The list is not empty if updates were scaled in the block."""
+    token = _HAS_SCALED.set(noted := [])
+    try:
+        yield noted
+    finally:
+        _HAS_SCALED.reset(token)

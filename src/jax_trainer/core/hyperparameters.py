@@ -1,4 +1,4 @@
-"""Hyperparameters that an optimizer keeps in its state, as `optax.inject_hyperparams` does: read and set by name."""
+"""Hyperparameters in a state, as `optax.inject_hyperparams` keeps them: read and set by name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,38 +6,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_trainer.core.extra_args import HYPERPARAMS
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.state import TrainState
 
 
-def hyperparameters_in(opt_state: PyTree) -> dict[str, Any]:
-    """The hyperparameters that can be set, by name; of several with one name, the first. Schedules are not among them.
+def hyperparameters_in(state: TrainState) -> dict[str, list[Any]]:
+    """The values of all hyperparameters that can be set, by name. Schedules are not among them.
 
-    >>> import optax
-    >>> state = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5).init({"w": jnp.zeros(3)})
-    >>> {name: float(value) for name, value in hyperparameters_in(state).items()}
-    {'learning_rate': 0.5}
+    They are those of the optimizer, in `opt_state`, and those that a wrapper of the program added, in `extra`.
     """
-    found: dict[str, Any] = {}
-    for node in injected_in(opt_state):
+    found: dict[str, list[Any]] = {}
+    for node in injected_in(state.opt_state):
         for name, value in node.hyperparams.items():
             if name not in scheduled_in(node):
-                found.setdefault(name, value)
+                found.setdefault(name, []).append(value)
+    for name, value in state.extra.get(HYPERPARAMS, {}).items():
+        found.setdefault(name, []).append(value)
     return found
 
 
 def with_hyperparameters(state: TrainState, values: Mapping[str, Any]) -> TrainState:
-    """`state` with these values of hyperparameters of its optimizer, wherever in `opt_state` their names occur."""
-    known = hyperparameters_in(state.opt_state)
+    """`state` with these values of hyperparameters, wherever their names occur."""
+    known = hyperparameters_in(state)
     if unknown := sorted(set(values) - set(known)):
         scheduled = any(unknown[0] in scheduled_in(node) for node in injected_in(state.opt_state))
-        why = "is set by a schedule at every update" if scheduled else "is not in the state of the optimizer"
+        why = "is set by a schedule at every update" if scheduled else "is not in the state"
         raise ValueError(
             f"The hyperparameter {unknown[0]!r} {why}, so it cannot be set. Hyperparameters that can: "
             f"{', '.join(sorted(known)) or 'none'}. Create the optimizer with numbers in `optax.inject_hyperparams`: "
             "`optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3)`."
         )
-    return state.replace(opt_state=_replaced(state.opt_state, values))
+    extra, own = state.extra, state.extra.get(HYPERPARAMS, {})
+    if names := values.keys() & own.keys():
+        extra = {**extra, HYPERPARAMS: {**own, **{name: _like(values[name], own[name]) for name in names}}}
+    return state.replace(opt_state=_replaced(state.opt_state, values), extra=extra)
 
 
 def injected_in(opt_state: PyTree) -> Iterator[Any]:

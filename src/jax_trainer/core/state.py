@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core.extra_args import OFFERED, by_signature
+from jax_trainer.core.extra_args import OFFERED, by_signature, scale_updates
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
 from jax_trainer.core.tracing import like_params
@@ -79,7 +79,7 @@ class FlaxState(TrainState):
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
         updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
-        params = optax.apply_updates(self.params, updates)
+        params = optax.apply_updates(self.params, scale_updates(updates, self.extra))
         fields = self.as_fields(fields, "apply_gradients")
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**fields)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_trainer.core.extra_args import scale_updates
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
@@ -124,7 +125,7 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
         }
         with noting(IN_UPDATE):
             updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
-            params = optax.apply_updates(state.params, updates)
+            params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
         if log_norms:
             metrics = metrics.adding(**_norms(grads, params))
         state = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)

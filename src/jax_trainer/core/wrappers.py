@@ -43,7 +43,7 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
     def averaged(step: Callable[[TrainState, Batch], Any]) -> Callable[[TrainState, Batch], Any]:
         return lambda state, batch: step(state.replace(params=state.extra["ema"]), batch)
 
-    averaging = _with_initial(add_average, program)._replace(train_step=train_step)
+    averaging = with_initial(add_average, program)._replace(train_step=train_step)
     if not evaluate:
         return averaging
     predict_step = None if program.predict_step is None else averaged(program.predict_step)
@@ -141,7 +141,7 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
                 step=step,
             )
 
-    guarded = _with_initial(add_counter, program)._replace(train_step=train_step)
+    guarded = with_initial(add_counter, program)._replace(train_step=train_step)
     return guarded.with_info(checks=(*program.info.checks, check), keeps_batches=True)
 
 
@@ -216,7 +216,7 @@ def _masked(metrics: Metrics, keep: jax.Array) -> Metrics:
     return Metrics(by_name, weight(metrics.weight))
 
 
-def _with_initial(add: Callable[[TrainState], TrainState], program: Program) -> Program:
+def with_initial(add: Callable[[TrainState], TrainState], program: Program) -> Program:
     """`program` whose new states are passed through `add`."""
     init_from_params = program.info.init_from_params
 

@@ -1,4 +1,4 @@
-"""Logs the learning rate as a metric of every step."""
+"""The learning rate as a metric of every step, and its scale."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
+from jax_trainer.core import Batch, Program, StepReport, TrainState
+from jax_trainer.core.extra_args import HYPERPARAMS, LEARNING_RATE, LEARNING_RATE_SCALE, noting_scaled
+from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded
 
-METRIC = "optimizer/lr"
+METRIC, SCALE_METRIC = "optimizer/lr", "optimizer/lr_scale"
 # log the last value of a window or an epoch, not the mean
 _OPTIONS = {"mode": "single", "log_mode": "train"}
 
@@ -23,22 +26,50 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         state, report = program.train_step(state, batch)
-        rates = rates_in(state.opt_state)
+        rates = rates_in(state)
         metrics = {name: {**_OPTIONS, "value": rates[name], "log_freq": log_freq} for name in rates}
         return state, report._replace(metrics=report.metrics.adding(**metrics))
 
     return program._replace(train_step=train_step)
 
 
-def rates_in(opt_state: PyTree) -> dict[str, Any]:
-    """The learning rates of the last update by metric name; empty if the state records none.
+def with_learning_rate_scale(program: Program) -> Program:
+    """`program` whose optimizer updates are multiplied by the hyperparameter `learning_rate_scale` in the state.
 
-    >>> import optax
-    >>> state = optax.inject_hyperparams(optax.sgd)(0.5).init({"w": jax.numpy.zeros(3)})
-    >>> {name: float(rate) for name, rate in rates_in(state).items()}
-    {'optimizer/lr': 0.5}
+    It starts at 1, and an `Edit` can set it: the learning rate of any optimizer is scaled, also of one whose state does
+    not have it. Decoupled weight decay is scaled like the rest of the update, as by the learning rate.
     """
-    return dict(_named(jax.tree.leaves(opt_state, is_leaf=_has_rates)))
+    has_scaled: list[bool] = []  # stays filled: a function that the user has compiled is not traced again
+
+    def add_scale(state: TrainState) -> TrainState:
+        hyperparams = {**state.extra.get(HYPERPARAMS, {}), LEARNING_RATE_SCALE: jnp.ones((), jnp.float32)}
+        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        with noting_scaled() as noted:
+            stepped = program.train_step(state, batch)
+        has_scaled.extend(noted)
+        if not has_scaled and len(hyperparameters_in(state).get(LEARNING_RATE, ())) != 1:
+            raise TypeError(
+                "The learning rate cannot be scaled: the training step updates the parameters itself. Use "
+                "`state.apply_gradients(grads=grads)` in it, or an optimizer with the learning rate in its state: "
+                "`optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3)`."
+            )
+        return stepped
+
+    return with_initial(add_scale, program)._replace(train_step=train_step)
+
+
+def rates_in(state: TrainState) -> dict[str, Any]:
+    """The learning rates of the last update by metric name, with their scale; empty if the state has none.
+
+    If only the scale is known, it is `optimizer/lr_scale`.
+    """
+    scale = state.extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
+    rates = dict(_named(jax.tree.leaves(state.opt_state, is_leaf=_has_rates)))
+    if scale is None:
+        return rates
+    return {name: rate * scale for name, rate in rates.items()} or {SCALE_METRIC: scale}
 
 
 def _named(nodes: list[Any]) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Calls the hooks of a trainer like those of a callback."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ class TrainerHooks(Callback):
         call_hook(self.trainer.on_training_epoch_start, epoch_idx=epoch)
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
-        return call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
+        edit = call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
+        return self._by_trainer(edit)
 
     def on_validation_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
@@ -65,7 +67,7 @@ class TrainerHooks(Callback):
         loader = {"val_loader": self._loader()}
         edit = call_hook(self.trainer.on_validation_epoch_end, loader, eval_metrics=eval_metrics, epoch_idx=epoch)
         self._add(before, eval_metrics)
-        return edit
+        return self._by_trainer(edit)
 
     def on_test_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)
@@ -76,6 +78,10 @@ class TrainerHooks(Callback):
         loader = {"test_loader": self._loader()}
         call_hook(self.trainer.on_test_epoch_end, loader, test_metrics=test_metrics, epoch_idx=epoch)
         self._add(before, test_metrics)
+
+    def _by_trainer(self, edit: Edit | None) -> Edit | None:
+        name = type(self.trainer).__name__
+        return replace(edit, by=edit.by or name) if isinstance(edit, Edit) else edit
 
     def _loader(self) -> Any:
         """The evaluated loader, or several by name."""

@@ -15,7 +15,7 @@ from flax import nnx
 from jax_trainer.adapters import handle_of
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.adapters.handle import ModelHooks
-from jax_trainer.callbacks import Callback, LearningRateMonitorConfig, merged_names
+from jax_trainer.callbacks import Callback, merged_names, with_needs_of
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.core import (
@@ -40,7 +40,6 @@ from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transfo
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.interfaces import ModelMode
-from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import KeptBest, Run, Weights, select_weights
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.arguments import optimizer_of
@@ -254,8 +253,7 @@ class ModelMethods(TrainerBase):
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(functions)}."
             )
         program = with_custom_steps(base, *functions, self._to_step_state, micro_batches=config.accumulate)
-        if self._monitors_rate:
-            program = with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+        program = with_needs_of((*config.callbacks.values(), *self._callback_objects.values()), program)
         program = with_transforms(program, _Transforms(self))
         if config.ema is not None:
             program = with_ema(program, config.ema)
@@ -267,11 +265,6 @@ class ModelMethods(TrainerBase):
             limit = config.max_skipped if config.guards == "skip" else 0
             return with_finite_guard(program, max_consecutive=limit, watched=config.checked_metrics)
         return program if config.on_nonfinite == "ignore" else with_finite_check(program)
-
-    @property
-    def _monitors_rate(self) -> bool:
-        configs = (*self.config.callbacks.values(), *(one.config for one in self._callback_objects.values()))
-        return any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs)
 
     def _program_without_options(self) -> Program:
         if self._base is None:

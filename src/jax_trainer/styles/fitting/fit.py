@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 import optax
 
-from jax_trainer.callbacks import Callback, full_names
+from jax_trainer.callbacks import Callback, full_names, with_needs_of
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics
 from jax_trainer.core import (
     CompiledProgram,
     Layout,
     MeshLike,
     Metrics,
+    Program,
     checked_int,
     compile_program,
     resolve_layout,
@@ -24,7 +25,6 @@ from jax_trainer.datasets import Data, DataError, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.engine import Every, Plan, checked_evals
 from jax_trainer.engine.batches import train_source
-from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs import CallbacksLike, before_first_step, broadcast_from_primary, named_callbacks
 from jax_trainer.styles.fitting.data import SplitBatch, as_fit_data, split_of
 from jax_trainer.styles.fitting.fit_run import (
@@ -37,7 +37,7 @@ from jax_trainer.styles.fitting.fit_run import (
     with_saver,
 )
 from jax_trainer.styles.fitting.metadata import name_of, plain_hparams
-from jax_trainer.styles.fitting.program import FitOptions, FitTarget, checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fitting.program import FitOptions, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fitting.result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
@@ -146,7 +146,8 @@ def fit(
         total = _total_steps(train.data, plan)
         options = FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example)
         target = with_data_transforms(fit_target(model, options), transforms_of(train_ds), {VAL: test_ds})
-        program = _compiled(target, layout, from_arrays=train.from_arrays, guarded=detect_nans)
+        needed = with_needs_of(named.values(), target.program, log_rate=True)
+        program = _compiled(needed, layout, from_arrays=train.from_arrays, guarded=detect_nans)
         # traced: mistakes in the steps or the data show before anything is written
         state, training, evaluating = program.shapes(target.key, train.example)
         evals = checked_evals(program, state, evals, train.example)
@@ -222,8 +223,7 @@ def _total_steps(data: Any, plan: Plan) -> int | None:
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
 
 
-def _compiled(target: FitTarget, layout: Layout | None, *, from_arrays: bool, guarded: bool) -> CompiledProgram:
-    program = with_learning_rate(target.program)
+def _compiled(program: Program, layout: Layout | None, *, from_arrays: bool, guarded: bool) -> CompiledProgram:
     if not program.info.keeps_batches:  # a user's program may have its own guard
         program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
     # the last batch of arrays may be smaller, which needs no warning

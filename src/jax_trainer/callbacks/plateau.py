@@ -1,0 +1,178 @@
+"""Reduces the learning rate when a monitored metric no longer improves."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from compoconf import register
+
+from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.monitor import LearningRateMonitorConfig
+from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.core import Program
+from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
+from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.engine import Edit
+from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate, with_learning_rate_scale
+from jax_trainer.settings import Above, AtLeast, Below, checked
+
+_ROUNDING = 1e-6  # relative error of a learning rate in float32
+
+
+@dataclass
+class ReduceLROnPlateauConfig(MonitoringConfig):
+    """When the learning rate is reduced, and by how much.
+
+    Args:
+        every_n_epochs: check every n epochs; -1: every epoch, 0: never.
+        every_n_minutes: not used.
+        monitor: the metric to monitor, by its full name.
+        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
+            accuracy, f1, …: max); other names need min or max.
+        factor: the learning rate is multiplied by it.
+        patience: reduce after this many validations in a row without improvement.
+        threshold: the minimum change that counts as an improvement, relative to the best value.
+        cooldown: number of validations after a reduction during which none counts as one without improvement.
+        min_lr: lower bound of the learning rate. Needs an optimizer whose learning rate is in its state.
+        check_on_train_epoch_end: monitor the metrics of training epochs, such as train/loss, instead of validations.
+    """
+
+    factor: Annotated[float, Above(0), Below(1)] = 0.1
+    patience: Annotated[int, AtLeast(1)] = 10
+    threshold: Annotated[float, AtLeast(0)] = 1e-4
+    cooldown: Annotated[int, AtLeast(0)] = 0
+    min_lr: Annotated[float, AtLeast(0)] = 0.0
+    check_on_train_epoch_end: bool = False
+
+    def is_better(self, value: float, best: float) -> bool:
+        """Whether `value` is an improvement over `best`."""
+        return (value - best if self.best_mode == "max" else best - value) > self.threshold * abs(best)
+
+
+@register
+class ReduceLROnPlateau(Callback):
+    """Multiplies the learning rate by `factor` when the monitored metric no longer improves.
+
+    It works with every optimizer: one with a constant `learning_rate` in its state (`optax.inject_hyperparams`) gets a
+    new value; the updates of others, also those with schedules, are scaled. Each reduction is an `Edit`: it is logged,
+    is part of the next checkpoint, and resumes exactly.
+    """
+
+    config: ReduceLROnPlateauConfig
+
+    def attach(self, run: RunContext) -> None:
+        config = self.config
+        if not (run.validates or config.check_on_train_epoch_end or config.every_n_epochs == 0):
+            raise ValueError(
+                f"`ReduceLROnPlateau` cannot monitor {config.monitor!r}: this run has no validation. Give it "
+                "validation data, or set `check_on_train_epoch_end: true` and `monitor: train/loss`."
+            )
+        super().attach(run)
+
+    def reset(self) -> None:
+        self.best: float | None = None
+        self.waited = 0  # validations since the best one or the last reduction
+        self.cooling = 0  # validations left of the cooldown
+        self._evaluated_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, the validations since, the rest of the cooldown, and the last checked step."""
+        return {
+            "best": self.best,
+            "waited": self.waited,
+            "cooling": self.cooling,
+            "evaluated_step": self._evaluated_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        checked(state, {"best": float | None, "waited": int, "cooling": int, "evaluated_step": int})
+        self.best, self.waited, self.cooling = state["best"], state["waited"], state["cooling"]
+        self._evaluated_step = state["evaluated_step"]
+
+    def on_training_start(self) -> None:
+        """Checks that the learning rate of this optimizer can be reduced, and compared with `min_lr`."""
+        if self.config.every_n_epochs and self._rate_name() and self.config.min_lr and self._rate() is None:
+            raise ValueError(
+                f"`min_lr` is {self.config.min_lr}, but the learning rate of this optimizer is not in its state, so it "
+                "cannot be compared. Use `optax.inject_hyperparams(optax.adamw)(learning_rate=…)` or an optimizer of "
+                "`jax_trainer.optimizer`, or leave out `min_lr`."
+            )
+
+    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        return self._check(train_metrics) if self.config.check_on_train_epoch_end else None
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        return None if self.config.check_on_train_epoch_end else self._check(eval_metrics)
+
+    def _check(self, metrics: Mapping[str, Any]) -> Edit | None:
+        value = monitored(metrics, self.config.monitor)
+        if self.event.step == self._evaluated_step:  # a resumed run may repeat the last validation
+            return None
+        self._evaluated_step = self.event.step
+        if not self._is_plateau(value):
+            return None
+        best = "no value was finite" if self.best is None else f"the best was {self.best:.6g}"
+        count = self.config.patience
+        return self._reduced(f"`{self.config.monitor}` has not improved in {count} validations in a row; {best}")
+
+    def _is_plateau(self, value: float) -> bool:
+        """Updates the state with `value`; returns whether the learning rate is to be reduced."""
+        if is_cooling := self.cooling > 0:
+            self.cooling, self.waited = self.cooling - 1, 0
+        if math.isfinite(value) and (self.best is None or self.config.is_better(value, self.best)):
+            self.best, self.waited = value, 0
+        elif not is_cooling:
+            self.waited += 1
+        if self.waited < self.config.patience:
+            return False
+        self.waited, self.cooling = 0, self.config.cooldown
+        return True
+
+    def _reduced(self, reason: str) -> Edit | None:
+        """The edit that reduces the learning rate; None if it is already at `min_lr`."""
+        name = self._rate_name()
+        before = float(hyperparameters_in(self.state)[name][0])
+        after = before * self.config.factor
+        if lowest := self.config.min_lr:
+            rate = self._rate()
+            if rate is None or rate <= lowest * (1 + _ROUNDING):
+                return None
+            after = max(after, before * lowest / rate)
+        return Edit(hyperparameters={name: after}, reason=reason)
+
+    def _rate_name(self) -> str:
+        """The hyperparameter to set: the learning rate if there is exactly one, otherwise the scale of updates."""
+        known = hyperparameters_in(self.state)
+        if len(known.get(LEARNING_RATE, ())) == 1:  # several would all get the same value
+            return LEARNING_RATE
+        if LEARNING_RATE_SCALE in known:
+            return LEARNING_RATE_SCALE
+        raise ValueError(
+            "`ReduceLROnPlateau` cannot reduce the learning rate: it is not in the state of the optimizer, and the "
+            "program has no scale for it. Add one: `with_learning_rate_scale(program)`."
+        )
+
+    def _rate(self) -> float | None:
+        """The learning rate of the last update, with its scale; None if it is unknown."""
+        rates = rates_in(self.state)
+        return float(rates[METRIC]) if METRIC in rates else None
+
+
+def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool = False) -> Program:
+    """`program` with what `callbacks`, or their configurations, need of it: a learning rate that is scaled and logged.
+
+    Args:
+        callbacks: `ReduceLROnPlateau` needs a scale of the learning rate, `LearningRateMonitor` its value in each step.
+        program: the program.
+        log_rate: log the learning rate of windows of steps and of epochs in any case.
+    """
+    configs = [one.config if isinstance(one, Callback) else one for one in callbacks]
+    if any(isinstance(one, ReduceLROnPlateauConfig) and one.every_n_epochs for one in configs):
+        program = with_learning_rate_scale(program)
+    if log_rate:
+        return with_learning_rate(program)
+    if any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs):
+        return with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+    return program
