@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative clean
+.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -72,6 +72,9 @@ bench-scaling: $(VENV)/installed
 
 bench-presets: $(VENV)/installed
 	$(BIN)/python benchmarks/presets.py  # needs a large GPU, and `make data`
+
+measure: $(VENV)/installed
+	$(BIN)/python scripts/measure_architecture.py --write  # writes docs/architecture.md
 
 configs: $(VENV)/installed
 	$(BIN)/python scripts/run_configs.py

@@ -1,17 +1,17 @@
-"""What saving costs a run, and what restoring costs: next to orbax' own asynchronous checkpointer.
+"""The cost of saving and restoring checkpoints, compared with Orbax's asynchronous checkpointer.
 
     PYTHONPATH=src python benchmarks/checkpoints.py [--saves 15] [--rounds 5] [--folder DIR] [--only PART]
 
 * saving: a chain of 25 layers of 1024×1024 float32, 105 MB, trained by SGD in a step that donates its state. How long a
-  save blocks the loop, what it costs the step that comes next and those until it is committed, and when that is.
-  Both savers take turns; each waits for its own save before the other begins. At the end the last checkpoint of each is
-  read and compared with a copy of the state that was saved.
-* restoring: of that checkpoint, with and without what verifying takes.
-* size: on the disk against the arrays, of this state and of a perceptron that Adam really trained.
-* loop: the same training without saving and with a save every 50 steps, in turns: the chain by hand, and a perceptron
-  of 784-256-256-10 by `TrainerModule`, whose 50 steps take a tenth of a second.
+  save blocks the loop, how much it slows the next step and all steps until it is committed, and when it is committed.
+  The two savers alternate; each save is committed before the next one starts. At the end, the last checkpoint of each
+  is restored and compared with a copy of the saved state.
+* restoring: that checkpoint; also the time of verification alone.
+* size: on disk relative to the arrays, of this state and of an MLP trained with Adam.
+* loop: the same training without saves and with a save every 50 steps, alternating: the chain in a hand-written loop,
+  and an MLP of 784-256-256-10 in `TrainerModule`, whose 50 steps take 0.1 s.
 
-Fresh folders on the disk of `--folder` (default: that of temporary files), which are deleted. A report, not a test.
+Writes to temporary folders in `--folder` (default: that of temporary files). A report, not a test.
 """
 
 import argparse
@@ -67,15 +67,15 @@ def step(state: TrainState, x: jax.Array) -> TrainState:
 
 
 class Training:
-    """The chain at some step, and the seconds that a step takes from here."""
+    """The training of the chain."""
 
     def __init__(self) -> None:
         self.state, self._x = chain(), jax.random.normal(jax.random.key(2), (BATCH, WIDTH))
 
     def step(self) -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         self.state = jax.block_until_ready(step(self.state, self._x))
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 # --- two savers
@@ -104,7 +104,7 @@ class Ours:
 
 
 class Orbax:
-    """As in its documentation; the previous checkpoint is deleted before the clock starts."""
+    """As in the Orbax documentation; the previous checkpoint is deleted before the timing starts."""
 
     name = "orbax AsyncCheckpointer"
 
@@ -144,55 +144,57 @@ def saving(args: argparse.Namespace, folder: Path) -> None:
     training = Training()
     savers = [kind(folder, training.state) for kind in (Ours, Orbax)]
     times: dict[str, list[tuple[float, ...]]] = {saver.name: [] for saver in savers}
-    held: dict[str, TrainState] = {}
-    for number in range(args.saves + 1):  # the first one is not counted
+    copies: dict[str, TrainState] = {}
+    for number in range(args.saves + 1):  # the first one is a warm-up
         for saver in savers if number % 2 else savers[::-1]:
-            usual = statistics.median(training.step() for _ in range(5))
-            held[saver.name] = jax.block_until_ready(copy_state(training.state))
-            began = time.perf_counter()
+            baseline = statistics.median(training.step() for _ in range(5))
+            copies[saver.name] = jax.block_until_ready(copy_state(training.state))
+            started = time.perf_counter()
             saver.save(training.state)
-            blocked = time.perf_counter() - began
+            blocked = time.perf_counter() - started
             following = [training.step()]
             while saver.is_saving:
                 following.append(training.step())
             saver.wait()
-            committed = time.perf_counter() - began
+            committed = time.perf_counter() - started
             if number:
                 times[saver.name].append(
-                    (blocked, following[0] / usual, statistics.mean(following) / usual, committed, usual)
+                    (blocked, following[0] / baseline, statistics.mean(following) / baseline, committed, baseline)
                 )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(training.state))
-    usual = statistics.median(row[-1] for rows in times.values() for row in rows)
-    print(f"\nSaving {size / 1e6:.0f} MB ({args.saves} saves each; a step without saving takes {usual * 1e3:.0f} ms)\n")
-    table("", "blocks the loop: median", "max", "the next step", "steps until committed", "committed after")
+    baseline = statistics.median(row[-1] for rows in times.values() for row in rows)
+    print(
+        f"\nSaving {size / 1e6:.0f} MB ({args.saves} saves each; a step without saving takes {baseline * 1e3:.0f} ms)\n"
+    )
+    table("", "blocks the loop: median", "max", "next step", "steps until commit", "commit after")
     for saver in savers:
         blocked, following, during, committed, _ = zip(*times[saver.name], strict=True)
         middle = [statistics.median(column) for column in (blocked, following, during, committed)]
         line = f"{middle[0] * 1e3:.1f} ms", f"{max(blocked) * 1e3:.1f} ms", f"{middle[1]:.2f} ×", f"{middle[2]:.2f} ×"
         table(saver.name, *line, f"{middle[3]:.2f} s")
-    restoring(savers, held)
+    restoring(savers, copies)
 
 
-def restoring(savers: list[Any], held: dict[str, TrainState]) -> None:
-    print("\nRestoring it, and its size on the disk\n")
-    table("", "restore: median of 5", "of which verifying", "on disk / arrays", "holds what was saved")
+def restoring(savers: list[Any], copies: dict[str, TrainState]) -> None:
+    print("\nRestoring, and size on disk\n")
+    table("", "restore: median of 5", "of which verification", "on disk / arrays", "restored state is equal")
     for saver in savers:
-        like = jax.tree.map(jnp.zeros_like, held[saver.name])
+        like = jax.tree.map(jnp.zeros_like, copies[saver.name])
         restored = saver.restore(like)
-        is_same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), restored, held[saver.name])))
+        is_same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), restored, copies[saver.name])))
         seconds = statistics.median(timed(lambda: jax.block_until_ready(saver.restore(like))) for _ in range(5))  # noqa: B023
-        verifying = "nothing is verified"
+        verification = "no verification"
         if isinstance(saver, Ours):
-            took = statistics.median(timed(lambda: saver.store.verify(saver.path)) for _ in range(5))  # noqa: B023
-            verifying = f"{took * 1e3:.0f} ms"
-        share = on_disk(saver.path) / sum(leaf.nbytes for leaf in jax.tree.leaves(held[saver.name]))
-        table(saver.name, f"{seconds * 1e3:.0f} ms", verifying, f"{share:.3f}", "yes" if is_same else "NO")
+            seconds_verifying = statistics.median(timed(lambda: saver.store.verify(saver.path)) for _ in range(5))  # noqa: B023
+            verification = f"{seconds_verifying * 1e3:.0f} ms"
+        share = on_disk(saver.path) / sum(leaf.nbytes for leaf in jax.tree.leaves(copies[saver.name]))
+        table(saver.name, f"{seconds * 1e3:.0f} ms", verification, f"{share:.3f}", "yes" if is_same else "NO")
 
 
 def loops(args: argparse.Namespace, folder: Path) -> None:
-    print(f"\nA loop that saves every {EVERY} steps, against the same without ({args.rounds} rounds)\n")
+    print(f"\nA loop that saves every {EVERY} steps, compared with one that does not ({args.rounds} rounds)\n")
     table("", "µs per step without", "with", "ratio")
-    for name, run in (("perceptron, 3.2 MB, TrainerModule", trainer_loop), ("chain, 105 MB, by hand", chain_loop)):
+    for name, run in (("MLP, 3.2 MB, TrainerModule", trainer_loop), ("chain, 105 MB, by hand", chain_loop)):
         rounds = []
         for number in range(args.rounds):
             order = (False, True) if number % 2 else (True, False)
@@ -207,18 +209,18 @@ def chain_loop(folder: Path, *, saves: bool, steps: int = 2 * EVERY) -> float:
     store = CheckpointStore(folder, keep_latest=1)
     store.prepare(training.state)
     training.step()
-    began = time.perf_counter()
+    started = time.perf_counter()
     for number in range(1, steps + 1):
         training.step()
         if saves and number % EVERY == 0 and number < steps:
             store.save(training.state, Position(1, number), {}, wait=False)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     store.wait()
     shutil.rmtree(folder)
     return seconds / steps
 
 
-# --- the perceptron
+# --- the MLP
 
 
 class Mlp(nn.Module):
@@ -242,7 +244,7 @@ class Classifier(jt.TrainerModule):
 
 
 class Epochs(jt.Callback):
-    """Takes the seconds of every epoch's training."""
+    """Records the training seconds of every epoch."""
 
     def reset(self) -> None:
         self.seconds: list[float] = []
@@ -288,7 +290,7 @@ def sizes(args: argparse.Namespace, folder: Path) -> None:
     flat = images.reshape(len(images), -1).astype(np.float32) / 16
     loader = jt.ArrayLoader((flat, labels), 64, shuffle=True, drop_last=True)
     callbacks = [ModelCheckpointConfig()]
-    print(f"\nSize on the disk of a trained perceptron (64-N-N-10, Adam, {args.epochs} epochs of digits)\n")
+    print(f"\nSize on disk of a trained MLP (64-N-N-10, Adam, {args.epochs} epochs of digits)\n")
     table("N", "arrays", "on disk", "on disk / arrays", "files")
     for width in (32, 256, 1024):
         trainer = classifier((64, width, width, 10), loader, folder / f"digits-{width}", callbacks, args.epochs)
@@ -299,13 +301,13 @@ def sizes(args: argparse.Namespace, folder: Path) -> None:
         table(str(width), f"{arrays / 1e3:.0f} kB", f"{written / 1e3:.0f} kB", f"{written / arrays:.3f}", str(files))
 
 
-# --- what all parts share
+# --- shared
 
 
 def timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    started = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def on_disk(folder: Path) -> int:
@@ -335,7 +337,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--only", choices=PARTS, default=None)
     args = parser.parse_args()
-    logging.getLogger("jax_trainer").setLevel(logging.ERROR)  # that saving is slow is what is measured here
+    logging.getLogger("jax_trainer").setLevel(logging.ERROR)  # warnings about slow saves
     print(f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, orbax {ocp.__version__}")
     for name, part in PARTS.items():
         if args.only in (None, name):

@@ -1,6 +1,6 @@
-"""Reads out of compiled HLO which collectives it has: how many, how large, for what.
+"""Reads the collectives of compiled HLO: number, size, and phase of the step.
 
-A collective is counted once, also where it is split into a start and a done, and as often as the loop around it turns.
+An asynchronous pair (start and done) counts once, and a collective in a loop once per iteration.
 """
 
 import math
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}  # of one number; others have their bits in their name
-# what the GPU compiler looks through between an all-reduce and the slice that makes it a reduce-scatter; sums, because
-# it adds first what would be reduced twice
-LOOKED_THROUGH = "bitcast", "copy", "transpose", "reshape", "add"
+BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}  # per number; other types have their bits in their name
+# instructions that the GPU compiler ignores between an all-reduce and the slice that makes it a reduce-scatter; `add`,
+# because it adds first what would be reduced twice
+TRANSPARENT = "bitcast", "copy", "transpose", "reshape", "add"
 
 
 class Instruction(NamedTuple):
@@ -31,24 +31,24 @@ class Collective(NamedTuple):
 
     kind: str
     payload: int  # bytes that a group of devices reduces, gathers or exchanges
-    group: int  # so many devices
+    group: int  # number of devices
     sliced: tuple[
         tuple[int, int], ...
     ] = ()  # arrays of an all-reduce of which a device then keeps one slice: bytes, slices
-    times: int = 1  # how often in a step
-    is_certain: bool = True  # False in a loop of unknown length, where `times` is that of one turn
+    times: int = 1  # executions per step
+    is_certain: bool = True  # False in a loop of unknown length, where `times` is that of one iteration
     source: str = ""  # the operation of the program that it comes from
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in a step, in a ring."""
+        """Bytes that a device sends per step, with ring algorithms."""
         return self.times * ring_bytes(self.kind, self.payload, self.group)
 
     @property
     def sent_if_scattered(self) -> float:
-        """The same where an all-reduce that is only sliced afterwards is written as a reduce-scatter.
+        """`sent`, if every all-reduce whose result is only sliced were a reduce-scatter.
 
-        Where several devices keep the same slice, they reduce it among themselves after that.
+        Devices that keep the same slice reduce it among themselves afterwards.
         """
         return self.sent - self.times * sum(_saved(size, ways, self.group) for size, ways in self.sliced)
 
@@ -65,13 +65,13 @@ Module = dict[str, list[Instruction]]
 
 def collectives_of(hlo: str) -> list[Collective]:
     """All collectives of a compiled module, in the order in which they are written."""
-    module, entry = _parsed(hlo)
+    module, entry = _parse(hlo)
     devices = math.prod(map(int, re.findall(r"(?:replica_count|num_partitions)=(\d+)", hlo.partition("\n")[0])))
     return [_read(module, *found, devices) for found in _found(module, entry, 1, True)]
 
 
 def array_bytes(shape: str) -> list[int]:
-    """Of every array in an HLO shape.
+    """The bytes of every array in an HLO shape.
 
     >>> array_bytes("(f32[8,2]{1,0}, (pred[], bf16[3]))")
     [64, 1, 6]
@@ -81,7 +81,7 @@ def array_bytes(shape: str) -> list[int]:
 
 
 def ring_bytes(kind: str, payload: float, group: int) -> float:
-    """What a device of the group sends in a ring.
+    """The bytes that a device of the group sends in a ring.
 
     >>> [ring_bytes(kind, 100, 4) for kind in ("all-reduce", "all-gather", "collective-permute")]
     [150.0, 75.0, 100]
@@ -125,29 +125,29 @@ def _number_bytes(kind: str) -> int:
     return max(1, int(bits[1]) // 8) if bits else 0  # tokens take nothing
 
 
-def _parsed(hlo: str) -> tuple[Module, str]:
-    """The instructions of every computation, and which one is run."""
+def _parse(hlo: str) -> tuple[Module, str]:
+    """The instructions of every computation, and the name of the entry computation."""
     module: Module = {}
     entry = name = ""
     for line in hlo.splitlines():
-        if begun := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            name = begun[2]
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = header[2]
             module[name] = []
-            entry = name if begun[1] else entry
-        elif given := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
-            module[name].append(_instruction(given[1], given[2]))
+            entry = name if header[1] else entry
+        elif line_match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
+            module[name].append(_instruction(line_match[1], line_match[2]))
     return module, entry
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    shape, text = _closed(text) if text.startswith("(") else text.split(" ", 1)
+    shape, text = _split_parentheses(text) if text.startswith("(") else text.split(" ", 1)
     opcode, text = text.strip().split("(", 1)
-    inside, attributes = _closed(f"({text}")
+    inside, attributes = _split_parentheses(f"({text}")
     return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", inside)), inside, attributes)
 
 
-def _closed(text: str) -> tuple[str, str]:
-    """What begins with a parenthesis, up to the one that closes it, and the rest."""
+def _split_parentheses(text: str) -> tuple[str, str]:
+    """Splits a text that starts with a parenthesis after the closing one."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -159,7 +159,7 @@ def _closed(text: str) -> tuple[str, str]:
 def _found(
     module: Module, computation: str, times: int, is_certain: bool
 ) -> Iterator[tuple[str, Instruction, int, bool]]:
-    """The collectives that one run of a computation reaches; both branches of a condition count."""
+    """The collectives that a computation reaches; both branches of a conditional count."""
     for one in module[computation]:
         if one.opcode.removesuffix("-start") in KINDS:
             yield computation, one, times, is_certain
@@ -178,7 +178,7 @@ def _found(
 
 def _named(role: str, one: Instruction) -> str:
     called = re.search(rf"(?:{role})=%?([\w.\-]+)", one.attributes)
-    assert called is not None, f"{one.name} names nothing as {role}"
+    assert called is not None, f"{one.name} has no {role}"
     return called[1]
 
 
@@ -195,18 +195,18 @@ def _source(instructions: list[Instruction], one: Instruction) -> str:
     """The operation that it comes from; for one that the compiler inserted, that of its operand."""
     if named := re.search(r'op_name="([^"]*)"', one.attributes):
         return named[1]
-    given = next((other for other in instructions if other.name in one.operands[:1]), None)
-    return _source(instructions, given) if given else ""
+    operand = next((other for other in instructions if other.name in one.operands[:1]), None)
+    return _source(instructions, operand) if operand else ""
 
 
 def _result(one: Instruction) -> str:
-    """The shape of what comes out; starts return what they were given before it, but for all-reduces of the CPU."""
-    starts_with_given = one.opcode in ("all-gather-start", "collective-permute-start") or one.shape.startswith("((")
-    if not (one.opcode.endswith("-start") and starts_with_given):
+    """The shape of the result; a start also returns its operands, before the result, except all-reduces on the CPU."""
+    returns_operands = one.opcode in ("all-gather-start", "collective-permute-start") or one.shape.startswith("((")
+    if not (one.opcode.endswith("-start") and returns_operands):
         return one.shape
     parts, text = [], re.sub(r"/\*.*?\*/", "", one.shape)[1:-1]
     while text := text.lstrip(", "):
-        part, text = _closed(text) if text.startswith("(") else _until_comma(text)
+        part, text = _split_parentheses(text) if text.startswith("(") else _until_comma(text)
         parts.append(part)
     return parts[1]
 
@@ -238,10 +238,10 @@ def _cut_by(module: Module, computation: str, name: str, user: Instruction, outs
     if user.opcode == "dynamic-slice" and user.operands[0] == name:
         full = next(one for one in module[computation] if one.name == name)
         return array_bytes(full.shape)[0] // array_bytes(user.shape)[0]
-    if user.opcode in LOOKED_THROUGH:
+    if user.opcode in TRANSPARENT:
         return _cut(module, computation, user.name, outside)
     if user.opcode == "fusion":
-        inner, given = _named("calls", user), f"({user.operands.index(name)})"
-        parameter = next(one for one in module[inner] if one.opcode == "parameter" and one.inside == given)
+        inner, position = _named("calls", user), f"({user.operands.index(name)})"
+        parameter = next(one for one in module[inner] if one.opcode == "parameter" and one.inside == position)
         return _cut(module, inner, parameter.name, lambda: _cut(module, computation, user.name, outside))
     return 1

@@ -1,12 +1,11 @@
-"""How much of a GPU's matrix rate the two large presets reach, through the trainer, as their files say.
+"""The MFU of the two large presets, trained from their configuration files.
 
     PYTHONPATH=src python benchmarks/presets.py [--only gpt2] [--steps 300] [--set gpt2:dataset.global_batch_size=64]
 
-MFU is the share of the matrix rate that the arithmetic of the model alone would need: 6 operations for every weight of
-a matrix and token (forwards 2, backwards 4), and 12 × layers × width × tokens seen for attention, counted as if nothing
-were masked, as is usual. What is computed besides, such as norms, softmax, the optimizer, and whatever is computed
-twice, counts as nothing. The rate is that of a product of two square bf16 matrices, measured in the same process. The
-time of a step is the median of those that `ThroughputMonitor` reports. A report, not a test.
+MFU (model FLOPs utilization) counts 6 FLOPs per matrix weight and token (2 in the forward pass, 4 in the backward
+pass), and 12 × layers × width × context for attention, without the causal mask, as usual. Norms, softmax, optimizer and
+rematerialization do not count. It is relative to the measured rate of a product of two square bf16 matrices in the same
+process. The time of a step is the median that `ThroughputMonitor` reports. A report, not a test.
 """
 
 import argparse
@@ -25,18 +24,18 @@ from rich.table import Table
 from jax_trainer.trainer import build, load_experiment
 
 FOLDER = Path(__file__).parent.parent / "configs"
-say = Console(highlight=False, markup=False, soft_wrap=True).print
+echo = Console(highlight=False, markup=False, soft_wrap=True).print
 
 
 def gpt_flops(model: Any, batch: int, shape: tuple[int, ...]) -> float:
-    """Of one training step on `batch` texts."""
+    """FLOPs of a training step on `batch` texts."""
     width, time_ = model.width, shape[1]
     matrices = model.layers * 12 * width**2 + model.vocab_size * width
     return batch * time_ * (6 * matrices + 12 * model.layers * width * time_)
 
 
 def dit_flops(model: Any, batch: int, shape: tuple[int, ...]) -> float:
-    """Of one training step on `batch` images; what time and label say is computed once per image."""
+    """FLOPs of a training step on `batch` images; time and label embeddings are computed once per image."""
     layers, _, width = model.sizes
     _, height, across, channels = shape
     pixels = model.patch**2 * channels
@@ -53,7 +52,7 @@ PRESETS: dict[str, tuple[str, Callable[..., float], tuple[str, ...]]] = {
 
 
 def matrix_rate(side: int = 8192, times: int = 40) -> float:
-    """Operations per second of a product of two bf16 matrices; the best of three."""
+    """FLOP/s of a product of two bf16 matrices; the best of three."""
 
     @jax.jit
     def repeated(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -63,21 +62,21 @@ def matrix_rate(side: int = 8192, times: int = 40) -> float:
     repeated(a, b).block_until_ready()
     best = float("inf")
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         repeated(a, b).block_until_ready()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - started)
     return 2 * side**3 * times / best
 
 
-def measured(name: str, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """Trains a preset for this many steps; returns the time of a step."""
+def measure(name: str, steps: int, overrides: list[str]) -> dict[str, Any]:
+    """Trains a preset for `steps` steps; returns its measurements."""
     file, flops_of, own = PRESETS[name]
-    always = [f"trainer.max_steps={steps}", f"trainer.logger.log_dir=runs/presets/{name}"]
-    experiment = load_experiment(FOLDER / file, [*own, *always, *overrides]).value
+    common = [f"trainer.max_steps={steps}", f"trainer.logger.log_dir=runs/presets/{name}"]
+    experiment = load_experiment(FOLDER / file, [*own, *common, *overrides]).value
     trainer = build(experiment)
-    began = time.perf_counter()
+    started = time.perf_counter()
     trainer.train_model(trainer.dataset.train_loader, quiet=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     rows = [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]
     epochs = [row["throughput/step_time_p50"] for row in rows if "throughput/step_time_p50" in row]
     step = statistics.median(epochs[1:] or epochs)  # the first one compiles
@@ -98,20 +97,20 @@ def measured(name: str, steps: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What share of the matrix rate the large presets reach.")
-    parser.add_argument("--only", choices=sorted(PRESETS), help="one of them")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each")
-    parser.add_argument("--set", action="append", default=[], metavar="PRESET:KEY=VALUE", help="another value of a key")
-    parser.add_argument("--side", type=int, default=8192, help="of the matrices that the rate is measured with")
-    given = parser.parse_args()
-    rate = matrix_rate(given.side)
-    say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {rate / 1e12:.0f} TFLOP/s in bf16 products")
-    table = Table(
-        "preset", "ms per step", "examples/s", "TFLOP/s", "MFU", "peak GB", "loss, first and last", "whole run, s"
+    parser = argparse.ArgumentParser(description="Measures the MFU of the large presets.")
+    parser.add_argument("--only", choices=sorted(PRESETS), help="only this preset")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps per preset")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PRESET:KEY=VALUE", help="override a key of a preset"
     )
-    for name in [given.only] if given.only else PRESETS:
-        overrides = [entry.partition(":")[2] for entry in given.set if entry.partition(":")[0] == name]
-        found = measured(name, given.steps, overrides)
+    parser.add_argument("--side", type=int, default=8192, help="side of the matrices for the matrix rate")
+    args = parser.parse_args()
+    rate = matrix_rate(args.side)
+    echo(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {rate / 1e12:.0f} TFLOP/s in bf16 products")
+    table = Table("preset", "ms per step", "examples/s", "TFLOP/s", "MFU", "peak GB", "loss, first and last", "run, s")
+    for name in [args.only] if args.only else PRESETS:
+        overrides = [entry.partition(":")[2] for entry in args.set if entry.partition(":")[0] == name]
+        found = measure(name, args.steps, overrides)
         reached = found["flops"] / found["step"]
         table.add_row(
             name,
@@ -123,7 +122,7 @@ def main() -> None:
             f"{found['losses'][0]:.3f} {found['losses'][-1]:.3f}" if found["losses"] else "",
             f"{found['seconds']:.0f}",
         )
-    say(table)
+    echo(table)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a step on several devices sends between them, keeps on each, and costs, against what it must.
+"""Collectives, memory and time of a step on several devices, compared with the theoretical minimum.
 
     PYTHONPATH=src python benchmarks/scaling.py [--only data fsdp] [--list] [--gpus] [--rounds 5]
 
-A small GPT is compiled by the trainer for eight CPU devices in several layouts. Collectives are read out of what XLA
-compiled (`hlo_collectives.py`), memory from XLA's own account. What is sent is what a device sends in a ring. What is
-needed comes from the sizes of the model alone (`scaling_cases.py`). With `--gpus`, which needs one GPU, the same is
-compiled for eight of them, in float32 and bfloat16; none of it is run. Weak scaling on two cores is a check that
-nothing is badly wrong, not a measurement of scaling: eight devices take turns. The last table is arithmetic
-(`scaling_on_paper.py`). A report, not a test: it exits with 0 whatever it finds.
+The trainer compiles a small GPT for eight CPU devices in several layouts. Collectives are read from the compiled HLO
+(`hlo_collectives.py`), memory from XLA's memory analysis. Bytes sent are those of ring algorithms; the needed bytes are
+computed from the sizes of the model (`scaling_cases.py`). With `--gpus`, which needs one GPU, the same is compiled, but
+not run, for eight GPUs, in float32 and bfloat16. Weak scaling on two cores is a sanity check, not a measurement of
+scaling: eight devices share the cores. The last table is computed by a cost model (`scaling_cost_model.py`). A report,
+not a test: it always exits with 0.
 """
 
 import argparse
@@ -27,30 +27,30 @@ from typing import Any, NamedTuple
 import jax
 from hlo_collectives import Collective, collectives_of
 from rich.console import Console
-from scaling_ahead import BUFFER_ROWS, compiled_ahead, eight_gpus, state_bytes
+from scaling_aot import BUFFER_ROWS, compile_aot, eight_gpus, state_bytes
 from scaling_cases import BATCH, BYTES, CASES, GPT, Case, batch_of, needed, trainer_for
-from scaling_on_paper import Job, report
+from scaling_cost_model import Job, report
 from scaling_tables import BY_KIND, KEPT, SENT, Row, by_kind, compared, header, markdown
 
 from jax_trainer.core import CompiledProgram, TrainState
 
-say = Console(highlight=False, markup=False, soft_wrap=True).print
+echo = Console(highlight=False, markup=False, soft_wrap=True).print
 
 WEAK_BATCH = 2  # texts for each device
 
 
 class Found(NamedTuple):
-    """The report on one layout."""
+    """The table rows of one layout."""
 
     sent: list[Row]
     kind: Row
     kept: Row
 
 
-def examined(name: str, devices: list[Any], precision: str) -> tuple[Found, list[Collective]]:
-    """A layout, compiled for these devices: lines of the tables, and its collectives."""
+def examine(name: str, devices: list[Any], precision: str) -> tuple[Found, list[Collective]]:
+    """Compiles a layout for these devices; returns its table rows and its collectives."""
     case = CASES[name]
-    step = compiled_ahead(case, devices, precision)
+    step = compile_aot(case, devices, precision)
     collectives = collectives_of(step.hlo)
     needs = needed(case, step.state.params, step.layout.param_specs(step.state.params), precision)
     sent = [(name if not number else "", *line) for number, line in enumerate(compared(needs, collectives))]
@@ -61,31 +61,31 @@ def examined(name: str, devices: list[Any], precision: str) -> tuple[Found, list
 
 
 def show_layouts(names: Sequence[str], devices: list[Any]) -> None:
-    """What is sent and what is kept, for each layout."""
-    found = _shown(names, devices, "f32")
-    say("", header(KEPT), markdown(one.kept for one in found), sep="\n", end="\n\n")
+    """Prints communication and memory of each layout."""
+    found = _show_sent(names, devices, "f32")
+    echo("", header(KEPT), markdown(one.kept for one in found), sep="\n", end="\n\n")
 
 
 def show_gpus(names: Sequence[str], devices: list[Any]) -> None:
-    """What is sent in each precision, by phase and by kind."""
+    """Prints communication in each precision, by phase and by kind."""
     found = []
     for precision in BYTES:
-        say(f"{precision}:")
-        found += _shown(names, devices, precision)
-        say()
-    say(header(BY_KIND), markdown(one.kind for one in found), sep="\n")
+        echo(f"{precision}:")
+        found += _show_sent(names, devices, precision)
+        echo()
+    echo(header(BY_KIND), markdown(one.kind for one in found), sep="\n")
 
 
-def _shown(names: Sequence[str], devices: list[Any], precision: str) -> list[Found]:
+def _show_sent(names: Sequence[str], devices: list[Any], precision: str) -> list[Found]:
     found = []
-    say(header(SENT))
+    echo(header(SENT))
     for name in names:
         try:
-            found.append(examined(name, devices, precision)[0])
-        except jax.errors.JaxRuntimeError as error:  # one layout that XLA does not compile should not hide the others
-            say(f"| {name} | not compiled: {str(error)[:300]} |")
+            found.append(examine(name, devices, precision)[0])
+        except jax.errors.JaxRuntimeError as error:  # a layout that XLA cannot compile should not hide the others
+            echo(f"| {name} | not compiled: {str(error)[:300]} |")
         else:
-            say(markdown(found[-1].sent))
+            echo(markdown(found[-1].sent))
     return found
 
 
@@ -94,17 +94,17 @@ def _megabytes(size: float) -> str:
 
 
 def show_each(name: str, found: Iterable[Collective]) -> None:
-    """Every collective of a step."""
-    say(f"{name}:")
+    """Prints every collective of a step."""
+    echo(f"{name}:")
     for one in found:
         size = f"{one.payload:>10,} B among {one.group}, {len(one.sliced)} sliced"
-        say(f"  {one.times} × {one.kind:<18} {size}  {one.phase:<9} {one.source[:110]}")
+        echo(f"  {one.times} × {one.kind:<18} {size}  {one.phase:<9} {one.source[:110]}")
 
 
 # --- weak scaling
 
 
-class Running(NamedTuple):
+class WarmStep(NamedTuple):
     """A warmed-up step and its state."""
 
     program: CompiledProgram
@@ -113,60 +113,60 @@ class Running(NamedTuple):
     batch: Any
 
 
-def running(case: Case, size: int) -> Running:
-    """The step of a trainer on this machine's devices."""
+def warm_step(case: Case, size: int) -> WarmStep:
+    """The compiled step of a trainer on the devices of this machine."""
     batch = batch_of(size, case.vocabulary)
     program = trainer_for(case, jax.devices(), batch).prepare([batch])
     state = program.init(jax.random.key(0), batch)
     placed = program.place(batch, stacked=False)
     buffer = program.train_buffer(state, placed, BUFFER_ROWS)
     state, buffer, _ = program.train_step(state, buffer, placed)
-    return Running(program, state, buffer, placed)
+    return WarmStep(program, state, buffer, placed)
 
 
 def show_weak_scaling(rounds: int, steps: int = 3) -> None:
-    """The time of a step where every device has the same work, on however many cores there are."""
-    made = {count: running(Case(data=count), WEAK_BATCH * count) for count in (1, 2, 4, 8)}
+    """Prints the time of a step with the same work per device."""
+    made = {count: warm_step(Case(data=count), WEAK_BATCH * count) for count in (1, 2, 4, 8)}
     seconds: dict[int, list[float]] = {count: [] for count in made}
     for _, count in itertools.product(range(rounds), made):
         step = made[count]
-        began = time.perf_counter()
+        started = time.perf_counter()
         state, buffer = step.state, step.buffer
         for _ in range(steps):  # few: too many at once deadlock
             state, buffer, _ = step.program.train_step(state, buffer, step.batch)
         jax.block_until_ready(state)
-        seconds[count].append((time.perf_counter() - began) / steps)
+        seconds[count].append((time.perf_counter() - started) / steps)
         made[count] = step._replace(state=state, buffer=buffer)
     one = statistics.median(seconds[1])
     rows = []
     for count, times in seconds.items():
-        typical = statistics.median(times)
-        rate = WEAK_BATCH * count / typical
-        rows.append((f"{count}", f"{1000 * typical:.1f}", f"{rate:.1f}", f"{count * one / typical:.2f}"))
-    columns = ("devices", "ms per step", "texts/s", "of the rate of one device, which uses both cores")
-    say(header(columns), markdown(rows), sep="\n", end="\n\n")
+        median = statistics.median(times)
+        rate = WEAK_BATCH * count / median
+        rows.append((f"{count}", f"{1000 * median:.1f}", f"{rate:.1f}", f"{count * one / median:.2f}"))
+    columns = ("devices", "ms per step", "texts/s", "relative to one device, which uses both cores")
+    echo(header(columns), markdown(rows), sep="\n", end="\n\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a step on several devices sends, keeps and costs.")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), help="these layouts, and nothing else")
-    parser.add_argument("--list", action="store_true", help="every collective, instead of the tables")
-    parser.add_argument("--gpus", action="store_true", help="compile for eight GPUs like the one that is here")
-    parser.add_argument("--rounds", type=int, default=5, help="of weak scaling")
-    given = parser.parse_args()
-    devices, names = eight_gpus() if given.gpus else jax.devices(), given.only or list(CASES)
+    parser = argparse.ArgumentParser(description="Collectives, memory and time of a step on several devices.")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), help="only these layouts")
+    parser.add_argument("--list", action="store_true", help="print every collective instead of the tables")
+    parser.add_argument("--gpus", action="store_true", help="compile for eight GPUs like that of this machine")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of weak scaling")
+    args = parser.parse_args()
+    devices, names = eight_gpus() if args.gpus else jax.devices(), args.only or list(CASES)
     kind = jax.devices()[0].device_kind
-    say(f"{len(devices)} devices ({kind}), jax {jax.__version__}, batch {BATCH}, {GPT}", end="\n\n")
-    if given.list:
-        for precision, name in itertools.product(BYTES if given.gpus else ("f32",), names):
-            show_each(f"{name}, {precision}", examined(name, devices, precision)[1])
+    echo(f"{len(devices)} devices ({kind}), jax {jax.__version__}, batch {BATCH}, {GPT}", end="\n\n")
+    if args.list:
+        for precision, name in itertools.product(BYTES if args.gpus else ("f32",), names):
+            show_each(f"{name}, {precision}", examine(name, devices, precision)[1])
         return
-    (show_gpus if given.gpus else show_layouts)(names, devices)
-    if given.only or given.gpus:
+    (show_gpus if args.gpus else show_layouts)(names, devices)
+    if args.only or args.gpus:
         return
-    show_weak_scaling(given.rounds)
+    show_weak_scaling(args.rounds)
     report(Job())
-    say("\nWeights gathered once and kept, gradients reduced in bf16:")
+    echo("\nWeights gathered once and kept, gradients reduced in bf16:")
     report(Job(gathers=1, gradient_bytes=2))
 
 

@@ -1,4 +1,4 @@
-"""The layouts that `scaling.py` compares, and what each of them cannot do without."""
+"""The layouts that `scaling.py` compares, and the minimal communication of each."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from jax_trainer.trainer import LanguageModelTrainer
 from jax_trainer.trainer.layout import ShardingConfig, ShardingRuleConfig
 
 GPT = GPTConfig(vocab_size=512, context=128, layers=4, heads=8, width=256, bias=True)
-BATCH = 16  # texts in a step, of all devices together
-BYTES = {"f32": 4, "bf16": 2}  # of a number in the model
-LOSS_BYTES = 4  # in float32, whatever the model computes in
-RULES = {  # the columns of what widens, the rows of what narrows, the tokens of the embedding
+BATCH = 16  # texts per step, over all devices
+BYTES = {"f32": 4, "bf16": 2}  # per number in the model
+LOSS_BYTES = 4  # float32 in every precision
+RULES = {  # columns of up-projections, rows of down-projections, tokens of the embedding
     r"tokens": (("tensor", "fsdp"),),
     r".*(into_heads|hidden)\.kernel": ("fsdp", "tensor"),
     r".*(into_heads|hidden)\.bias": ("tensor",),
@@ -29,7 +29,7 @@ RULES = {  # the columns of what widens, the rows of what narrows, the tokens of
 
 
 class Case(NamedTuple):
-    """A way to use the devices."""
+    """A layout: the sizes of the mesh axes, and how the step is computed."""
 
     data: int = 1
     fsdp: int = 1
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     vocabulary: int = GPT.vocab_size
 
     def layout(self, devices: list[Any]) -> Layout:
-        """On the first of `devices`, which need not be there; parameters are split by rules where there is `tensor`."""
+        """The layout on the first of `devices`, which may be absent; with `tensor`, rules shard the parameters."""
         sizes = self.data, self.fsdp, self.tensor
         grid = np.array(devices[: self.devices]).reshape(sizes)
         rules = RULES.items() if self.tensor > 1 else ()
@@ -48,14 +48,14 @@ class Case(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many it needs."""
+        """The number of devices."""
         return self.data * self.fsdp * self.tensor
 
 
 CASES = {
     "data": Case(data=8),
     "fsdp": Case(fsdp=8),
-    "fsdp, 509 tokens": Case(fsdp=8, vocabulary=509),  # which no axis divides, like the 50257 of GPT-2
+    "fsdp, 509 tokens": Case(fsdp=8, vocabulary=509),  # divisible by no axis, like the 50257 of GPT-2
     "data 2 × fsdp 4": Case(data=2, fsdp=4),
     "tensor": Case(tensor=8),
     "data 2 × fsdp 2 × tensor 2": Case(data=2, fsdp=2, tensor=2),
@@ -65,16 +65,16 @@ CASES = {
 
 
 class Need(NamedTuple):
-    """What a layout cannot do without."""
+    """Communication that a layout requires."""
 
     phase: str
     kind: str
-    sent: float  # bytes a step and device
-    number: int | None = None  # of collectives; None: as many as one likes
+    sent: float  # bytes per step and device
+    number: int | None = None  # of collectives; None: any
 
 
 def batch_of(size: int, vocabulary: int) -> SupervisedBatch:
-    """Random texts and what follows."""
+    """Random texts and their next tokens."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(size, (GPT.context or 0) + 1), dtype=np.int32)
     return SupervisedBatch(size=size, input=tokens[:, :-1], target=tokens[:, 1:])
@@ -83,7 +83,7 @@ def batch_of(size: int, vocabulary: int) -> SupervisedBatch:
 def trainer_for(
     case: Case, devices: list[Any], batch: SupervisedBatch, *, precision: str = "f32", model: GPTConfig = GPT
 ) -> LanguageModelTrainer:
-    """Who trains the model so."""
+    """A trainer of the model in this layout."""
     return LanguageModelTrainer(
         model_config=replace(model, vocab_size=case.vocabulary),
         optimizer_config=AdamWConfig(learning_rate=1e-3),
@@ -95,9 +95,9 @@ def trainer_for(
 
 
 def needed(case: Case, params: PyTree, specs: dict[str, Any], precision: str = "f32") -> list[Need]:
-    """By the textbook: gradients reduced, sharded weights gathered twice, two sums of activations a block and pass.
+    """The minimal communication: gradients reduced, sharded weights gathered twice, two all-reduces per block and pass.
 
-    All in the precision of the model, but for the loss.
+    In the precision of the model, except for the loss.
     """
     data, fsdp, tensor = case.data, case.fsdp, case.tensor
     places = BATCH // (data * fsdp) * (GPT.context or 0)
@@ -105,7 +105,7 @@ def needed(case: Case, params: PyTree, specs: dict[str, Any], precision: str = "
     weights = BYTES[precision] * weights_beside_tensor(params, specs, tensor)
     found = []
     if tensor > 1:
-        # the embedding, two in a block; the largest logit, the sum over all, and that of the target
+        # one for the embedding, two per block; for the loss the largest logit, the sum, and the logit of the target
         forward = (2 * blocks + 1) * ring_bytes("all-reduce", activations, tensor)
         loss = 3 * ring_bytes("all-reduce", places * LOSS_BYTES, tensor)
         found.append(Need("forward", "all-reduce", forward + loss, 2 * blocks + 1 + 3))
@@ -120,7 +120,7 @@ def needed(case: Case, params: PyTree, specs: dict[str, Any], precision: str = "
 
 
 def weights_beside_tensor(params: PyTree, specs: dict[str, Any], tensor: int) -> float:
-    """How many numbers a device would hold if only the axis "tensor" split them."""
+    """The number of weights per device if only the axis "tensor" sharded them."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
     return sum(size / tensor if "tensor" in str(specs[path]) else size for path, size in sizes.items())

@@ -1,4 +1,4 @@
-"""The tables of `scaling.py`: what was found beside what is needed."""
+"""The tables of `scaling.py`: measured next to needed communication."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from scaling_cases import Need
 
 Row = tuple[str, ...]
 
-SHOWN = 10_000  # bytes; smaller collectives that are not needed get no line
+SHOWN = 10_000  # bytes; smaller collectives that are not needed are omitted
 
 SENT = "layout", "phase", "needed", "found", "ratio", "ratio, scattered"
 BY_KIND = (
@@ -27,17 +27,17 @@ KEPT = "layout", "state on a device", "state / devices that share it", "temporar
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:
-    """Lines of a table as pages have it."""
+    """The rows of a Markdown table."""
     return "\n".join(f"| {' | '.join(line)} |" for line in rows)
 
 
 def header(columns: Sequence[str]) -> str:
-    """Its first two lines."""
+    """The header of a Markdown table."""
     return markdown([columns, ["---"] * len(columns)])
 
 
 def compared(needs: Iterable[Need], found: Iterable[Collective]) -> list[Row]:
-    """A line for every phase and family: needed, found, and their ratio. The last line counts small ones, too."""
+    """A row per phase and family: needed, found, and their ratio. The last row includes the omitted ones."""
     lines = []
     needs, found = list(needs), list(found)
     for phase, group in itertools.product(("forward", "backward", "update"), ("gather", "reduce", "exchange")):
@@ -49,17 +49,17 @@ def compared(needs: Iterable[Need], found: Iterable[Collective]) -> list[Row]:
 
 
 def by_kind(needs: Sequence[Need], found: Sequence[Collective]) -> Row:
-    """One line: what is needed, and how many collectives of each kind there are, with what they send."""
-    usual = "all-gather", "reduce-scatter", "all-reduce"
-    groups = [[one for one in found if one.kind == kind] for kind in usual]
-    groups.append([one for one in found if one.kind not in usual])
+    """One row: needed bytes, and the number of collectives of each kind with their bytes."""
+    listed = "all-gather", "reduce-scatter", "all-reduce"
+    groups = [[one for one in found if one.kind == kind] for kind in listed]
+    groups.append([one for one in found if one.kind not in listed])
     cells = [f"{sum(one.times for one in group)}: {_megabytes(group)}" if group else "" for group in groups]
-    least = "" if all(one.is_certain for one in found) else "at least "  # there is a loop of unknown length
+    least = "" if all(one.is_certain for one in found) else "at least "  # in a loop of unknown length
     return _megabytes(needs), *cells, f"{least}{_megabytes(found)}", _ratios(needs, found)[0]
 
 
 def family(kind: str) -> str:
-    """Reductions are compared with reductions, however they are written."""
+    """The family of a collective: all kinds of reductions are compared with each other."""
     return {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}.get(kind, "exchange")
 
 
@@ -73,7 +73,7 @@ def _counted(found: Sequence[Collective]) -> str:
         return "nothing"
     kinds = sorted({one.kind for one in found})
     counts = [f"{sum(one.times for one in found if one.kind == kind)} {kind}" for kind in kinds]
-    unsure = "" if all(one.is_certain for one in found) else " (in a loop of unknown length: one turn)"
+    unsure = "" if all(one.is_certain for one in found) else " (in a loop of unknown length: one iteration)"
     return f"{', '.join(counts)}: {_megabytes(found)}{unsure}"
 
 

@@ -1,12 +1,12 @@
-"""Small data: 100 epochs of 20 steps on a small table, ten times with other seeds in one process.
+"""Small data: 100 epochs of 20 steps on a small table, with ten seeds in one process.
 
     PYTHONPATH=src python benchmarks/small_data.py [--trainings 10] [--epochs 100] [--only fit] [--json PATH]
 
 A hand-written loop (one `jax.jit` step and one evaluation per epoch, the losses fetched once per epoch,
 nothing written) against `fit` with its defaults, `fit(save=False)`, and a `TrainerModule` with `ModelCheckpoint`; same
-perceptron, Adam, arrays and batch size. The variants take turns, seed by seed. Each training makes its model, optimizer
-and loss anew. `start` is the time to the end of the first epoch less that of a later one, `end` what comes after the
-last epoch. The first training of each compiles and imports, the others should not. A report, not a test.
+MLP, Adam, arrays and batch size. The variants alternate, seed by seed. Each training creates its own model, optimizer
+and loss. `start` is the time to the end of the first epoch minus that of a later one, `end` the time after the last
+epoch. The first training of each variant compiles and imports, the others should not. A report, not a test.
 """
 
 import argparse
@@ -26,12 +26,17 @@ from flax import linen as nn
 import jax_trainer as jt
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 
-SIZES, BATCH_SIZE, STEPS, EXAMPLES = (16, 64, 64, 1), 32, 20, 160  # of the layers; per batch, per epoch, to evaluate
+SIZES, BATCH_SIZE, STEPS, EXAMPLES = (
+    (16, 64, 64, 1),
+    32,
+    20,
+    160,
+)  # layer sizes; examples per batch; steps per epoch; examples of the evaluation
 LIMIT, START = 1.5, 1.0  # times the hand-written loop, plus seconds
 
 
 class Mlp(nn.Module):
-    """A perceptron for a table."""
+    """An MLP for tabular data."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -41,7 +46,7 @@ class Mlp(nn.Module):
 
 
 class Measurement(NamedTuple):
-    """Seconds of one training, and the loss that it ends with."""
+    """Seconds of one training, and its final loss."""
 
     start: float
     epoch: float
@@ -50,27 +55,25 @@ class Measurement(NamedTuple):
     loss: float
 
     @classmethod
-    def of(cls, began: float, ends: list[float], loss: float) -> "Measurement":
-        """From when it began, and when each of its epochs ended."""
+    def of(cls, started: float, ends: list[float], loss: float) -> "Measurement":
+        """From the time of the start and of the end of each epoch."""
         now = time.perf_counter()
         epoch = statistics.median(np.diff(ends)) if len(ends) > 1 else 0.0
-        return cls(ends[0] - began - epoch, epoch, now - ends[-1], now - began, loss)
+        return cls(ends[0] - started - epoch, epoch, now - ends[-1], now - started, loss)
 
 
 class Clock(Callback):
-    """Notes when epochs end."""
+    """Records the times of epoch ends."""
 
     def reset(self) -> None:
-        """Has noted nothing."""
         self.ends: list[float] = []
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """An epoch has ended, evaluation included."""
         self.ends.append(time.perf_counter())
 
 
-def squared(outputs: Any, targets: Any) -> jax.Array:
-    """The loss."""
+def squared_error(outputs: Any, targets: Any) -> jax.Array:
+    """Mean squared_error error."""
     return ((outputs - targets) ** 2).mean()
 
 
@@ -84,7 +87,7 @@ def data() -> tuple[tuple[np.ndarray, np.ndarray], ...]:
 
 @jax.jit
 def hand_init(key: jax.Array, x: Any) -> Any:
-    """Parameters and the optimizer's state."""
+    """The parameters and the optimizer state."""
     params = Mlp().init(key, x)
     return params, optax.adam(1e-3).init(params)
 
@@ -93,7 +96,7 @@ def hand_init(key: jax.Array, x: Any) -> Any:
 def hand_step(state: Any, x: Any, y: Any) -> Any:
     """One step."""
     params, opt_state = state
-    loss, grads = jax.value_and_grad(lambda params: squared(Mlp().apply(params, x), y))(params)
+    loss, grads = jax.value_and_grad(lambda params: squared_error(Mlp().apply(params, x), y))(params)
     updates, opt_state = optax.adam(1e-3).update(grads, opt_state)
     return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -101,13 +104,13 @@ def hand_step(state: Any, x: Any, y: Any) -> Any:
 @jax.jit
 def hand_loss(state: Any, x: Any, y: Any) -> Any:
     """The loss of an evaluation."""
-    return squared(Mlp().apply(state[0], x), y)
+    return squared_error(Mlp().apply(state[0], x), y)
 
 
 def by_hand(seed: int, epochs: int) -> Measurement:
-    """A dispatch per step."""
+    """One dispatch per step."""
     (x, y), (test_x, test_y) = data()
-    began, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
+    started, ends, found, order = time.perf_counter(), [], 0.0, np.random.default_rng(seed)
     state = hand_init(jax.random.key(seed), x[:BATCH_SIZE])
     for _ in range(epochs):
         rows, losses = order.permutation(len(x)).reshape(STEPS, BATCH_SIZE), []
@@ -118,20 +121,20 @@ def by_hand(seed: int, epochs: int) -> Measurement:
         parts = [hand_loss(state, test_x[i : i + 32], test_y[i : i + 32]) for i in range(0, EXAMPLES, BATCH_SIZE)]
         found = float(np.mean(jax.device_get(parts)))
         ends.append(time.perf_counter())
-    return Measurement.of(began, ends, found)
+    return Measurement.of(started, ends, found)
 
 
-def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
-    """`fit`, with its defaults unless `options` differ."""
+def run_fit(seed: int, epochs: int, **options: Any) -> Measurement:
+    """`fit` with its defaults and `options`."""
     clock = Clock()
     train, test = data()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
+        started = time.perf_counter()
         result = jt.fit(
             Mlp(),
             train,
             test,
-            loss_fn=lambda outputs, targets: squared(outputs, targets),
+            loss_fn=lambda outputs, targets: squared_error(outputs, targets),
             optimizer=optax.adam(1e-3),
             num_epochs=epochs,
             seed=seed,
@@ -139,28 +142,26 @@ def fitted(seed: int, epochs: int, **options: Any) -> Measurement:
             log_dir=folder,
             **options,
         )
-        return Measurement.of(began, clock.ends, result.history[epochs]["val/loss"])
+        return Measurement.of(started, clock.ends, result.history[epochs]["val/loss"])
 
 
 class Regression(jt.TrainerModule):
     """A `TrainerModule` for the same model."""
 
     def batch_to_input(self, batch: Any) -> Any:
-        """What the model is given."""
         return batch[0]
 
     def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
-        """The loss."""
         outputs, mutable = self.model_linen_apply(params, state, batch[0], rng, train=train)
-        return squared(outputs, batch[1]), (mutable, {})
+        return squared_error(outputs, batch[1]), (mutable, {})
 
 
-def trained(seed: int, epochs: int) -> Measurement:
+def run_trainer(seed: int, epochs: int) -> Measurement:
     """`TrainerModule` with `ModelCheckpoint`."""
     clock = Clock()
     train, test = data()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
+        started = time.perf_counter()
         loader = jt.ArrayLoader(train, BATCH_SIZE, shuffle=True, seed=seed)
         trainer = Regression(
             model=Mlp(),
@@ -172,14 +173,14 @@ def trained(seed: int, epochs: int) -> Measurement:
             logger=jt.LoggerConfig(log_dir=folder),
         )
         trainer.train_model(loader, jt.ArrayLoader(test, BATCH_SIZE))
-        return Measurement.of(began, clock.ends, float("nan"))
+        return Measurement.of(started, clock.ends, float("nan"))
 
 
 VARIANTS: dict[str, Callable[[int, int], Measurement]] = {
     "by hand": by_hand,
-    "fit": fitted,
-    "fit, save=False": lambda seed, epochs: fitted(seed, epochs, save=False),
-    "TrainerModule": trained,
+    "fit": run_fit,
+    "fit, save=False": lambda seed, epochs: run_fit(seed, epochs, save=False),
+    "TrainerModule": run_trainer,
 }
 
 
@@ -188,10 +189,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainings", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these, and the hand-written loop")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="these variants, and the hand-written loop")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend is there
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # initializes the backend
     names = [name for name in VARIANTS if name in ("by hand", *args.only)]
     found: dict[str, list[Measurement]] = {name: [] for name in names}
     for seed in range(args.trainings):

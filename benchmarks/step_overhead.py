@@ -1,16 +1,16 @@
-"""What a training step costs in our engine, next to loops written by hand and to other libraries.
+"""The cost of a training step in our engine, comparison_rows with hand-written loops and other libraries.
 
     PYTHONPATH=src python benchmarks/step_overhead.py [--rounds 15] [--peers] [--json PATH]
 
 All loops train the same classifier with Adam on the same numpy arrays, shuffled in every epoch. Each variant is
-compiled and run once before anything is timed. Then they take turns, round by round, so that whatever else the
-machine does hits them alike; a ratio is the median over rounds of the ratio within a round. Loops by hand start from
-our initial parameters and see our order of examples: that `|params|`, the norm of the parameters after a round, is
-equal shows that the same was computed. A report, not a test: it exits with 0 whatever it finds.
+compiled and run once before the timing starts. Then the variants alternate, round by round, so that other load on the
+machine affects all of them; a ratio is the median over rounds of the ratio within a round. Hand-written loops start
+from our initial parameters and use our order of examples: equal `|params|`, the norm of the parameters after a round,
+shows that they compute the same. A report, not a test: it always exits with 0.
 
-Thread settings are everybody's defaults. With `--peers` the machine must be quiet: torch's OpenMP threads spin while
-they wait for each other, so torch gets 30 times slower when another process wants a core (then GOMP_SPINCOUNT=1000
-in the environment helps; on a quiet machine it costs torch 15 %).
+All libraries use their default thread settings. With `--peers` the machine must be idle: torch's OpenMP threads spin
+while they wait for each other, so torch gets 30 times slower if another process needs a core (GOMP_SPINCOUNT=1000 in
+the environment helps; on an idle machine it costs torch 15 %).
 """
 
 import argparse
@@ -46,13 +46,13 @@ from rich.console import Console
 import jax_trainer as jt
 from jax_trainer.core import PyTree, copy_state
 
-CHUNK = 25  # steps per dispatch where there are several
+CHUNK = 25  # steps per dispatch of the chunked variants
 MICRO = 4  # micro-batches of gradient accumulation
-DECAY = 0.999  # of averaged weights
+DECAY = 0.999  # of the EMA
 TX = optax.adam(1e-3)
 SCREEN = Console(file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115 - a terminal without output
 
-HandState = tuple[PyTree, ...]  # the parameters, the optimizer's state, and what else the step keeps
+HandState = tuple[PyTree, ...]  # parameters, optimizer state, and more
 HandStep = Callable[[HandState, jax.Array, jax.Array], tuple[HandState, PyTree]]
 GradFn = Callable[[PyTree, jax.Array, jax.Array], Any]  # `(loss, accuracy), gradients`
 
@@ -62,9 +62,9 @@ class Task:
     """A classifier of some size, its data, and how long a round is."""
 
     name: str
-    sizes: tuple[int, ...]  # of the layers, from the input to the classes
+    sizes: tuple[int, ...]  # layer sizes, from the input to the classes
     batch_size: int
-    batches: int  # per epoch; a multiple of CHUNK, so that the scan by hand needs no code for a rest
+    batches: int  # per epoch; a multiple of CHUNK, so that the hand-written scan has no partial chunk
     epochs: int  # per round
     x: np.ndarray
     y: np.ndarray
@@ -83,11 +83,11 @@ class Task:
 
     @property
     def loader(self) -> jt.ArrayLoader:
-        """The data as our engine takes it."""
+        """The data in our loader."""
         return jt.ArrayLoader((self.x, self.y), self.batch_size, shuffle=True, drop_last=True)
 
     def rows(self, batches: int = 1) -> Iterator[np.ndarray]:
-        """Which examples come next, so many batches at once, over all epochs of a round."""
+        """The indices of the next `batches` batches, over all epochs of a round."""
         loader, stride = self.loader, self.batch_size * batches
         for epoch in range(1, self.epochs + 1):
             order = loader.order(epoch)
@@ -97,7 +97,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: `run`, which is timed, gets what `start` made and returns the parameters."""
+    """A way to train: `run`, which is timed, takes the result of `start` and returns the parameters."""
 
     name: str
     start: Callable[[], Any]
@@ -105,7 +105,7 @@ class Variant:
 
 
 class LinenMlp(nn.Module):
-    """A perceptron in linen."""
+    """An MLP in linen."""
 
     sizes: tuple[int, ...]
 
@@ -128,7 +128,7 @@ class NnxMlp(nnx.Module):
         return self.layers[-1](x)
 
 
-def evaluated(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+def loss_and_accuracy(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Cross entropy and accuracy."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
     return loss, (logits.argmax(-1) == y).mean()
@@ -137,29 +137,29 @@ def evaluated(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
 # --- our engine
 
 
-def linen_of(task: Task, **options: Any) -> jt.Program:
-    """The task as a linen user writes it."""
+def linen_task_program(task: Task, **options: Any) -> jt.Program:
+    """The program of the task in linen."""
 
     def loss_fn(params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool) -> Any:
         logits, mutable = state.apply(params, batch[0], train=train)
-        loss, accuracy = evaluated(logits, batch[1])
+        loss, accuracy = loss_and_accuracy(logits, batch[1])
         return loss, (mutable, {"acc": accuracy})
 
     return jt.linen_program(LinenMlp(task.sizes), loss_fn, TX, to_input=lambda batch: batch[0], **options)
 
 
-def nnx_of(task: Task) -> jt.Program:
-    """The task as an nnx user writes it."""
+def nnx_task_program(task: Task) -> jt.Program:
+    """The program of the task in nnx."""
 
     def loss_fn(model: NnxMlp, batch: Any, train: bool) -> Any:
-        loss, accuracy = evaluated(model(batch[0]), batch[1])
+        loss, accuracy = loss_and_accuracy(model(batch[0]), batch[1])
         return loss, {"acc": accuracy}
 
     return jt.nnx_program(lambda rngs: NnxMlp(task.sizes, rngs), loss_fn, TX)
 
 
 def ours(name: str, task: Task, program: jt.Program, folder: Path, *, steps_per_call: int = 1) -> Variant:
-    """Our engine with step metrics written every 50 steps and the progress bar on: the whole call."""
+    """A complete run of our engine, with step metrics written every 50 steps and a progress bar."""
     compiled, loader = jt.compile_program(program), task.loader
     initial = compiled.init(jax.random.key(0), next(loader.epoch(1)))
     plan = jt.Plan(max_steps=task.steps, steps_per_call=steps_per_call)
@@ -171,17 +171,19 @@ def ours(name: str, task: Task, program: jt.Program, folder: Path, *, steps_per_
     return Variant(name, lambda: copy_state(initial), run)
 
 
-# --- loops by hand, on the linen model; they fetch nothing
+# --- hand-written loops, on the linen model; they fetch no metrics
 
 
 def hand_gradients(task: Task) -> GradFn:
-    """Gradients of the whole batch."""
+    """Gradients of the full batch."""
     model = LinenMlp(task.sizes)
-    return jax.value_and_grad(lambda params, x, y: evaluated(model.apply({"params": params}, x), y), has_aux=True)
+    return jax.value_and_grad(
+        lambda params, x, y: loss_and_accuracy(model.apply({"params": params}, x), y), has_aux=True
+    )
 
 
 def accumulated_gradients(task: Task) -> GradFn:
-    """Gradients of the batch in parts, one after the other."""
+    """Gradients accumulated over micro-batches."""
     gradients = hand_gradients(task)
 
     def accumulated(params: PyTree, x: jax.Array, y: jax.Array) -> Any:
@@ -196,7 +198,7 @@ def accumulated_gradients(task: Task) -> GradFn:
 
 
 def hand_step(gradients: GradFn) -> HandStep:
-    """One step that reports what ours does: loss, accuracy, and the norms of gradients and parameters."""
+    """One step that reports the same as ours: loss, accuracy, and the norms of gradients and parameters."""
 
     def step(state: HandState, x: jax.Array, y: jax.Array) -> tuple[HandState, PyTree]:
         params, opt_state = state
@@ -208,8 +210,8 @@ def hand_step(gradients: GradFn) -> HandStep:
     return step
 
 
-def with_average(plain: HandStep) -> HandStep:
-    """A step that also averages the parameters, at first with less weight on the past, as `with_ema` does."""
+def with_hand_ema(plain: HandStep) -> HandStep:
+    """A step with an EMA of the parameters, with the same warm-up as `with_ema`."""
 
     def step(state: HandState, x: jax.Array, y: jax.Array) -> tuple[HandState, PyTree]:
         (params, opt_state), metrics = plain(state[:2], x, y)
@@ -221,8 +223,8 @@ def with_average(plain: HandStep) -> HandStep:
     return step
 
 
-def with_check(plain: HandStep) -> HandStep:
-    """A step that skips an update which is not finite, and counts such steps. Looks at the norm it has anyway."""
+def with_hand_guard(plain: HandStep) -> HandStep:
+    """A step that skips and counts non-finite updates, by the loss and the gradient norm."""
 
     def step(state: HandState, x: jax.Array, y: jax.Array) -> tuple[HandState, PyTree]:
         old, skipped = state[:2], state[2]
@@ -235,14 +237,14 @@ def with_check(plain: HandStep) -> HandStep:
 
 
 def hand_start(task: Task, extra: Callable[[PyTree], HandState] = lambda params: ()) -> Callable[[], HandState]:
-    """Makes the state before the first step, with the initial parameters of our engine."""
-    params = jt.compile_program(linen_of(task)).init(jax.random.key(0), next(task.loader.epoch(1))).params
+    """Creates the initial state, with the initial parameters of our engine."""
+    params = jt.compile_program(linen_task_program(task)).init(jax.random.key(0), next(task.loader.epoch(1))).params
     initial = params, TX.init(params), *extra(params)
     return lambda: jax.tree.map(jnp.copy, initial)
 
 
 def hand_loop(name: str, task: Task, step: HandStep, start: Callable[[], HandState]) -> Variant:
-    """A dispatch per step."""
+    """One dispatch per step."""
     compiled = jax.jit(step, donate_argnums=0)
 
     def run(state: HandState) -> PyTree:
@@ -254,20 +256,20 @@ def hand_loop(name: str, task: Task, step: HandStep, start: Callable[[], HandSta
 
 
 def hand_scan(name: str, task: Task, step: HandStep, start: Callable[[], HandState]) -> Variant:
-    """A dispatch per chunk of steps."""
+    """One dispatch per chunk of steps."""
     shape = CHUNK, task.batch_size
     compiled = jax.jit(lambda state, *xy: lax.scan(lambda s, b: step(s, *b), state, xy), donate_argnums=0)
 
     def run(state: HandState) -> PyTree:
         for rows in task.rows(CHUNK):
-            # one gather for all batches of the chunk: cheaper than stacking them
+            # one gather for all batches of the chunk is cheaper than stacking them
             state, _ = compiled(state, task.x[rows].reshape(*shape, -1), task.y[rows].reshape(shape))
         return state[0]
 
     return Variant(name, start, run)
 
 
-# --- what a user would pick instead; but for nnx.jit they report loss and accuracy, no norms
+# --- alternatives; except for nnx.jit they report loss and accuracy, but no norms
 
 
 def nnx_jit(name: str, task: Task) -> Variant:
@@ -275,7 +277,7 @@ def nnx_jit(name: str, task: Task) -> Variant:
 
     @nnx.jit
     def step(model: NnxMlp, optimizer: nnx.Optimizer, x: Any, y: Any) -> PyTree:
-        reported, grads = nnx.value_and_grad(lambda model: evaluated(model(x), y), has_aux=True)(model)
+        reported, grads = nnx.value_and_grad(lambda model: loss_and_accuracy(model(x), y), has_aux=True)(model)
         optimizer.update(model, grads)
         return reported, optax.tree.norm(grads), optax.tree.norm(nnx.state(model, nnx.Param))
 
@@ -292,7 +294,7 @@ def nnx_jit(name: str, task: Task) -> Variant:
 
 
 def keras_fit(name: str, task: Task, *, steps_per_execution: int = 1) -> Variant:
-    """Keras 3 on JAX. Every round continues from the weights of the last, which costs the same."""
+    """Keras 3 on JAX. Every round continues from the weights of the previous one; the cost is the same."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
@@ -352,7 +354,7 @@ def lightning_fit(name: str, task: Task) -> Variant:
     import lightning
     import torch
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # it introduces itself in every round
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # it logs a banner in every round
     dataset = torch.utils.data.TensorDataset(torch.from_numpy(task.x), torch.from_numpy(task.y).long())
     loader = torch.utils.data.DataLoader(dataset, task.batch_size, shuffle=True, drop_last=True)
     switches = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
@@ -378,7 +380,7 @@ def lightning_fit(name: str, task: Task) -> Variant:
     return Variant(name, lambda: (lightning.Trainer(max_epochs=task.epochs, devices=1, **off), Module()), run)
 
 
-# --- what is compared
+# --- comparisons
 
 HAND, HAND_SCAN = "by hand", f"by hand, scan of {CHUNK}"
 LINEN, NNX, BARE = "ours, linen", "ours, nnx", "ours, linen, no norms"
@@ -391,7 +393,7 @@ PEERS: dict[str, Callable[[str, Task], Variant]] = {
     "torch by hand": torch_loop,
     "Lightning fit": lightning_fit,
 }
-# the limits, by case, of how long one variant may take in terms of another; 0.5 is a speed-up of 2
+# limits of the time of one variant relative to another, by case; 0.5 is a speed-up of 2
 LIMITS: dict[tuple[str, str], dict[str, float]] = {
     (LINEN, HAND): {"tiny": 1.25, "medium": 1.03},
     (NNX, HAND): {"tiny": 1.30},
@@ -404,26 +406,26 @@ LIMITS: dict[tuple[str, str], dict[str, float]] = {
 
 
 def common_variants(task: Task, folder: Path) -> list[Variant]:
-    """One step per dispatch and several, by hand and ours."""
+    """One and several steps per dispatch, by hand and ours."""
     step, start = hand_step(hand_gradients(task)), hand_start(task)
     return [
         hand_loop(HAND, task, step, start),
-        ours(LINEN, task, linen_of(task), folder),
-        ours(NNX, task, nnx_of(task), folder),
+        ours(LINEN, task, linen_task_program(task), folder),
+        ours(NNX, task, nnx_task_program(task), folder),
         hand_scan(HAND_SCAN, task, step, start),
-        ours(LINEN + K, task, linen_of(task), folder, steps_per_call=CHUNK),
-        ours(NNX + K, task, nnx_of(task), folder, steps_per_call=CHUNK),
+        ours(LINEN + K, task, linen_task_program(task), folder, steps_per_call=CHUNK),
+        ours(NNX + K, task, nnx_task_program(task), folder, steps_per_call=CHUNK),
     ]
 
 
 def extra_variants(task: Task, folder: Path) -> list[Variant]:
-    """What else a step may do, by hand and ours."""
-    plain, program = hand_step(hand_gradients(task)), linen_of(task)
-    averaged = with_average(plain), hand_start(task, lambda params: (params,))
-    checked = with_check(plain), hand_start(task, lambda params: (jnp.zeros((), jnp.int32),))
+    """Accumulation, EMA and finite guard, by hand and ours."""
+    plain, program = hand_step(hand_gradients(task)), linen_task_program(task)
+    averaged = with_hand_ema(plain), hand_start(task, lambda params: (params,))
+    checked = with_hand_guard(plain), hand_start(task, lambda params: (jnp.zeros((), jnp.int32),))
     return [
         hand_loop(f"{HAND}, accumulation", task, hand_step(accumulated_gradients(task)), hand_start(task)),
-        ours(f"{LINEN}, accumulation", task, linen_of(task, micro_batches=MICRO), folder),
+        ours(f"{LINEN}, accumulation", task, linen_task_program(task, micro_batches=MICRO), folder),
         hand_loop(f"{HAND}, ema", task, *averaged),
         ours(f"{LINEN}, ema", task, jt.with_ema(program, DECAY), folder),
         hand_loop(f"{HAND}, finite guard", task, *checked),
@@ -432,14 +434,14 @@ def extra_variants(task: Task, folder: Path) -> list[Variant]:
 
 
 def peer_variants(task: Task, folder: Path) -> list[Variant]:
-    """Other libraries, where installed, and ours without the norms that they do not compute."""
-    bare = linen_of(task, log_norms=False)
+    """Other libraries, if installed, and ours without norms, which they do not compute."""
+    bare = linen_task_program(task, log_norms=False)
     found = [ours(BARE, task, bare, folder), ours(BARE + K, task, bare, folder, steps_per_call=CHUNK)]
     for name, make in PEERS.items():
         try:
             found.append(make(name, task))
         except ModuleNotFoundError as missing:
-            print(f"{task.name}: {name} is left out, {missing.name} is not installed")
+            print(f"{task.name}: {name} is skipped, {missing.name} is not installed")
     return found
 
 
@@ -456,24 +458,24 @@ class Result(NamedTuple):
 def timed(variant: Variant, steps: int) -> tuple[float, PyTree]:
     """µs per step of one round, and the parameters after it."""
     made = jax.block_until_ready(variant.start())
-    gc.collect()  # or this round might pay for the garbage of others
-    began = time.perf_counter()
+    gc.collect()  # this round should not pay for the garbage of others
+    started = time.perf_counter()
     params = jax.block_until_ready(variant.run(made))
-    return 1e6 * (time.perf_counter() - began) / steps, params
+    return 1e6 * (time.perf_counter() - started) / steps, params
 
 
 def measure(task: Task, variants: list[Variant], rounds: int) -> dict[str, Result]:
-    """Runs every variant once unmeasured, then all of them in turns."""
+    """Runs every variant once untimed, then all of them, alternating."""
     results = {v.name: Result([], float(optax.tree.norm(timed(v, task.steps)[1]))) for v in variants}
     for number in range(rounds):
-        # to and fro: or one would always run right after the same neighbour
+        # in alternating order, so that neighbours change
         for variant in variants if number % 2 else variants[::-1]:
             results[variant.name].micros.append(timed(variant, task.steps)[0])
     return results
 
 
-def compared(case: str, results: dict[str, Result]) -> list[dict[str, Any]]:
-    """The rows of the table: every variant, once per baseline it is held against."""
+def comparison_rows(case: str, results: dict[str, Result]) -> list[dict[str, Any]]:
+    """The rows of the table: every variant, once per baseline."""
     rows = []
     for name, (micros, norm) in results.items():
         row = {"case": case, "variant": name, "us": statistics.median(micros), "us_min": min(micros), "norm": norm}
@@ -503,29 +505,29 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def measure_import(runs: int = 5) -> dict[str, Any]:
-    """What importing us, in a fresh interpreter, adds to importing what a user of JAX imports anyway."""
+    """The import time that we add to that of JAX, Flax and Optax, in a new interpreter."""
 
     def seconds(statement: str) -> float:
-        code = f"import time; began = time.perf_counter(); {statement}; print(time.perf_counter() - began)"
+        code = f"import time; started = time.perf_counter(); {statement}; print(time.perf_counter() - started)"
         return float(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
 
     pairs = [(seconds("import jax_trainer"), seconds("import jax, flax.nnx, optax")) for _ in range(runs + 1)]
-    del pairs[0]  # it read from the disk and wrote bytecode
+    del pairs[0]  # the first one reads from disk and writes bytecode
     mine, theirs = map(statistics.median, zip(*pairs, strict=True))
     added = statistics.median(a - b for a, b in pairs)
     return {"ours_s": mine, "baseline_s": theirs, "added_s": added, "limit_s": 0.3, "verdict": verdict(added, 0.3)}
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """The machine, and the versions of the libraries."""
     where = {"cpus": os.cpu_count(), "platform": platform.platform(), "device": jax.devices()[0].device_kind}
     return where | {"python": platform.python_version()} | {name: version(name) for name in ("jax", "flax", "optax")}
 
 
 def main() -> None:
     """Measures and reports."""
-    parser = argparse.ArgumentParser(description="Measures what a training step costs.")
-    parser.add_argument("--rounds", type=int, default=15, help="how often every variant is measured")
+    parser = argparse.ArgumentParser(description="Measures the cost of a training step.")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per variant")
     parser.add_argument("--peers", action="store_true", help="measure other libraries too")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
@@ -537,7 +539,7 @@ def main() -> None:
     print("added {added_s:+.2f} s, limit {limit_s:+.1f} s, {verdict}".format(**imported))
 
     tiny = Task.random("tiny", (64, 32, 32, 10), batch_size=32, batches=500, epochs=4)
-    short = Task.random("short", tiny.sizes, batch_size=32, batches=50, epochs=20)  # tiny, where epochs end often
+    short = Task.random("short", tiny.sizes, batch_size=32, batches=50, epochs=20)  # tiny with short epochs
     medium = Task.random("medium", (784, 256, 256, 10), batch_size=128, batches=200, epochs=4)
     measured: dict[str, dict[str, Result]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -546,7 +548,7 @@ def main() -> None:
             variants = common_variants(task, folder) + (extra_variants(task, folder) if task is tiny else [])
             variants += peer_variants(task, folder) if options.peers and task is not short else []
             measured[task.name] = measure(task, variants, options.rounds)
-    rows = [row for case, results in measured.items() for row in compared(case, results)]
+    rows = [row for case, results in measured.items() for row in comparison_rows(case, results)]
     print_table(rows)
     if options.json:
         rounds = {case: {name: r.micros for name, r in results.items()} for case, results in measured.items()}

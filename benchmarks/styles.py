@@ -1,12 +1,12 @@
-"""What each style costs per step, next to a loop written by hand.
+"""The cost of a step in each style, compared with a hand-written loop.
 
     PYTHONPATH=src python benchmarks/styles.py [--rounds 5] [--case tiny]
 
-All train the same perceptron with Adam on the same arrays, in the same order. Every run compiles in its first epoch,
-which is left out; the median of the others counts. Runs take turns; a ratio is the median over rounds of the ratio
-within a round. `|params|` is the norm of the parameters at the end: where it is equal, the same was computed. Styles
-look for losses that are not finite and log, and `fit` writes TensorBoard; loops by hand do not. Nobody saves: an epoch
-takes less time than writing it to the disk. A report, not a test.
+All train the same MLP with Adam on the same arrays, in the same order. Every run compiles in its first epoch, which is
+not counted; the result is the median of the others. Runs alternate; a ratio is the median over rounds of the ratio
+within a round. Equal `|params|`, the norm of the final parameters, shows that variants compute the same. Styles check
+for non-finite losses and log, and `fit` writes TensorBoard; hand-written loops do not. No variant saves: an epoch is
+shorter than writing a checkpoint. A report, not a test.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def loss_of(model: Any, batch: Any) -> jax.Array:
 
 
 def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
-    """A dispatch per step, parameters and optimizer state donated; nothing is fetched."""
+    """One dispatch per step, with donated parameters and optimizer state; no metrics are fetched."""
     model = Mlp(sizes)
     params = model.init(jax.random.key(0), next(loader.epoch(1))[0])
     opt_state = TX.init(params)
@@ -62,16 +62,16 @@ def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
 
     seconds = []
     for epoch in range(1, EPOCHS + 1):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for x, y in loader.epoch(epoch):
             params, opt_state, _ = step(params, opt_state, x, y)
         jax.block_until_ready(params)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:]), float(optax.tree.norm(params))
 
 
 def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
-    """`nnx.jit` around the step, as Flax's own documentation has it."""
+    """`nnx.jit` of the step, as in the Flax documentation."""
     model = NnxMlp(sizes, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -83,15 +83,15 @@ def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
 
     seconds = []
     for epoch in range(1, EPOCHS + 1):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for batch in loader.epoch(epoch):
             step(model, optimizer, batch)
         jax.block_until_ready(nnx.state(model))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:]), _norm(model)
 
 
-def fitted(model: Any, loader: jt.ArrayLoader, **options: Any) -> Measurement:
+def run_fit(model: Any, loader: jt.ArrayLoader, **options: Any) -> Measurement:
     epochs = Epochs()
     with tempfile.TemporaryDirectory() as folder:
         result = jt.fit(
@@ -117,7 +117,7 @@ class Trainer(jt.TrainerModule):
         return cross_entropy(logits, batch[1]), (mutable, {})
 
 
-def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
+def run_trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     epochs = Epochs()
     with tempfile.TemporaryDirectory() as folder:
         options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": jt.LoggerConfig(log_dir=folder)}
@@ -127,8 +127,10 @@ def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(made.state.params))
 
 
-def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = None, **options: Any) -> Measurement:
-    """`train_fn` with a hook that takes the time once per epoch, and one that does nothing every so many steps."""
+def run_train_fn(
+    sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = None, **options: Any
+) -> Measurement:
+    """`train_fn` with a hook that records the time once per epoch, and an empty hook every `every` steps."""
     moments: list[float] = []
     batches = len(loader)
 
@@ -157,8 +159,8 @@ def stepped(sizes: tuple[int, ...], loader: jt.ArrayLoader, every: int | None = 
     return statistics.median(np.diff(moments)), _norm(model)
 
 
-def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measurement:
-    """`TrainLoop` with a checkpoint per epoch, or every so many steps."""
+def run_train_loop(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measurement:
+    """`TrainLoop` with a checkpoint per epoch, or every `checkpoint_every` steps."""
     model, batches = Mlp(sizes), len(loader)
     loop = jt.TrainLoop(
         init=model.init,
@@ -183,16 +185,16 @@ def _norm(model: Any) -> float:
 VARIANTS: dict[str, Callable[..., Measurement]] = {
     "linen by hand": by_hand,
     "nnx.jit by hand": nnx_by_hand,
-    "TrainerModule, linen": trainer,
-    "fit, linen": lambda sizes, loader: fitted(Mlp(sizes), loader),
-    "fit, nnx": lambda sizes, loader: fitted(NnxMlp(sizes, nnx.Rngs(0)), loader),
-    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(Mlp(sizes), loader, steps_per_call=25),
-    "train_fn": stepped,
-    "train_fn, 25 steps per call": lambda sizes, loader: stepped(sizes, loader, steps_per_call=25),
-    "train_fn, a hook every 100 steps": lambda sizes, loader: stepped(sizes, loader, 100),
-    "train_fn, a hook at every step": lambda sizes, loader: stepped(sizes, loader, 1),
-    "TrainLoop": looped,
-    "TrainLoop, a checkpoint every 10 steps": lambda sizes, loader: looped(sizes, loader, 10),
+    "TrainerModule, linen": run_trainer,
+    "fit, linen": lambda sizes, loader: run_fit(Mlp(sizes), loader),
+    "fit, nnx": lambda sizes, loader: run_fit(NnxMlp(sizes, nnx.Rngs(0)), loader),
+    "fit, linen, 25 steps per call": lambda sizes, loader: run_fit(Mlp(sizes), loader, steps_per_call=25),
+    "train_fn": run_train_fn,
+    "train_fn, 25 steps per call": lambda sizes, loader: run_train_fn(sizes, loader, steps_per_call=25),
+    "train_fn, a hook every 100 steps": lambda sizes, loader: run_train_fn(sizes, loader, 100),
+    "train_fn, a hook at every step": lambda sizes, loader: run_train_fn(sizes, loader, 1),
+    "TrainLoop": run_train_loop,
+    "TrainLoop, a checkpoint every 10 steps": lambda sizes, loader: run_train_loop(sizes, loader, 10),
 }
 
 

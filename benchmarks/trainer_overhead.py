@@ -1,10 +1,10 @@
-"""What `TrainerModule` with its loggers and callbacks costs per step, next to the bare engine and a loop by hand.
+"""The cost of a step in `TrainerModule` with loggers and callbacks, compared with a hand-written loop.
 
     PYTHONPATH=src python benchmarks/trainer_overhead.py [--rounds 5]
 
-All train the same perceptron with Adam on the same arrays. Every run has its own process-wide warm-up: the first epoch,
-which compiles, is left out, and the median of the others counts. Runs take turns; a ratio is the median over rounds of
-the ratio within a round. A report, not a test.
+All train the same MLP with Adam on the same arrays. The first epoch of every run, which compiles, is not counted; the
+result is the median of the others. Runs alternate; a ratio is the median over rounds of the ratio within a round. A
+report, not a test.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Mlp(nn.Module):
 
 
 class Epochs(jt.Callback):
-    """Takes the seconds of every epoch's training."""
+    """Records the training seconds of every epoch."""
 
     def reset(self) -> None:
         self.seconds: list[float] = []
@@ -85,11 +85,11 @@ def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> float:
 
     seconds = []
     for epoch in range(1, EPOCHS + 1):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for x, y in loader.epoch(epoch):
             params, opt_state, _ = step(params, opt_state, x, y)
         jax.block_until_ready(params)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 
 

@@ -1,7 +1,7 @@
-"""Runs the reliability scorecard and writes what it came to into `docs/explanation/reliability.md`.
+"""Runs the reliability scorecard and writes the results into `docs/explanation/reliability.md`.
 
-python scripts/scorecard.py                  # all of it, and the page
-python scripts/scorecard.py --only A,B2      # some groups or cases, without the page
+python scripts/scorecard.py                  # all cases; writes the page
+python scripts/scorecard.py --only A,B2      # some groups or cases; does not write the page
 python scripts/scorecard.py --kills 5        # fewer kills at random times
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- /scorecard -->"
-ENOUGH = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must be as they should be, by priority
+REQUIRED = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must pass, by priority
 INTRODUCTION = f"""# Reliability
 
 The fault-injection scorecard. Every case injects the fault of its row into a training run, in child processes where
@@ -35,80 +35,90 @@ P0 must pass in every run, P1 in 95 % and P2 in 80 % of the runs.
 
 
 class Case(NamedTuple):
-    """How much a case matters, and what it does."""
+    """The priority of a case, and the fault it injects."""
 
     priority: int
     what: str
 
 
 CASES = {
-    "A1": Case(0, "SIGKILL at random times, from import to the last save; the same command again until done"),
-    "A2": Case(0, "SIGKILL at every point of a save; at most one interval is lost, and a valid checkpoint is left"),
-    "A3": Case(
-        0, "kills inside an epoch, at its first and last batch, at its end, in validation; chunks, resident, Grain"
+    "A1": Case(
+        0, "SIGKILL at random times, from import to the last save; the same command is repeated until the run completes"
     ),
-    "A4": Case(0, "kills inside an accumulation window of three batches"),
+    "A2": Case(
+        0, "SIGKILL at every point of a save: at most one save interval is lost, and a valid checkpoint remains"
+    ),
+    "A3": Case(
+        0,
+        "SIGKILL inside an epoch, at its first and last batch, at its end, in validation; chunks, resident data, Grain",
+    ),
+    "A4": Case(0, "SIGKILL inside an accumulation window of three batches"),
     "A5": Case(
-        0, "SIGTERM in training, evaluation, at the start, while saving, while the loader blocks: saved, exit 143"
+        0,
+        "SIGTERM in training, in evaluation, at the start, during a save, in a blocked loader: saves, exits with 143",
     ),
     "A6": Case(1, "a second SIGTERM or Ctrl-C during the final save"),
-    "A7": Case(0, "an exception in the loss, a callback, the loader, the validation"),
-    "A8": Case(1, "the process just ends while a save is under way"),
+    "A7": Case(0, "an exception in the loss, a callback, the loader or the validation"),
+    "A8": Case(1, "the process exits during a save"),
     "A9": Case(1, "ten resumes of one step each"),
     "A10": Case(1, "resuming a finished run, with more epochs, with more steps around the end of an epoch"),
-    "A11": Case(1, "linen and nnx, and other numbers of workers after a resume: the same examples"),
-    "A12": Case(2, "resuming on two devices what ran on one"),
-    "A13": Case(1, "the same seed in other folders, time zones and hash seeds"),
-    "B1": Case(0, "every file of the newest checkpoint truncated, deleted or zeroed: the one before is restored"),
-    "B2": Case(0, "single bits flipped in every file of a checkpoint"),
-    "B3": Case(0, "strange files, folders and links among the checkpoints"),
+    "A11": Case(1, "linen and nnx, and different numbers of loader workers after a resume: same examples"),
+    "A12": Case(2, "resuming a one-device run on two devices"),
+    "A13": Case(1, "the same seed in different folders, time zones and hash seeds"),
+    "B1": Case(
+        0, "every file of the newest checkpoint truncated, deleted or zeroed: the previous checkpoint is restored"
+    ),
+    "B2": Case(0, "single bit flips in every file of a checkpoint"),
+    "B3": Case(0, "foreign files, folders and links among the checkpoints"),
     "B4": Case(0, "a full disk at any point of a save; `stop` and `continue`"),
-    "B5": Case(1, "no room for one checkpoint at the start"),
-    "B6": Case(1, "a read-only or missing place, a file in its place, one that vanishes"),
-    "B7": Case(1, "an I/O error that passes"),
-    "B8": Case(1, "a disk slower than the saves come"),
-    "B9": Case(0, "all checkpoints damaged: refuses to begin from scratch"),
-    "B10": Case(0, "two processes in one run folder; one that died"),
-    "B11": Case(1, "eight runs that begin at once"),
-    "B12": Case(0, "a run forked off another leaves that one byte for byte"),
-    "B13": Case(0, "which checkpoints are kept: rising, falling, tied, NaN and infinite metrics, restarts"),
+    "B5": Case(1, "too little disk space for one checkpoint at the start"),
+    "B6": Case(1, "a checkpoint path that is read-only, missing, a file, or disappears"),
+    "B7": Case(1, "a transient I/O error"),
+    "B8": Case(1, "a disk slower than the save interval"),
+    "B9": Case(0, "all checkpoints damaged: the run refuses to restart from scratch"),
+    "B10": Case(0, "two processes in one run folder; a lock left by a dead process"),
+    "B11": Case(1, "eight runs that start at once"),
+    "B12": Case(0, "a fork leaves the original run byte-identical"),
+    "B13": Case(0, "retention with rising, falling, tied, NaN and infinite metrics, and across restarts"),
     "B14": Case(1, "restoring into a changed model or optimizer"),
-    "B15": Case(2, "checkpoints of every format so far"),
-    "B16": Case(0, "records that say what cannot be, with digests that fit: the checkpoint before is restored"),
-    "C1": Case(0, "a batch of NaN: raise, skip, roll back"),
-    "C2": Case(1, "ten batches of NaN in a row where three may be skipped"),
-    "C3": Case(1, "a batch a hundred times too large"),
-    "C4": Case(0, "metrics of 1,003 examples in batches of 32 against numpy, every mode, every kind of batch"),
+    "B15": Case(2, "checkpoints of all earlier formats"),
+    "B16": Case(0, "invalid records with valid digests: the previous checkpoint is restored"),
+    "C1": Case(0, "a NaN batch: raise, skip, roll back"),
+    "C2": Case(1, "ten NaN batches in a row with `max_skipped: 3`"),
+    "C3": Case(1, "a batch with inputs scaled by 100"),
+    "C4": Case(0, "metrics of 1,003 examples in batches of 32 against numpy, every mode, every batch type"),
     "C5": Case(0, "21 examples evaluated by two processes, in batches of 8 and 4, on one and two devices each"),
-    "C6": Case(0, "empty training and validation data, one example, fewer than a batch"),
-    "C7": Case(1, "data that ends early, never, or was used up"),
-    "C8": Case(1, "a batch of another shape, type or structure; text; objects; doubles"),
+    "C6": Case(0, "empty training and validation data, one example, less than one batch"),
+    "C7": Case(1, "data that ends early, never ends, or is exhausted"),
+    "C8": Case(1, "a batch with another shape, dtype or structure; strings; objects; float64"),
     "C9": Case(1, "batches of twenty lengths"),
-    "C10": Case(1, "a loader's worker that is killed, raises or hangs"),
-    "C11": Case(1, "not enough memory"),
-    "C12": Case(1, "validation of any frequency changes no bit of training"),
-    "C13": Case(1, "loggers, bars, profilers, statistics, saving change no bit of training"),
-    "D1": Case(0, "a logging tool that raises: when made, always, once, when closed"),
-    "D2": Case(0, "a logging tool that blocks; Weights & Biases missing, offline, without a key"),
-    "D3": Case(0, "a record that is deleted or cannot be written"),
-    "D4": Case(1, "a callback that raises"),
-    "D5": Case(0, "10,000 steps with 200 saves and 20 validations: memory, arrays, threads, files"),
+    "C10": Case(1, "a loader worker that is killed, raises or hangs"),
+    "C11": Case(1, "out of memory"),
+    "C12": Case(1, "validation at any frequency does not change training, bit for bit"),
+    "C13": Case(1, "loggers, progress bars, profilers, statistics and saves do not change training, bit for bit"),
+    "D1": Case(0, "a logging tool that raises: at creation, at every call, once, at close"),
+    "D2": Case(0, "a logging tool that blocks; Weights & Biases missing, offline, without an API key"),
+    "D3": Case(0, "a metrics file that is deleted or cannot be written"),
+    "D4": Case(1, "an exception in a callback"),
+    "D5": Case(0, "10,000 steps with 200 saves and 20 validations: growth of memory, arrays, threads, open files"),
     "D6": Case(1, "fifty trainers in one process"),
-    "D7": Case(0, "one of two processes is killed: the other ends in time and names it; both go on bit for bit"),
-    "D8": Case(1, "SIGTERM to one of two processes: both stop at one step, with one checkpoint"),
+    "D7": Case(
+        0, "SIGKILL to one of two processes: the other exits in time and names it; the resumed run is bit-identical"
+    ),
+    "D8": Case(1, "SIGTERM to one of two processes: both stop at the same step, with one checkpoint"),
     "D9": Case(1, "a process ten times slower than the other is named within 100 steps"),
-    "D10": Case(1, "a step that hangs: the stacks of all threads, exit code 75"),
-    "D11": Case(2, "clocks that jump, other time zones"),
-    "D12": Case(1, "training in a thread, and beside a SIGTERM handler of the user's"),
-    "D13": Case(0, "standard output and error that are full, closed or that nobody reads"),
-    "D14": Case(0, "a disk that is full for a while: every row once after a resume"),
-    "mutants": Case(0, "seeded bugs: each of six turns a case red"),
+    "D10": Case(1, "a hanging step: stacks of all threads, exit code 75"),
+    "D11": Case(2, "clock jumps and different time zones"),
+    "D12": Case(1, "training in a thread, and with a SIGTERM handler of the user"),
+    "D13": Case(0, "standard output and error full, closed or unread"),
+    "D14": Case(0, "a temporarily full disk: every row once after a resume"),
+    "mutants": Case(0, "seeded bugs: each of the six makes a case fail"),
 }
 
 
 @dataclass
 class Tally:
-    """What the tests of a case came to."""
+    """The results of the tests of a case."""
 
     runs: int = 0
     passed: int = 0
@@ -116,23 +126,23 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Takes what one test recorded."""
+        """Adds the row of one test."""
         self.runs += row["runs"]
         self.passed += row["passed"]
         self.numbers |= row["numbers"]
         self.problems += row["problems"]
 
-    def is_enough(self, priority: int) -> bool:
-        """Whether enough of it is as it should be. A P0 case that did not run is not."""
-        return self.passed >= ENOUGH[priority] * self.runs and (self.runs > 0 or priority > 0)
+    def passes(self, priority: int) -> bool:
+        """Whether the required share of runs passed. A P0 case without runs fails."""
+        return self.passed >= REQUIRED[priority] * self.runs and (self.runs > 0 or priority > 0)
 
 
-def chosen(words: str) -> list[str]:
-    """The cases that are meant: all, or those of the groups and names given."""
+def select_cases(words: str) -> list[str]:
+    """The cases of these groups and names, separated by commas; all if empty."""
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     unknown = [word for word in wanted if word not in CASES and word not in ("A", "B", "C", "D")]
     if unknown:
-        raise SystemExit(f"There is no case {unknown[0]!r}. There are the groups A, B, C, D and {', '.join(CASES)}.")
+        raise SystemExit(f"Unknown case {unknown[0]!r}. Groups: A, B, C, D. Cases: {', '.join(CASES)}.")
     return [case for case in CASES if not wanted or case in wanted or (case[0] in wanted and case != "mutants")]
 
 
@@ -143,12 +153,12 @@ def run(cases: list[str], *, workers: int, kills: int, card: Path) -> None:
     command = [sys.executable, "-m", "pytest", "tests/scorecard", "-q", "-p", "no:cacheprovider", "--tb=short"]
     command += [] if len(cases) == len(CASES) else ["-k", " or ".join(names)]
     command += ["-n", str(workers), "--dist", "load"] if workers > 1 else []
-    around = {**os.environ, "JAX_TRAINER_SCORECARD": str(card), "JAX_TRAINER_KILLS": str(kills)}
-    subprocess.run(command, cwd=ROOT, env=around, check=False)
+    environment = {**os.environ, "JAX_TRAINER_SCORECARD": str(card), "JAX_TRAINER_KILLS": str(kills)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
 
-def tallied(card: Path) -> dict[str, Tally]:
-    """What was recorded, by case."""
+def read_tallies(card: Path) -> dict[str, Tally]:
+    """The recorded results, by case."""
     found: dict[str, Tally] = {}
     for line in card.read_text(encoding="utf-8").splitlines() if card.exists() else ():
         row = json.loads(line)
@@ -157,50 +167,50 @@ def tallied(card: Path) -> dict[str, Tally]:
 
 
 def table(cases: list[str], found: dict[str, Tally]) -> str:
-    """What it came to, in Markdown."""
+    """The results as a Markdown table."""
     rows = ["| case | P | what | runs | passed | numbers |", "|---|---|---|---|---|---|"]
     for case in cases:
         tally = found.get(case, Tally())
         numbers = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in tally.numbers.items())
-        passed = f"{tally.passed}" if tally.is_enough(CASES[case].priority) else f"**{tally.passed}**"
+        passed = f"{tally.passed}" if tally.passes(CASES[case].priority) else f"**{tally.passed}**"
         runs = tally.runs or "not run"
         rows.append(f"| {case} | {CASES[case].priority} | {CASES[case].what} | {runs} | {passed} | {numbers} |")
     return "\n".join(rows)
 
 
 def write_page(text: str, minutes: float) -> None:
-    """Puts the table into the page."""
+    """Writes the table into the page."""
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else INTRODUCTION
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    took = f"All of it took {minutes:.0f} minutes with {os.cpu_count()} CPU cores."
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{took}\n{END}{after}", encoding="utf-8")
+    duration = f"Duration: {minutes:.0f} minutes on {os.cpu_count()} CPU cores."
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{duration}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
-    """Runs what is asked for; 1 if a case is below what its priority asks for."""
+    """Runs the selected cases; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default="", help="groups and cases, such as A,B2; without it, all, and the page is written"
+        "--only", default="", help="groups and cases, such as A,B2; default: all cases, and the page is written"
     )
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes that run tests; above 1, times are worth less"
+        "--workers", type=int, default=1, help="parallel test processes; above 1, measured times are less reliable"
     )
-    parser.add_argument("--kills", type=int, default=50, help="of A1, for each of linen and nnx")
-    asked = parser.parse_args()
-    cases, began = chosen(asked.only), time.monotonic()
+    parser.add_argument("--kills", type=int, default=50, help="kills of case A1, for each of linen and nnx")
+    args = parser.parse_args()
+    cases, started = select_cases(args.only), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         card = Path(folder) / "card.jsonl"
-        run(cases, workers=asked.workers, kills=asked.kills, card=card)
-        found = tallied(card)
+        run(cases, workers=args.workers, kills=args.kills, card=card)
+        found = read_tallies(card)
     text = table(cases, found)
     sys.stdout.write(f"\n{text}\n")
-    red = [case for case in cases if not found.get(case, Tally()).is_enough(CASES[case].priority)]
-    for case in red:
+    failed = [case for case in cases if not found.get(case, Tally()).passes(CASES[case].priority)]
+    for case in failed:
         sys.stdout.write(f"\n{case}:\n" + "\n".join(f"  {one}" for one in found.get(case, Tally()).problems) + "\n")
-    if not asked.only:
-        write_page(text, (time.monotonic() - began) / 60)
-    return 1 if red else 0
+    if not args.only:
+        write_page(text, (time.monotonic() - started) / 60)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

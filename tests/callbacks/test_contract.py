@@ -1,4 +1,4 @@
-"""What holds for every callback that is shipped: it changes nothing but by edits, and survives an interruption."""
+"""The contract of all built-in callbacks: they change training by edits only, and resume exactly after an interruption."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def trial() -> optuna.Trial:
 
 
 def spike_monitor() -> GradientSpikeMonitor:
-    # low enough to find some in a few steps of real training
+    # low enough to find spikes in a few training steps
     config = GradientSpikeMonitorConfig(threshold=1.0001, ema_decay=0.3, warmup_steps=2, log_to_disk=True)
     return GradientSpikeMonitor(config)
 
@@ -69,28 +69,28 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "ThroughputMonitor": ThroughputMonitor,
     "ModelSummary": ModelSummary,
     "Progress": Progress,
-    "LambdaCallback": lambda: LambdaCallback(on_training_step=lambda *given: None, on_step_end=lambda event: None),
+    "LambdaCallback": lambda: LambdaCallback(on_training_step=lambda *args: None, on_step_end=lambda event: None),
     "OptunaPruning": lambda: OptunaPruning(trial()),
 }
 STOPPING = {
-    # nothing is better by that much, so the second look after the first ends the run: at step 8
+    # no improvement is that large, so the second evaluation after the first one ends the run: at step 8
     "stopping": lambda: EarlyStopping(EarlyStoppingConfig(patience=2, min_delta=100.0)),
 }
-TIMES = ("throughput/",)  # what no two runs have in common
+TIMES = ("throughput/",)  # metrics that differ from run to run
 PLAN = Plan(max_epochs=3, eval_every=Every(epochs=1, steps=6))  # evaluates after 4, 6, 8 and 12 steps
 EVALUATED = (4, 6, 8, 12)
 
 
-def test_all_that_files_can_name_are_held_to_the_contract():
+def test_every_registered_callback_is_in_the_contract():
     modules = {name: Registry.get_class(Callback, name).__module__ for name in registered(Callback)}  # type: ignore[arg-type]
     ours = {name for name, module in modules.items() if module.startswith("jax_trainer.")}
-    drawing = {"SampleImages", "SampleText"}  # need a trainer that can draw: see their own tests, and test_sampling.py
-    assert ours - drawing == MAKERS.keys() - {"LambdaCallback", "OptunaPruning"}
+    sampling = {"SampleImages", "SampleText"}  # need a trainer that samples: see their own tests, and test_sampling.py
+    assert ours - sampling == MAKERS.keys() - {"LambdaCallback", "OptunaPruning"}
 
 
 @cache
-def without(flavour: str) -> TrainState:
-    """What training gives with nobody watching."""
+def state_without_callbacks(flavour: str) -> TrainState:
+    """The trained state without callbacks."""
     return fit(program=matrix_program(flavour), plan=PLAN)
 
 
@@ -99,11 +99,11 @@ def test_it_changes_no_trained_bit(tmp_path, flavour, name):
     callback = MAKERS[name]()
     with run_in(tmp_path) as run:
         callback.attach(run)
-        assert_same_bits(fit(callback, program=matrix_program(flavour), plan=PLAN), without(flavour))
+        assert_same_bits(fit(callback, program=matrix_program(flavour), plan=PLAN), state_without_callbacks(flavour))
 
 
-class Cut:
-    """Ends a run after an evaluation at `step`, and keeps what a checkpoint would: last in the list of observers."""
+class StopAndSave:
+    """Stops the run after the evaluation at `step`, and records what a checkpoint would; the last observer."""
 
     def __init__(self, callback: Callback, step: int) -> None:
         self._callback, self._step = callback, step
@@ -121,7 +121,7 @@ class Cut:
 
 
 def logged(folder: Path, *runs: Any) -> list[Any]:
-    """All that a callback wrote, without what depends on the clock."""
+    """Everything that a callback logged, except times."""
     written = [
         {name: None if name.startswith(TIMES) else value for name, value in row.items()} for row in rows(runs[-1])
     ]
@@ -137,7 +137,7 @@ def spikes_in(folder: Path) -> dict[str, list[float]]:
         return {name: found[name].tolist() for name in found}
 
 
-def whole(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Callback, list[Any]]:
+def run_once(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Callback, list[Any]]:
     callback = make()
     with run_in(folder) as run:
         callback.attach(run)
@@ -145,18 +145,18 @@ def whole(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Callb
         return callback, logged(folder, run)
 
 
-def in_two(folder: Path, make: Callable[[], Callback], plan: Plan, step: int) -> tuple[Callback, list[Any]]:
-    """The same in two runs, the second of which resumes where the first one was cut off."""
+def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step: int) -> tuple[Callback, list[Any]]:
+    """The same in two runs: the second one resumes where the first one was interrupted."""
     first = make()
-    cut = Cut(first, step)
+    stop = StopAndSave(first, step)
     with run_in(folder) as before:
         first.attach(before)
-        fit(first, cut, program=matrix_program("linen"), plan=plan)
-    saved = cut.saved
+        fit(first, stop, program=matrix_program("linen"), plan=plan)
+    saved = stop.saved
     assert saved is not None
     second = make()
     if isinstance(first, OptunaPruning) and isinstance(second, OptunaPruning):
-        second.trial = first.trial  # it goes on, too, and would complain about what it knows already
+        second.trial = first.trial  # the same trial: a resumed one rejects values that it already has
     with run_in(folder) as run:
         second.attach(run)
         second.load_state_dict(json.loads(saved.states))
@@ -168,52 +168,52 @@ def in_two(folder: Path, make: Callable[[], Callback], plan: Plan, step: int) ->
 @pytest.mark.parametrize("name", [*MAKERS, *STOPPING])
 def test_it_survives_an_interruption(tmp_path, name, step):
     make = {**MAKERS, **STOPPING}[name]
-    at_once, expected = whole(tmp_path / "whole", make, PLAN)
-    resumed, found = in_two(tmp_path / "two", make, PLAN, step)
+    uninterrupted, expected = run_once(tmp_path / "once", make, PLAN)
+    resumed, found = run_interrupted(tmp_path / "interrupted", make, PLAN, step)
     assert found == expected
-    assert resumed.state_dict() == at_once.state_dict()
+    assert resumed.state_dict() == uninterrupted.state_dict()
 
 
 @pytest.mark.parametrize("name", ["stopping", "GradientSpikeMonitor"])
 def test_it_survives_an_interruption_with_several_steps_per_call(tmp_path, name):
     make = {**MAKERS, **STOPPING}[name]
     chunks = Plan(max_epochs=3, eval_every=Every(epochs=1, steps=6), steps_per_call=4)
-    at_once, expected = whole(tmp_path / "whole", make, PLAN)
-    resumed, found = in_two(tmp_path / "two", make, chunks, 6)
+    uninterrupted, expected = run_once(tmp_path / "once", make, PLAN)
+    resumed, found = run_interrupted(tmp_path / "interrupted", make, chunks, 6)
     assert found == expected
-    assert resumed.state_dict() == at_once.state_dict()
+    assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-def test_the_contract_is_about_something(tmp_path):
-    _, written = whole(tmp_path / "spikes", spike_monitor, PLAN)
+def test_the_runs_of_the_contract_have_spikes_and_stop_early(tmp_path):
+    _, written = run_once(tmp_path / "spikes", spike_monitor, PLAN)
     steps = written[2]["loss_steps"]
     assert sum(row["optimizer/spikes_losses"] for row in written[0]) == len(steps)
     assert min(steps) <= 6 < max(steps)
-    stopping, _ = whole(tmp_path / "stopping", STOPPING["stopping"], PLAN)
+    stopping, _ = run_once(tmp_path / "stopping", STOPPING["stopping"], PLAN)
     assert "after step 8" in stopping.state_dict()["stopped"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "OptunaPruning"])  # a trial has one run
-def test_a_second_run_is_watched_like_the_first(tmp_path, name):
-    callback, seen = MAKERS[name](), []
+def test_a_second_run_of_a_callback_logs_the_same_as_the_first(tmp_path, name):
+    callback, results = MAKERS[name](), []
     for folder in (tmp_path / "first", tmp_path / "second"):
         with run_in(folder) as run:
             callback.attach(run)
             fit(callback, program=matrix_program("linen"), plan=PLAN)
-            seen.append((logged(folder, run), callback.state_dict()))
-    assert seen[0] == seen[1]
+            results.append((logged(folder, run), callback.state_dict()))
+    assert results[0] == results[1]
 
 
-def raises(*given: Any) -> None:
+def raises(*args: Any) -> None:
     raise ZeroDivisionError("mine")
 
 
-def stops(*given: Any) -> None:
+def stops(*args: Any) -> None:
     raise StopTraining("enough")
 
 
-def interrupts(*given: Any) -> None:
+def interrupts(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -229,21 +229,21 @@ ENDINGS = {
 STATUS = {"failed at once": "failed", "failed in a step": "failed", "failed at the end": "completed"}
 
 
-def noting(ends: list[tuple[str, str]], name: str, finalize: Callable[[str], None]) -> Callable[[str], None]:
-    def noted(status: str) -> None:
+def recording(ends: list[tuple[str, str]], name: str, finalize: Callable[[str], None]) -> Callable[[str], None]:
+    def recorded(status: str) -> None:
         ends.append((name, status))
         finalize(status)
 
-    return noted
+    return recorded
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_all_are_finalised_once_however_a_run_ends(tmp_path, ending):
+def test_every_callback_is_finalized_once_however_the_run_ends(tmp_path, ending):
     hooks, error = ENDINGS[ending]
     callbacks = {name: make() for name, make in MAKERS.items()}
     ends: list[tuple[str, str]] = []
     for name, callback in callbacks.items():
-        callback.finalize = noting(ends, name, callback.finalize)  # type: ignore[assignment]
+        callback.finalize = recording(ends, name, callback.finalize)  # type: ignore[assignment]
     with run_in(tmp_path) as run:
         for callback in callbacks.values():
             callback.attach(run)
@@ -255,22 +255,22 @@ def test_all_are_finalised_once_however_a_run_ends(tmp_path, ending):
             with fault("step:raise:2" if ending == "failed in a step" else "never:raise:1"), pytest.raises(error):
                 fit(*observers, program=matrix_program("linen"), plan=plan)
         for callback in callbacks.values():
-            callback.attach(run)  # would be refused if it still counted the run as running
+            callback.attach(run)  # an error if the callback were still attached to the run
     assert ends == [(name, STATUS.get(ending, ending)) for name in callbacks]
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     with run_in(tmp_path) as run:
-        watching = ThroughputMonitor(run=run)
+        monitor = ThroughputMonitor(run=run)
         with pytest.raises(ZeroDivisionError, match="mine") as failure:
-            fit(LambdaCallback(on_training_epoch_end=raises), watching, program=matrix_program("linen"), plan=PLAN)
+            fit(LambdaCallback(on_training_epoch_end=raises), monitor, program=matrix_program("linen"), plan=PLAN)
     names = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
     assert names[-1] == "raises"
     assert failure.value.__cause__ is None
 
 
-def test_one_that_stops_the_run_does_not_keep_a_state_from_being_saved(tmp_path):
+def test_a_callback_that_stops_the_run_does_not_prevent_the_save(tmp_path):
     with run_in(tmp_path) as run:
-        saving = ModelCheckpoint(run=run)
-        fit(LambdaCallback(on_validation_epoch_end=stops), saving, program=matrix_program("linen"), plan=PLAN)
+        saver = ModelCheckpoint(run=run)
+        fit(LambdaCallback(on_validation_epoch_end=stops), saver, program=matrix_program("linen"), plan=PLAN)
     assert [step for step, _, _ in run.checkpoints.kept] == [STEPS]  # type: ignore[union-attr]

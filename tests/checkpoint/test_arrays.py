@@ -1,4 +1,4 @@
-"""Folders that somebody else may have made: they are refused, and nothing outside of them is read."""
+"""Untrusted checkpoint folders: tampered ones are rejected, and nothing outside of them is read."""
 
 import json
 import os
@@ -18,17 +18,17 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
 
-# when orbax fails, it leaves work behind that complains about its closed loop, from a thread and some time later
+# after a failure, a thread of Orbax warns metadata its closed event loop, some time later
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.usefixtures("complaints_end_here"),
+    pytest.mark.usefixtures("wait_for_orbax"),
 ]
 
 STATE = TrainState(jnp.int32(3), {"w": jnp.arange(6.0)}, {}, (), jnp.zeros(2, jnp.uint32), {})
 
 
 @pytest.fixture(scope="module")
-def complaints_end_here() -> Iterator[None]:
+def wait_for_orbax() -> Iterator[None]:
     yield
     time.sleep(0.2)
 
@@ -37,7 +37,7 @@ def complaints_end_here() -> Iterator[None]:
 def one_saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "checkpoints"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax_trainer.checkpoint.packing.LARGEST", 0)  # each array by itself, as if it were large
+        patch.setattr("jax_trainer.checkpoint.packing.LARGEST", 0)  # every array counts as large
         CheckpointStore(folder).save(STATE, Position(), {})
     return folder
 
@@ -48,8 +48,8 @@ def arrays(one_saved, tmp_path) -> Path:
     return Path(shutil.copytree(one_saved, tmp_path / "checkpoints")) / "step_00000003" / "state"
 
 
-def refusal(arrays: Path, *, sealed: bool = True) -> str:
-    """Why it is not restored, though its manifest says that all is as it was written."""
+def restore_error(arrays: Path, *, sealed: bool = True) -> str:
+    """The error of a restore; `sealed`: with a valid manifest of the tampered files."""
     if sealed:
         write_manifest(arrays.parent)
     with pytest.raises(CheckpointError) as error:
@@ -62,11 +62,11 @@ def largest_file(folder: Path) -> Path:
 
 
 def rewrite_array(arrays: Path, **changed: Any) -> None:
-    """Changes what the store says about `params.w`."""
+    """Changes the metadata of `params.w` in the array store."""
     spec = {"driver": "ocdbt", "base": f"file://{arrays}/"}
     store = tensorstore.KvStore.open(spec).result()
-    about = json.loads(store["params.w/.zarray"])
-    store["params.w/.zarray"] = json.dumps(about | changed).encode()
+    metadata = json.loads(store["params.w/.zarray"])
+    store["params.w/.zarray"] = json.dumps(metadata | changed).encode()
 
 
 def rewrite_index(arrays: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -75,65 +75,65 @@ def rewrite_index(arrays: Path, change: Callable[[dict[str, Any]], object]) -> N
     (arrays / "_METADATA").write_text(json.dumps(content))
 
 
-def test_what_was_not_tampered_with_is_restored(arrays):
+def test_an_unmodified_checkpoint_is_restored(arrays):
     restored, _ = CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     np.testing.assert_array_equal(restored.params["w"], np.arange(6.0))
 
 
-def test_a_link_in_place_of_a_file_is_refused(arrays):
+def test_a_link_in_place_of_a_file_is_rejected(arrays):
     file = largest_file(arrays / "ocdbt.process_0")
     file.unlink()
     file.symlink_to("/etc/passwd")
-    assert f"{file} is a link" in refusal(arrays, sealed=False)
+    assert f"{file} is a link" in restore_error(arrays, sealed=False)
 
 
 @pytest.mark.parametrize("place", ["state/d", "state", "extra"])
-def test_a_link_in_place_of_a_folder_is_refused(arrays, place, tmp_path):
+def test_a_link_in_place_of_a_folder_is_rejected(arrays, place, tmp_path):
     folder = arrays.parent / place
     if folder.exists():
         shutil.move(folder, tmp_path / "elsewhere")
     else:
         (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    assert f"{folder} is a link" in refusal(arrays, sealed=False)
+    assert f"{folder} is a link" in restore_error(arrays, sealed=False)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(arrays):
+def test_a_pipe_is_rejected_without_waiting(arrays):
     os.mkfifo(arrays / "d" / "pipe")
-    assert "pipe is not a regular file" in refusal(arrays, sealed=False)
+    assert "pipe is not a regular file" in restore_error(arrays, sealed=False)
 
 
-def test_a_huge_shape_is_refused_before_anything_is_allocated(arrays):
+def test_a_huge_shape_is_rejected_before_anything_is_allocated(arrays):
     rewrite_array(arrays, shape=[10**12])
-    assert "params.w: expected float32[6], found float32[1000000000000]" in refusal(arrays)
+    assert "params.w: expected float32[6], found float32[1000000000000]" in restore_error(arrays)
 
 
-def test_huge_pieces_of_a_small_array_are_refused(arrays):
+def test_huge_pieces_of_a_small_array_are_rejected(arrays):
     rewrite_array(arrays, chunks=[10**12])
-    assert "read in pieces of [1000000000000]" in refusal(arrays)
+    assert "read in pieces of [1000000000000]" in restore_error(arrays)
 
 
-def test_another_dtype_is_refused(arrays):
+def test_another_dtype_is_rejected(arrays):
     rewrite_array(arrays, dtype="<i4")
-    assert "params.w: expected float32[6], found int32[6]" in refusal(arrays)
+    assert "params.w: expected float32[6], found int32[6]" in restore_error(arrays)
 
 
-def test_an_index_that_leads_out_of_the_folder_is_refused_and_not_followed(arrays, tmp_path):
+def test_an_index_that_points_outside_the_folder_is_rejected_and_not_followed(arrays, tmp_path):
     outside = tensorstore.open(
         {"driver": "zarr", "kvstore": f"file://{tmp_path}/outside/"}, create=True, dtype="float32", shape=[6]
     ).result()
     outside.write(np.ones(6, np.float32)).result()
 
-    def lead_away(index: dict[str, Any]) -> None:
+    def point_outside(index: dict[str, Any]) -> None:
         entry = index["tree_metadata"].pop("('params.w',)")
         entry["key_metadata"][0]["key"] = "../../../outside"
         index["tree_metadata"]["('../../../outside',)"] = entry
         index["use_ocdbt"] = False
 
-    rewrite_index(arrays, lead_away)
-    assert "not in one store" in refusal(arrays)
+    rewrite_index(arrays, point_outside)
+    assert "not in one store" in restore_error(arrays)
     rewrite_index(arrays, lambda index: index.update(use_ocdbt=True))
-    refusal(arrays)
+    restore_error(arrays)
 
 
 @pytest.mark.parametrize(
@@ -149,30 +149,30 @@ def test_an_index_that_leads_out_of_the_folder_is_refused_and_not_followed(array
         lambda index: index["tree_metadata"].pop("('step',)"),
     ],
 )
-def test_an_index_that_makes_no_sense_is_refused(arrays, change):
+def test_an_invalid_index_is_rejected(arrays, change):
     rewrite_index(arrays, change)
-    assert "step_00000003" in refusal(arrays)
+    assert "step_00000003" in restore_error(arrays)
 
 
-def test_files_that_are_cut_or_gone_are_refused_whichever_it_is(one_saved, tmp_path):
+def test_every_truncated_or_missing_file_is_found(one_saved, tmp_path):
     original = one_saved / "step_00000003"
     needed = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]
     assert len(needed) > 6
     for number, name in enumerate(needed):
-        for how in ("cut", "gone"):
+        for how in ("truncated", "missing"):
             folder = tmp_path / f"{number}-{how}"
             damaged = Path(shutil.copytree(one_saved, folder)) / "step_00000003" / name
-            damaged.write_bytes(damaged.read_bytes()[:-5]) if how == "cut" else damaged.unlink()
+            damaged.write_bytes(damaged.read_bytes()[:-5]) if how == "truncated" else damaged.unlink()
             with pytest.raises(CheckpointError, match="damaged") as error:
                 CheckpointStore(folder).restore("latest", STATE)
             assert str(name) in str(error.value)
 
 
-def test_a_file_that_does_not_belong_there_is_refused_and_never_does_anything(arrays, tmp_path, monkeypatch):
+def test_a_foreign_file_is_rejected_and_never_executed(arrays, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (arrays, arrays.parent):
         (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
-    assert "evil.pkl, state/evil.pkl are not in the manifest" in refusal(arrays, sealed=False)
+    assert "evil.pkl, state/evil.pkl are not in the manifest" in restore_error(arrays, sealed=False)
     write_manifest(arrays.parent)
     CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     assert not (tmp_path / "canary").exists()

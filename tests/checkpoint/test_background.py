@@ -1,4 +1,4 @@
-"""Work in a thread. What a process that ends does about it is in `test_commit.py`."""
+"""Background saves; `test_commit.py` tests processes that exit meanwhile."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ import pytest
 from jax_trainer.checkpoint.background import SavingThread
 
 
-def test_what_goes_wrong_is_raised_once_by_whoever_asks_next():
+def test_an_error_is_raised_once_by_the_next_call():
     thread = SavingThread("test", "a checkpoint")
     for ask in (thread.wait, thread.check, lambda: thread.start(lambda: None)):
         thread.start(lambda: 1 / 0)
@@ -22,7 +22,7 @@ def test_what_goes_wrong_is_raised_once_by_whoever_asks_next():
         thread.check()
 
 
-def test_one_thing_is_done_at_a_time():
+def test_saves_run_one_at_a_time():
     thread, at_once, done = SavingThread("test", "a checkpoint"), [], []
 
     def work() -> None:
@@ -37,7 +37,7 @@ def test_one_thing_is_done_at_a_time():
     assert (at_once, len(done), thread.is_busy) == ([1] * 5, 5, False)
 
 
-def test_asking_from_within_does_not_wait_for_itself():
+def test_waiting_inside_the_thread_does_not_deadlock():
     thread = SavingThread("test", "a checkpoint")
     thread.start(thread.settle)
     thread.wait()
@@ -45,21 +45,21 @@ def test_asking_from_within_does_not_wait_for_itself():
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C works as it does for a person; what starts tests in the background may have switched it off."""
+    """Restores the default handler of Ctrl-C, which background jobs may ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interruption_gets_through_while_one_waits():
+def test_ctrl_c_interrupts_a_wait():
     thread, go_on = SavingThread("test", "a checkpoint"), threading.Event()
     thread.start(lambda: go_on.wait(20))
     began = time.perf_counter()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         thread.wait()
-    thread.wait()  # who did not want to wait is not kept waiting by others, not even at the end of the process
+    thread.wait()  # an interrupted wait is not repeated, not even at the exit of the process
     assert time.perf_counter() - began < 5
     assert thread.is_busy
     go_on.set()
@@ -88,15 +88,15 @@ def test_it_pauses_between_two_writes_unless_a_caller_waits():
     while not done:
         time.sleep(0.01)
     thread.submit(work)
-    for _ in range(20):  # asking whether there is room is not waiting
+    for _ in range(20):  # checking for space is not waiting
         thread.wait_for(lambda waiting: len(waiting) < 5)
         time.sleep(0.01)
     assert len(done) == 1 and thread.is_busy
     thread.wait()
-    assert done[1] - done[0] < 0.8  # and not 0.9 of resting
+    assert done[1] - done[0] < 0.8  # without the pause of 0.9 s
 
 
-def test_after_a_failure_nothing_is_started_before_it_was_raised():
+def test_after_a_failure_nothing_starts_before_it_is_raised():
     thread, done = SavingThread("test", "a checkpoint"), []
     thread.submit(lambda: 1 / 0)
     thread.submit(lambda: done.append(1))

@@ -57,7 +57,7 @@ def damage(store: CheckpointStore, step: int, file: str = "state/_METADATA") -> 
 @pytest.mark.parametrize(
     ("which", "damaged", "restored_step"), [("latest", [3], 2), ("latest", [2, 3], 1), ("best", [1], 3)]
 )
-def test_the_next_one_that_is_complete_is_used_with_one_warning_that_names_the_others(
+def test_the_next_complete_checkpoint_is_used_with_one_warning_that_names_the_damaged_ones(
     store, caplog, which, damaged, restored_step
 ):
     paths = [damage(store, step) for step in damaged]
@@ -77,7 +77,7 @@ def test_an_intact_checkpoint_is_restored_without_a_warning(store, caplog):
     assert not caplog.records
 
 
-def test_whatever_file_is_flipped_cut_or_gone_the_next_one_is_restored(store):
+def test_for_every_flipped_truncated_or_missing_file_the_next_checkpoint_is_restored(store):
     newest = store.folder / "step_00000003"
     for number, file in enumerate(files_of(newest)):
         before = file.read_bytes()
@@ -99,7 +99,7 @@ def test_whatever_file_is_flipped_cut_or_gone_the_next_one_is_restored(store):
 
 
 @pytest.mark.slow
-def test_of_a_hundred_flipped_bits_every_one_is_found(store):
+def test_each_of_a_hundred_flipped_bits_is_found(store):
     files = files_of(store.folder / "step_00000003")
     for number in range(100):
         file = files[number % len(files)]
@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_the_format_is_damage_and_not_another_version(store, di
 
 
 @pytest.mark.parametrize("which", ["latest", "best"])
-def test_if_all_are_damaged_every_reason_is_reported_and_nothing_is_restored(store, which):
+def test_if_all_are_damaged_all_reasons_are_reported(store, which):
     damage(store, 1)
     (damage(store, 2) / "checkpoint.json").unlink()
     damage(store, 3, "MANIFEST.json")
@@ -130,7 +130,7 @@ def test_if_all_are_damaged_every_reason_is_reported_and_nothing_is_restored(sto
     assert all(f"{store.folder}/step_0000000{step}" in str(error.value) for step in (1, 2, 3))
 
 
-def test_one_that_is_asked_for_by_step_or_path_is_not_replaced_by_another(store, tmp_path):
+def test_a_checkpoint_selected_by_step_or_path_is_not_replaced_by_another(store, tmp_path):
     path = damage(store, 3)
     saved = store.latest()
     for which in (3, path, saved):
@@ -153,14 +153,14 @@ def test_the_path_of_a_checkpoint_of_another_run_is_restored(three_saved, tmp_pa
         empty.restore(tmp_path / "step_00000009", state(0))
 
 
-def test_verify_reads_everything_and_says_what_is_wrong(store):
+def test_verify_reads_every_byte_and_reports_the_damage(store):
     path = damage(store, 3)
     assert "state/_METADATA changed since it was written" in store.verify(path)
     assert store.verify(store.folder / "step_00000002") == ""
     assert "is not a folder" in store.verify(store.folder / "nothing")
 
 
-def test_a_list_shows_all_with_what_a_quick_look_finds(store):
+def test_a_list_shows_all_checkpoints_with_the_result_of_a_quick_check(store):
     damage(store, 1)
     (store.folder / "step_00000002" / "state" / "_METADATA").unlink()
     (store.folder / "step_00000009").mkdir()
@@ -175,7 +175,7 @@ def test_a_list_shows_all_with_what_a_quick_look_finds(store):
     assert CheckpointStore(store.folder / "nowhere").infos() == []
 
 
-def test_a_list_shows_what_another_version_wrote(store):
+def test_a_list_shows_checkpoints_of_other_versions(store):
     file = store.folder / "step_00000003" / "checkpoint.json"
     file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
     (store.folder / "step_00000003" / "MANIFEST.json").unlink()
@@ -192,7 +192,7 @@ def a_list(index: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("change", [sizes_as_text, a_list])
-def test_an_index_of_small_arrays_that_cannot_be_used_is_damage_although_its_digest_fits(store, caplog, change):
+def test_an_invalid_index_of_small_arrays_with_a_valid_digest_is_damage(store, caplog, change):
     path = store.folder / "step_00000003"
     index = json.loads((path / "small.json").read_text())
     (path / "small.json").write_text(json.dumps(change(index)))

@@ -1,4 +1,4 @@
-"""Real processes that are killed, or just end, while they save, and what they leave behind."""
+"""Real processes that are killed or exit during a save, and what they leave behind."""
 
 import os
 import signal
@@ -27,17 +27,17 @@ LEAVES = {
     "mid_replace": [1],  # while step 1 was saved again
 }
 
-# the same, while step 1 became slim because step 2 had been saved: (the failpoint, what step 1 then lacks)
-SLIMMING = {
-    "slim_mid_convert": ("mid_convert:kill", ()),
-    "slim_mid_replace": ("mid_replace:kill", ()),
-    "slim_mid_delete": ("mid_delete:kill", ("opt_state",)),
+# the same, while step 1 is converted to weights only after the save of step 2: (failpoint, fields that step 1 lacks)
+CONVERTING = {
+    "weights_only_mid_convert": ("mid_convert:kill", ()),
+    "weights_only_mid_replace": ("mid_replace:kill", ()),
+    "weights_only_mid_delete": ("mid_delete:kill", ("opt_state",)),
 }
 # how a process ends while a checkpoint is being written in the background, and its exit code
 ENDS = {"ends_returns": 0, "ends_raises": 1, "ends_exits": 3, "ends_fails": 0}
 WEIGHTS = ("step", "params", "model_state", "rng", "extra")
 
-# every process is a fork of one that has imported all it needs: an import takes longer than ten saves
+# every process is a fork of one that has imported everything: an import takes longer than ten saves
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -53,9 +53,9 @@ def state(step):
     w = jnp.arange(60_000.0) + step
     return TrainState(jnp.int32(step), {"w": w}, {}, {"m": -w}, jnp.zeros(2, jnp.uint32), {})
 
-def be_killed(folder, point):
-    slim = {"monitor": "time", "weights_only_best": True} if ":" in point else {}
-    store = CheckpointStore(folder, keep_latest=1, **slim)
+def save_and_be_killed(folder, point):
+    options = {"monitor": "time", "weights_only_best": True} if ":" in point else {}
+    store = CheckpointStore(folder, keep_latest=1, **options)
     store.save(state(1), Position(1, 1), {"time": 1})
     arm(point if ":" in point else f"{point}:kill")
     store.save(state(1 if point == "mid_replace" else 2), Position(1, 2), {"time": 2}, wait=False)
@@ -63,9 +63,9 @@ def be_killed(folder, point):
 
 def end(folder, how):
     arm("before_rename:raise" if how == "ends_fails" else "mid_array:sleep=0.3")
-    CheckpointStore(folder).save(state(1), Position(1, 1), {}, wait=False)  # and nobody holds the store
+    CheckpointStore(folder).save(state(1), Position(1, 1), {}, wait=False)  # without a reference to the store
     if how == "ends_raises":
-        raise RuntimeError("on purpose")
+        raise RuntimeError("injected")
     sys.exit(3 if how == "ends_exits" else 0)
 
 children = {}
@@ -74,7 +74,7 @@ for argument in sys.argv[2:]:
     if (child := os.fork()) == 0:
         if name.startswith("ends_"):
             end(FOLDER / name, name)
-        be_killed(FOLDER / name, point or name)
+        save_and_be_killed(FOLDER / name, point or name)
         os._exit(0)
     children[name] = child
 for name, child in children.items():
@@ -95,10 +95,10 @@ def killed(tmp_path_factory) -> Path:
     """A folder per point at which a process was killed or ended."""
     folder = tmp_path_factory.mktemp("killed")
     environment = {**os.environ, "PYTHONPATH": str(Path(jax_trainer.__file__).parents[1]), "XLA_FLAGS": ""}
-    slimming = [f"{name}={failpoint}" for name, (failpoint, _) in SLIMMING.items()]
-    command = [sys.executable, "-c", SCRIPT, str(folder), *LEAVES, *slimming, *ENDS]
+    converting = [f"{name}={failpoint}" for name, (failpoint, _) in CONVERTING.items()]
+    command = [sys.executable, "-c", SCRIPT, str(folder), *LEAVES, *converting, *ENDS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    codes = dict.fromkeys((*LEAVES, *SLIMMING), -signal.SIGKILL) | ENDS
+    codes = dict.fromkeys((*LEAVES, *CONVERTING), -signal.SIGKILL) | ENDS
     assert done.stdout.splitlines() == [f"{name} {code}" for name, code in codes.items()], done.stderr
     (folder / "stderr").write_text(done.stderr)
     return folder
@@ -124,20 +124,20 @@ def test_the_next_save_removes_what_a_killed_process_left(killed, point):
     assert [entry.name for entry in (killed / point).iterdir()] == ["step_00000003"]
 
 
-@pytest.mark.parametrize("name", SLIMMING)
+@pytest.mark.parametrize("name", CONVERTING)
 def test_a_process_killed_while_a_checkpoint_becomes_weights_only_leaves_the_old_or_the_new_one(killed, name):
     store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     assert store.steps() == [1, 2]
     best = store.best()
-    assert best is not None and (best.step, best.without) == (1, SLIMMING[name][1])
+    assert best is not None and (best.step, best.without) == (1, CONVERTING[name][1])
     fields = tuple(TrainState.__dataclass_fields__) if not best.without else WEIGHTS
     restored, _ = store.restore(best, state(0), only=fields)
     assert_same_bits(restored, state(1) if not best.without else state(1).replace(opt_state=state(0).opt_state))
     assert_same_bits(store.restore("latest", state(0))[0], state(2))
 
 
-@pytest.mark.parametrize("name", SLIMMING)
-def test_what_a_killed_process_did_not_convert_to_weights_only_the_next_save_does(killed, name):
+@pytest.mark.parametrize("name", CONVERTING)
+def test_the_next_save_finishes_the_conversion_of_a_killed_process(killed, name):
     store = CheckpointStore(killed / name, keep_latest=1, monitor="time", weights_only_best=True)
     store.save(state(3), Position(1, 3), {"time": 3})
     assert sorted(entry.name for entry in (killed / name).iterdir()) == ["step_00000001", "step_00000003"]
@@ -147,7 +147,7 @@ def test_what_a_killed_process_did_not_convert_to_weights_only_the_next_save_doe
 
 
 @pytest.mark.parametrize("name", [name for name in ENDS if name != "ends_fails"])
-def test_a_process_that_just_ends_loses_nothing(killed, name):
+def test_a_process_that_exits_during_a_save_loses_nothing(killed, name):
     restored, saved = CheckpointStore(killed / name).restore("latest", state(0))
     assert saved.step == 1
     assert_same_bits(restored, state(1))

@@ -17,7 +17,7 @@ def prepare(folder: Path) -> None:
     CheckpointStore(folder).prepare(STATE)
 
 
-def test_the_folder_is_made_private_and_left_empty(tmp_path):
+def test_the_folder_is_created_private_and_empty(tmp_path):
     prepare(tmp_path / "run" / "checkpoints")
     assert (tmp_path / "run" / "checkpoints").stat().st_mode & 0o777 == 0o700
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
@@ -33,7 +33,7 @@ def test_a_file_in_its_place_is_an_error(tmp_path):
 
 def test_a_path_that_cannot_be_written_to_is_an_error():
     with pytest.raises(CheckpointError, match=r"/proc/nowhere/checkpoints: .*Choose"):
-        prepare(Path("/proc/nowhere/checkpoints"))  # not even root can
+        prepare(Path("/proc/nowhere/checkpoints"))  # not even for root
 
 
 def test_too_little_space_is_an_error_with_the_sizes(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_a_world_writable_folder_costs_a_warning(tmp_path, caplog):
     assert f"{tmp_path} is world-writable" in warning.getMessage()
 
 
-def test_what_a_dead_process_left_is_swept(tmp_path):
+def test_partial_folders_of_dead_processes_are_removed(tmp_path):
     left = tmp_path / ".partial-0123abcd-7-x"
     left.mkdir()
     os.utime(left, (1e9, 1e9))

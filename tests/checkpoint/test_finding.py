@@ -31,16 +31,16 @@ def test_the_newest_of_exactly_this_configuration_is_found(tmp_path):
     assert found(tmp_path, config=CONFIG + "\n") is None
 
 
-def test_the_run_that_started_last_is_found_also_where_the_clock_was_set_back(tmp_path, monkeypatch):
-    began = []
+def test_the_newest_run_is_found_also_if_the_clock_was_set_back(tmp_path, monkeypatch):
+    started = []
     for now in (datetime(2026, 11, 15, 14, tzinfo=UTC), datetime(2026, 11, 15, 13, tzinfo=UTC), datetime(1970, 1, 1)):
         monkeypatch.setattr("jax_trainer.checkpoint.folder.datetime", SimpleNamespace(now=lambda _, now=now: now))
         folder = RunFolder.create(tmp_path, "mnist")
         folder.write_text("config.yaml", CONFIG)
         assert found(tmp_path) == folder.path
-        began.append(folder.path)
-    assert [path.name for path in began] == ["20261115-140000", "20261115-140000-2", "20261115-140000-3"]
-    shutil.rmtree(began[1])  # its number is not given again
+        started.append(folder.path)
+    assert [path.name for path in started] == ["20261115-140000", "20261115-140000-2", "20261115-140000-3"]
+    shutil.rmtree(started[1])  # its number is not reused
     assert RunFolder.create(tmp_path, "mnist").path.name == "20261115-140000-4"
 
 
@@ -54,7 +54,7 @@ def test_a_version_is_found_if_it_has_this_configuration_and_otherwise_shows_whe
         found(tmp_path, "v1", CONFIG + "more: 1\n")
 
 
-def test_without_a_version_of_its_own_the_folder_is_that_of_the_name(tmp_path):
+def test_without_a_version_the_folder_is_that_of_the_name(tmp_path):
     path = run(tmp_path, "mnist", "")
     assert found(tmp_path, "") == path
 
@@ -74,7 +74,7 @@ def test_links_are_not_followed(tmp_path):
         found(tmp_path, "v2")
 
 
-def test_what_was_claimed_and_never_started_counts_as_not_there(tmp_path):
+def test_a_claimed_folder_that_never_started_does_not_count(tmp_path):
     folder = tmp_path / "mnist" / "v1"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "run.lock").write_text('{"pid": 1}\n')
@@ -83,7 +83,7 @@ def test_what_was_claimed_and_never_started_counts_as_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("more", ["checkpoints/step_00000001", "notes"])
-def test_what_holds_anything_is_not_claimed(tmp_path, more):
+def test_a_folder_with_content_is_not_claimed(tmp_path, more):
     folder = tmp_path / "mnist" / "v1"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / more).mkdir()

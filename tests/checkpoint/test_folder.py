@@ -15,7 +15,7 @@ import jax_trainer
 from jax_trainer.checkpoint import RunFolder
 from jax_trainer.checkpoint.disk import SaveError
 
-# a package without its `__init__`, so that eight processes begin quickly; it also shows that this room needs no jax
+# a package without its `__init__`, so that eight processes start quickly; this module must not need jax
 CREATE = """
 import sys, types
 package = types.ModuleType("jax_trainer")
@@ -31,12 +31,12 @@ try:
 except FileExistsError as error:
     print("refused:", error)
 sys.stdout.flush()
-sys.stdin.readline()  # a process that ends gives back what it claimed
+sys.stdin.readline()  # a process that exits releases its claim
 """
 
 
 def run_named(parent: Path, name: str, age: float = 0) -> Path:
-    """A run that began `age` seconds ago."""
+    """A run that started `age` seconds ago."""
     folder = RunFolder.create(parent, name, "")
     config = folder.write_text("config.yaml", "seed: 1\n")
     os.utime(config, (1e9 - age, 1e9 - age))
@@ -44,7 +44,7 @@ def run_named(parent: Path, name: str, age: float = 0) -> Path:
 
 
 def created_at_once(parent: Path, *version: str) -> list[str]:
-    """What eight processes say that all create a run at the same moment."""
+    """The output of eight processes that create a run at the same time."""
     source = str(Path(jax_trainer.__file__).parent)
     command = [sys.executable, "-c", CREATE, source, str(parent), *version]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -55,15 +55,15 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
+    outputs = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
     for process in processes:
         process.communicate(timeout=30)
-    return said
+    return outputs
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("version", [None, "v1"])
-def test_a_folder_that_cannot_be_made_is_reported_in_one_sentence_with_its_fix(tmp_path, monkeypatch, code, version):
+def test_a_folder_that_cannot_be_created_is_reported_with_its_fix(tmp_path, monkeypatch, code, version):
     def refused(path: Any, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
@@ -73,15 +73,15 @@ def test_a_folder_that_cannot_be_made_is_reported_in_one_sentence_with_its_fix(t
 
 
 def test_eight_processes_that_start_at_once_get_eight_folders(tmp_path):
-    said = created_at_once(tmp_path)
-    assert len(set(said)) == 8
-    assert {Path(path) for path in said} == set((tmp_path / "mnist").iterdir())
+    outputs = created_at_once(tmp_path)
+    assert len(set(outputs)) == 8
+    assert {Path(path) for path in outputs} == set((tmp_path / "mnist").iterdir())
 
 
-def test_of_eight_processes_that_want_the_same_version_one_gets_it(tmp_path):
-    said = created_at_once(tmp_path, "v1")
-    assert said.count(str(tmp_path / "mnist" / "v1")) == 1
-    assert sum(words.startswith("refused: The run folder") for words in said) == 7
+def test_only_one_of_eight_processes_gets_the_same_version(tmp_path):
+    outputs = created_at_once(tmp_path, "v1")
+    assert outputs.count(str(tmp_path / "mnist" / "v1")) == 1
+    assert sum(words.startswith("refused: The run folder") for words in outputs) == 7
 
 
 @pytest.mark.parametrize(("version", "expected"), [("v1", 1), (None, 8)])
@@ -103,8 +103,8 @@ def test_threads_that_start_at_once_never_share_a_folder(tmp_path, version, expe
 def test_a_run_is_named_after_the_time_in_utc(tmp_path):
     path = RunFolder.create(tmp_path, "mnist").path
     assert path.parent == tmp_path / "mnist"
-    began = datetime.strptime(path.name, "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
-    assert abs(datetime.now(UTC) - began) < timedelta(minutes=1)
+    started = datetime.strptime(path.name, "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    assert abs(datetime.now(UTC) - started) < timedelta(minutes=1)
 
 
 def test_runs_of_the_same_second_are_numbered(tmp_path):
@@ -118,19 +118,19 @@ def test_runs_of_the_same_second_are_numbered(tmp_path):
     ("name", "version", "expected"),
     [("", "v1", "v1"), ("a", "v1", "a/v1"), ("a/b", "v1", "a/b/v1"), ("a", "", "a"), ("", "", ".")],
 )
-def test_empty_parts_are_left_out_and_names_may_have_several(tmp_path, name, version, expected):
+def test_empty_parts_are_omitted_and_names_may_have_several(tmp_path, name, version, expected):
     assert RunFolder.create(tmp_path / "runs", name, version).path == tmp_path / "runs" / expected
     assert (tmp_path / "runs" / expected / "checkpoints").is_dir()
 
 
 @pytest.mark.parametrize("bad", [{"name": "../x"}, {"name": "/abs"}, {"name": "a//b"}, {"name": "a", "version": ".."}])
-def test_a_name_that_leads_elsewhere_is_an_error_and_nothing_is_made(tmp_path, bad):
+def test_a_name_that_points_elsewhere_is_an_error_and_nothing_is_created(tmp_path, bad):
     with pytest.raises(ValueError, match="cannot be the name"):
         RunFolder.create(tmp_path / "runs", **bad)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_version_that_holds_anything_is_an_error_that_offers_to_resume(tmp_path):
+def test_a_version_with_content_is_an_error_that_suggests_to_resume(tmp_path):
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "notes.txt").write_text("mine")
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_a_version_can_be_an_empty_folder_but_only_once(tmp_path):
         RunFolder.create(tmp_path, version="v1")
 
 
-def test_a_path_is_absolute_whatever_was_given(tmp_path, monkeypatch):
+def test_the_path_of_a_run_is_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert RunFolder.create(Path("runs"), "a").path.is_relative_to(tmp_path / "runs" / "a")
 
@@ -159,7 +159,7 @@ def test_folders_and_files_are_private(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_run_is_opened_again(tmp_path):
+def test_a_run_can_be_reopened(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     folder.write_text("config.yaml", "seed: 1\n")
     again = RunFolder.open(folder.path)
@@ -192,7 +192,7 @@ def test_opening_what_does_not_exist_suggests_its_neighbours(tmp_path):
         RunFolder.open(tmp_path / "no" / "where")
 
 
-def test_text_is_replaced_as_a_whole_and_nothing_else_is_left(tmp_path):
+def test_text_is_replaced_atomically_and_leaves_no_other_files(tmp_path):
     folder = RunFolder.create(tmp_path, "a", "")
     folder.write_text("notes.txt", "old")
     with pytest.raises(UnicodeEncodeError):

@@ -1,4 +1,4 @@
-"""What stays in the folder of a run, over restarts and going back."""
+"""Which checkpoints of a run are kept, across restarts and rollbacks."""
 
 import shutil
 from pathlib import Path
@@ -46,11 +46,11 @@ def one_to_four(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(one_to_four, tmp_path) -> Path:
-    """Holds the steps 1 to 4."""
+    """A folder with the steps 1 to 4."""
     return Path(shutil.copytree(one_to_four, tmp_path / "checkpoints"))
 
 
-def test_every_so_many_steps_one_stays_complete(tmp_path):
+def test_keep_every_n_steps_keeps_complete_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path, keep_latest=1, keep_every=4, monitor="loss", weights_only_best=True)
     save(store, 2, loss=0.1)
     save(store, 4, 5, 8, 9)
@@ -58,7 +58,7 @@ def test_every_so_many_steps_one_stays_complete(tmp_path):
     assert {saved.step: tuple(saved.without) for saved in store.all()} == {2: ("opt_state",), 4: (), 8: (), 9: ()}
 
 
-def test_what_a_run_resumes_from_stays_until_it_is_completed(folder):
+def test_the_checkpoint_that_a_run_resumed_from_is_kept_until_the_run_completes(folder):
     store = CheckpointStore(folder, keep_latest=1)
     store.mark_resumed_from(saved_of(store, 2))
     save(store, 5, 6, 7)
@@ -67,7 +67,7 @@ def test_what_a_run_resumes_from_stays_until_it_is_completed(folder):
     assert store.steps() == [7]
 
 
-def test_later_steps_no_longer_count_and_continuece_something_new_is_there(folder):
+def test_after_a_rollback_later_steps_do_not_count_and_are_deleted_after_the_next_save(folder):
     store = CheckpointStore(folder, keep_latest=3, monitor="loss")
     store.mark_resumed_from(saved_of(store, 2))
     latest = store.latest()
@@ -104,7 +104,7 @@ def test_a_run_that_saves_nothing_deletes_nothing(folder):
     assert bytes_of(folder) == before
 
 
-def test_resuming_from_another_run_touches_nothing_of_it(folder, tmp_path):
+def test_resuming_from_another_run_does_not_modify_it(folder, tmp_path):
     before = bytes_of(folder)
     store = CheckpointStore(tmp_path / "new", keep_latest=1)
     restored, saved = store.restore(folder / "step_00000004", state(0))
@@ -115,7 +115,7 @@ def test_resuming_from_another_run_touches_nothing_of_it(folder, tmp_path):
     assert bytes_of(folder) == before
 
 
-def test_a_failed_clean_up_costs_nothing_that_should_stay(folder):
+def test_a_failed_garbage_collection_costs_no_kept_checkpoint(folder):
     store = CheckpointStore(folder, keep_latest=2)
     with fault("before_best_table:raise"), pytest.raises(SaveError, match="step 5"):
         save(store, 5)

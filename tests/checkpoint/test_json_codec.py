@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax_trainer.checkpoint.json_codec import Fixed, decoded, encoded, not_plain
 
 
-def there_and_back(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     assert not_plain(value, "it") == ""
     return decoded(json.loads(json.dumps(encoded(value), allow_nan=False)))
 
@@ -48,8 +48,8 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_plain_data_comes_back_with_its_types_and_bits(value):
-    assert_same(there_and_back(value), value)
+def test_plain_data_round_trips_with_types_and_bits(value):
+    assert_same(round_trip(value), value)
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,23 @@ def test_plain_data_comes_back_with_its_types_and_bits(value):
     [*("bool", "int8", "uint64", "float16", "float32", "float64", "complex64"), jnp.bfloat16, jnp.float8_e4m3fn],
     ids=str,
 )
-def test_arrays_and_numbers_of_numpy_come_back_with_their_bits(dtype):
+def test_numpy_arrays_and_scalars_round_trip_bit_for_bit(dtype):
     size = np.dtype(dtype).itemsize
     raw = np.random.default_rng(0).bytes(6 * size) if np.dtype(dtype) != np.bool_ else b"\1\0\1\0\1\1"
     array = np.frombuffer(raw, dtype).reshape(2, 3)
     for value in (array, array.T, array[0, 0], np.zeros((0, 3), dtype), np.array(array[0, 1])):
-        assert_same(there_and_back(value), value)
-    again = there_and_back(array)
-    again[0, 0] = 1  # it may be written to, as its owner expects
+        assert_same(round_trip(value), value)
+    again = round_trip(array)
+    again[0, 0] = 1  # a decoded array is writable
 
 
 @pytest.mark.parametrize("odd", [{"$": 1}, {"$": "tuple", "items": []}, {"a": {"$": {"$": None}}}, {1: {"$": 2}}])
-def test_data_that_looks_like_a_form_stays_what_it_is(odd):
-    assert there_and_back(odd) == odd
+def test_data_that_looks_like_an_encoded_value_round_trips(odd):
+    assert round_trip(odd) == odd
 
 
 @pytest.mark.slow
-def test_torch_tensors_come_back_as_tensors_where_torch_is_in_use(monkeypatch):
+def test_torch_tensors_round_trip_if_torch_is_imported(monkeypatch):
     torch = pytest.importorskip("torch")
     values = [
         torch.arange(6, dtype=torch.uint8).reshape(2, 3).T,
@@ -93,13 +93,13 @@ def test_torch_tensors_come_back_as_tensors_where_torch_is_in_use(monkeypatch):
     assert str(arrays[2].dtype) == "bfloat16" and "torch" not in sys.modules
 
 
-def test_something_else_called_torch_is_no_reason_to_fail(monkeypatch):
+def test_another_module_named_torch_is_ignored(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    assert there_and_back([1]) == [1]
+    assert round_trip([1]) == [1]
 
 
 class Text(str):
-    """Not plain: it would come back as another type."""
+    """Not JSON: it would be decoded as another type."""
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ class Text(str):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_refused_with_its_place(value):
+def test_other_types_are_rejected_with_their_path(value):
     assert "it['a'][0]" in not_plain({"a": [value]}, "it")
 
 
-def test_what_contains_itself_is_refused():
+def test_recursive_data_is_rejected():
     loop: list[Any] = []
     loop.append((loop,))
     assert "nested too deeply" in not_plain(loop, "it")
@@ -138,12 +138,12 @@ def array(**changed: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_other_data_is_an_error(content):
+def test_invalid_encoded_data_is_an_error(content):
     with pytest.raises(ValueError, match="."):
         decoded(["fine", {"a": content}])
 
 
-def test_what_is_fixed_is_checked_and_encoded_once_and_comes_back_as_a_dict():
+def test_frozen_data_is_checked_and_encoded_once_and_decoded_as_a_dict():
     value = Fixed({"a": np.arange(3), "b": float("nan")})
     assert not_plain([value], "it") == ""
     content = encoded([value])

@@ -18,7 +18,7 @@ def test_leaves_have_dotted_names_in_the_order_of_the_tree(flavour):
     assert list(named.values()) == jax.tree.leaves(state)
 
 
-def test_two_leaves_of_one_name_are_an_error():
+def test_two_leaves_with_the_same_name_are_an_error():
     with pytest.raises(CheckpointError, match=r"Two arrays of the state are called 'a\.b'"):
         named_leaves({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
 
@@ -33,14 +33,14 @@ def test_two_leaves_of_one_name_are_an_error():
         (np.array([1.0], ">f4"), "native byte order"),
     ],
 )
-def test_what_is_no_array_of_numbers_is_an_error(leaf: Any, problem):
+def test_a_leaf_that_is_no_numeric_array_is_an_error(leaf: Any, problem):
     with pytest.raises(CheckpointError, match=f"^extra.odd .*{problem}"):
         named_leaves({"extra": {"odd": leaf}})
 
 
-def message(found: dict[str, Spec], wanted: dict[str, Spec]) -> str:
+def message(found: dict[str, Spec], expected: dict[str, Spec]) -> str:
     with pytest.raises(CheckpointError) as error:
-        check_fits(found, wanted, Path("runs/a/step_00000005"))
+        check_fits(found, expected, Path("runs/a/step_00000005"))
     return str(error.value)
 
 
@@ -51,10 +51,10 @@ def test_equal_leaves_fit():
     check_fits({"a": A, "b": B}, {"b": B, "a": A}, Path("x"))
 
 
-def test_everything_that_differs_is_listed_at_once():
+def test_all_differences_are_listed_at_once():
     found = {"params.a": A, "params.b": B, "params.output.kernel": A, "step": Spec("int32", ())}
-    wanted = {"params.a": Spec("float32", (8, 32)), "params.b": Spec("float32", (3,)), "params.out.kernel": A}
-    text = message(found, wanted)
+    expected = {"params.a": Spec("float32", (8, 32)), "params.b": Spec("float32", (3,)), "params.out.kernel": A}
+    text = message(found, expected)
     assert "runs/a/step_00000005 does not match" in text
     assert "params.a: expected float32[8,32], found float32[8,16]" in text
     assert "params.b: expected float32[3], found bfloat16[3]" in text
@@ -64,11 +64,11 @@ def test_everything_that_differs_is_listed_at_once():
     assert text.endswith("Use the model, the optimizer and the precision that it was saved with.")
 
 
-def test_a_name_is_guessed_only_for_an_array_of_the_same_kind():
+def test_a_name_is_suggested_only_for_an_array_of_the_same_shape_and_dtype():
     assert "renamed" not in message({"params.output.kernel": B}, {"params.out.kernel": A})
 
 
-def test_a_long_list_is_cut_and_odd_names_are_made_harmless():
+def test_a_long_list_is_truncated_and_odd_names_are_escaped():
     text = message({f"\x1b[31m{number}\n": A for number in range(500)}, {"a": A})
     assert len(text.splitlines()) < 40 and "and 471 more" in text
     assert "\x1b" not in text

@@ -13,7 +13,7 @@ import jax_trainer
 from jax_trainer.checkpoint import RunFolder, RunInUseError
 from jax_trainer.checkpoint import lock as locking
 
-# a process that locks a folder and says so; as in test_folder, without jax
+# a process that locks a folder and prints a line; as in test_folder, without jax
 HOLD = """
 import sys, types
 package = types.ModuleType("jax_trainer")
@@ -43,7 +43,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
+def test_a_second_process_is_rejected_with_the_name_of_the_first(tmp_path):
     folder, process = RunFolder(tmp_path), holder(str(tmp_path))
     try:
         who = json.loads((tmp_path / "run.lock").read_text())
@@ -56,25 +56,25 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     finally:
         end(process)
     before = (tmp_path / "run.lock").read_bytes()
-    folder.check_free()  # it was killed: nothing has to be done by hand
+    folder.check_free()  # it was killed: the lock is free without manual work
     assert (tmp_path / "run.lock").read_bytes() == before
     with folder.locked():
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
-def test_the_same_process_does_not_share_either_and_keeps_its_lock_when_asked(tmp_path):
+def test_the_same_process_cannot_lock_twice_and_a_check_does_not_release_its_lock(tmp_path):
     folder = RunFolder(tmp_path)
     with folder.locked():
         for ask in (folder.check_free, lambda: RunFolder(tmp_path / ".." / tmp_path.name).locked().__enter__()):
             with pytest.raises(RunInUseError, match=rf"in use by this process \({os.getpid()} on"):
                 ask()
-        assert subprocess_is_refused(tmp_path)
+        assert subprocess_is_rejected(tmp_path)
     folder.check_free()
     with folder.locked():
         pass
 
 
-def subprocess_is_refused(folder: Path) -> bool:
+def subprocess_is_rejected(folder: Path) -> bool:
     source = str(Path(jax_trainer.__file__).parent)
     done = subprocess.run(
         [sys.executable, "-c", HOLD, source, str(folder)], capture_output=True, text=True, check=False
@@ -82,7 +82,7 @@ def subprocess_is_refused(folder: Path) -> bool:
     return "RunInUseError" in done.stderr
 
 
-def test_a_lock_is_given_back_after_a_failure(tmp_path):
+def test_a_lock_is_released_after_a_failure(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path).locked():
         raise ZeroDivisionError
     RunFolder(tmp_path).check_free()
@@ -97,15 +97,15 @@ def test_a_forked_process_does_not_keep_the_lock_of_one_that_died(tmp_path):
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    assert process.stdout.readline() == "locked\n" and subprocess_is_refused(tmp_path)
+    assert process.stdout.readline() == "locked\n" and subprocess_is_rejected(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    os.kill(child, 0)  # it is there
+    os.kill(child, 0)  # it is running
     RunFolder(tmp_path).check_free()
     process.communicate()
 
 
-def test_where_there_are_no_locks_one_is_warned_and_continues(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_costs_a_warning(tmp_path, monkeypatch, caplog):
     def unknown(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -123,7 +123,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     assert not (tmp_path / "precious").exists()
 
 
-def test_a_version_that_a_process_claimed_is_its_own_until_it_dies(tmp_path):
+def test_a_claimed_version_belongs_to_its_process_until_it_exits(tmp_path):
     process = holder(str(tmp_path), "v1")
     try:
         with pytest.raises(FileExistsError, match="already exists"):
@@ -133,4 +133,4 @@ def test_a_version_that_a_process_claimed_is_its_own_until_it_dies(tmp_path):
     assert sorted(entry.name for entry in (tmp_path / "v1").iterdir()) == ["checkpoints", "run.lock"]
     folder = RunFolder.create(tmp_path, version="v1")
     with folder.locked():
-        assert subprocess_is_refused(folder.path)
+        assert subprocess_is_rejected(folder.path)

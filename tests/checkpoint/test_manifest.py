@@ -1,4 +1,4 @@
-"""Every bit of a checkpoint is covered: what is changed, missing or added is found."""
+"""The manifest covers every bit of a checkpoint: changed, missing and added files are found."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from jax_trainer.checkpoint.record import CheckpointError
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Something like a checkpoint, with its manifest."""
+    """A folder like a checkpoint, with its manifest."""
     folder = tmp_path / "step_00000003"
     (folder / "state" / "d").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -42,7 +42,7 @@ def test_it_names_every_file_with_its_size_and_digest(folder):
     content = json.loads((folder / "MANIFEST.json").read_text())
     assert content["format"] == 2
     assert content["files"].keys() == {"checkpoint.json", "state/_METADATA", "state/d/ab", "state/d/empty"}
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # of no bytes
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # of an empty file
     assert content["files"]["state/d/empty"] == {"size": 0, "sha256": empty}
 
 
@@ -61,11 +61,11 @@ def test_every_flipped_bit_is_found_in_the_manifest_too(folder):
     verify_digests(folder)
 
 
-@pytest.mark.parametrize("how", ["cut", "longer", "gone", "zeroed"])
-def test_every_file_that_is_changed_is_found(folder, how):
+@pytest.mark.parametrize("how", ["truncated", "longer", "missing", "zeroed"])
+def test_every_changed_file_is_found(folder, how):
     for file in files(folder):
         before = file.read_bytes()
-        if how == "gone":
+        if how == "missing":
             file.unlink()
         elif how == "longer":
             file.write_bytes(before + b"x")
@@ -78,7 +78,7 @@ def test_every_file_that_is_changed_is_found(folder, how):
         file.write_bytes(before)
 
 
-def test_a_file_that_does_not_belong_there_and_a_link_are_found(folder):
+def test_an_added_file_and_a_link_are_found(folder):
     (folder / "state" / "more").write_text("x")
     with pytest.raises(CheckpointError, match="state/more is not in the manifest"):
         verify_sizes(folder)
@@ -88,7 +88,7 @@ def test_a_file_that_does_not_belong_there_and_a_link_are_found(folder):
         verify_sizes(folder)
 
 
-def test_a_quick_look_finds_what_is_missing_and_reads_nothing(folder):
+def test_a_quick_check_finds_missing_files_without_reading_content(folder):
     file = folder / "state" / "d" / "ab"
     flip(file, np.random.default_rng(0))
     verify_sizes(folder)
@@ -100,20 +100,20 @@ def test_a_quick_look_finds_what_is_missing_and_reads_nothing(folder):
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "[" * 100_000, '{"format": 2, "files": []}', '{"format": 2, "files": {"../up": 1}}']
 )
-def test_a_manifest_that_makes_no_sense_is_damage(folder, text):
+def test_an_invalid_manifest_is_damage(folder, text):
     (folder / "MANIFEST.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step_00000003 is damaged: MANIFEST.json"):
         verify_sizes(folder)
 
 
-def test_a_manifest_that_says_the_same_in_other_words_is_damage(folder):
+def test_a_reformatted_manifest_is_damage(folder):
     file = folder / "MANIFEST.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
     with pytest.raises(CheckpointError, match="not as it was written"):
         verify_sizes(folder)
 
 
-def test_what_a_manifest_says_is_elsewhere_is_not_read(folder):
+def test_files_outside_the_folder_are_not_read(folder):
     file = folder / "MANIFEST.json"
     content = json.loads(file.read_text())
     content["files"]["../../secret"] = content["files"]["checkpoint.json"]

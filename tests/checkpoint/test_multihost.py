@@ -1,4 +1,4 @@
-"""Real processes that save and restore checkpoints together, and what one process makes of these."""
+"""Real processes that save and restore one checkpoint, and a single process that restores it."""
 
 import errno
 import json
@@ -24,13 +24,13 @@ from jax_trainer.testing import assert_same_bits
 
 AT = Position(2, 7)
 
-# how each array is split over the devices; "local": every process has it to itself
+# how each array is split over the devices; "local": not shared between processes
 SPLIT = {
     "split": ("data",),
     "split_twice": ("data", "fsdp"),
     "large_split": (None, ("data", "fsdp")),
-    "large_whole": (),
-    "small_whole": (),
+    "large_replicated": (),
+    "small_replicated": (),
     "one": (),
     "none": (),
     "host": "local",
@@ -41,14 +41,14 @@ SPLIT = {
 
 
 def values() -> dict[str, np.ndarray]:
-    """What the processes save, before a step is added to it."""
+    """The values that the processes save, before the step is added."""
     draw = np.random.default_rng(0).standard_normal
     shapes = {
         "split": (8, 3),
         "split_twice": (4, 4, 3),
         "large_split": (300, 80),
-        "large_whole": (200, 130),
-        "small_whole": (7,),
+        "large_replicated": (200, 130),
+        "small_replicated": (7,),
         "one": (),
         "none": (0, 3),
         "host": (3,),
@@ -72,7 +72,7 @@ from jax_trainer.core.failpoints import arm
 from jax_trainer.datasets import DataError, DataSource, Position
 from jax_trainer.processes import process_group
 
-FOLDER, SPLIT, GIVEN = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
+FOLDER, SPLIT, VALUES = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
 us, AT = process_group(), Position(2, 7)
 
 def mesh_of(**axes):
@@ -93,12 +93,13 @@ def placed(name, value, mesh, split):
     return jnp.asarray(value) if name == "device" else value
 
 def state(step, mesh=None, split=True):
-    params = {name: placed(name, value + np.float32(step), mesh, split) for name, value in GIVEN.items()}
-    params["bf16"] = params["small_whole"].astype(jnp.bfloat16)
-    whole, spread = at(mesh=mesh), at("data", mesh=mesh) if split else at(mesh=mesh)
-    one = jax.random.wrap_key_data(put(np.array([3, step], np.uint32), whole))
+    params = {name: placed(name, value + np.float32(step), mesh, split) for name, value in VALUES.items()}
+    params["bf16"] = params["small_replicated"].astype(jnp.bfloat16)
+    replicated, spread = at(mesh=mesh), at("data", mesh=mesh) if split else at(mesh=mesh)
+    one = jax.random.wrap_key_data(put(np.array([3, step], np.uint32), replicated))
     many = jax.random.wrap_key_data(put(np.arange(8, dtype=np.uint32).reshape(4, 2) + np.uint32(step), spread))
-    return TrainState(put(np.int32(step), whole), params, {}, {"one": one, "many": many}, put(np.arange(2), whole), {})
+    keys = {"one": one, "many": many}
+    return TrainState(put(np.int32(step), replicated), params, {}, keys, put(np.arange(2), replicated), {})
 
 def abstract(tree):
     def of(leaf):
@@ -107,9 +108,9 @@ def abstract(tree):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     return jax.tree.map(of, tree)
 
-def same(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted)):
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)):
         assert type(one) is type(other) and (one.dtype, one.shape) == (other.dtype, other.shape), path
         if isinstance(one, np.ndarray):
             assert one.tobytes() == other.tobytes(), path
@@ -129,16 +130,16 @@ def failure(work):
 def names(folder):
     return sorted(entry.name for entry in folder.iterdir())
 
-def say(what, answer=None):
+def report(what, answer=None):
     print(json.dumps([what, answer]), flush=True)
 """
 
 
 def state(step: int, sharding: dict[str, NamedSharding] | None = None) -> TrainState:
-    """What the processes save, in one process."""
+    """The saved state, in one process."""
     params: dict[str, Any] = {name: value + np.float32(step) for name, value in values().items()}
     params = {name: value if "host" in name else jnp.asarray(value) for name, value in params.items()}
-    params["bf16"] = params["small_whole"].astype(jnp.bfloat16)
+    params["bf16"] = params["small_replicated"].astype(jnp.bfloat16)
     params |= {name: jax.device_put(params[name], place) for name, place in (sharding or {}).items()}
     one = jax.random.wrap_key_data(jnp.array([3, step], jnp.uint32))
     many = jax.random.wrap_key_data(jnp.arange(8, dtype=jnp.uint32).reshape(4, 2) + jnp.uint32(step))
@@ -146,7 +147,7 @@ def state(step: int, sharding: dict[str, NamedSharding] | None = None) -> TrainS
 
 
 def numbers(tree: Any) -> Any:
-    """The same with the words of typed keys in place of these."""
+    """The tree with key data in place of typed keys."""
     return jax.tree.map(
         lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, tree
     )
@@ -161,22 +162,22 @@ def shardings(devices: int) -> dict[str, NamedSharding]:
 SAVING = """
 store = CheckpointStore(FOLDER, keep_latest=2, monitor="loss", patience=60)
 store.prepare(state(0))
-say("made", names(FOLDER))
+report("made", names(FOLDER))
 store.save(state(1), AT, {"loss": 0.1}, callbacks={"who": {"index": us.index}}, run=lambda: {"primary": us.index})
 found, saved = store.restore("latest", state(0))
-same(found, state(1))
-say("saved", [saved.step, saved.callbacks, saved.run, saved.metrics, store.verify(saved.path)])
+assert_same(found, state(1))
+report("saved", [saved.step, saved.callbacks, saved.run, saved.metrics, store.verify(saved.path)])
 
 for mesh, split in ((None, True), (mesh_of(all=4), False), (mesh_of(data=1, fsdp=4), True)):
-    same(store.restore("latest", abstract(state(0, mesh, split)))[0], state(1, mesh, split))
-same(store.restore("latest", state(0, mesh_of(data=4, fsdp=1)))[0], state(1, mesh_of(data=4, fsdp=1)))
+    assert_same(store.restore("latest", abstract(state(0, mesh, split)))[0], state(1, mesh, split))
+assert_same(store.restore("latest", state(0, mesh_of(data=4, fsdp=1)))[0], state(1, mesh_of(data=4, fsdp=1)))
 
 for step, loss in ((2, 0.3), (3, 0.2), (4, 0.4)):
     store.save(state(step), AT, {"loss": loss}, wait=False)
 store.wait()
 best, latest = store.best(), store.latest()
-say("kept", [store.steps(), best.step, latest.step, names(FOLDER)])
-say("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.infos()])
+report("kept", [store.steps(), best.step, latest.step, names(FOLDER)])
+report("listed", [[one.step, one.problem, one.bytes > 1e5, one.metrics] for one in store.infos()])
 
 if us.is_primary:
     file = max((store.folder / "step_00000004").rglob("*"), key=lambda file: file.stat().st_size)
@@ -185,40 +186,42 @@ if us.is_primary:
     file.write_bytes(raw)
 us.all_gather("damaged")
 found, saved = store.restore("latest", state(0))
-same(found, state(3))
-say("skipped", saved.step)
-say("refused", [failure(lambda: store.restore(which, state(0))) for which in (4, 7, "no such")])
-say("does not fit", failure(lambda: store.restore(3, state(0).replace(params={}))))
+assert_same(found, state(3))
+report("skipped", saved.step)
+report("refused", [failure(lambda: store.restore(which, state(0))) for which in (4, 7, "no such")])
+report("does not fit", failure(lambda: store.restore(3, state(0).replace(params={}))))
 like = state(0).replace(params={}) if us.index else state(0)
-say("does not fit one", failure(lambda: store.restore(3, like)))
+report("does not fit one", failure(lambda: store.restore(3, like)))
 store.mark_resumed_from(saved)
-say("went back", store.steps())
+report("went back", store.steps())
 store.save(state(5), AT, {"loss": 0.5})
 store.completed()
-say("completed", [store.steps(), names(FOLDER)])
+report("completed", [store.steps(), names(FOLDER)])
 
 def without_split(step):
     now = state(step)
-    return now.replace(params={"small_whole": now.params["small_whole"]}, opt_state={})
+    return now.replace(params={"small_replicated": now.params["small_replicated"]}, opt_state={})
 
 small = CheckpointStore(FOLDER.parent / "small", patience=60)
 small.save(without_split(1), AT, {})
-same(small.restore("latest", without_split(0))[0], without_split(1))
-say("nothing is split", small.steps())
+assert_same(small.restore("latest", without_split(0))[0], without_split(1))
+report("nothing is split", small.steps())
 
-slim = CheckpointStore(FOLDER.parent / "slim", keep_latest=1, monitor="loss", weights_only_best=True, patience=60)
+options = {"keep_latest": 1, "monitor": "loss", "weights_only_best": True, "patience": 60}
+weights_only = CheckpointStore(FOLDER.parent / "weights_only", **options)
 for step in (1, 2):
-    slim.save(state(step), AT, {"loss": step})
+    weights_only.save(state(step), AT, {"loss": step})
 weights = ("step", "params", "model_state", "rng", "extra")
-same(slim.restore("best", state(0), only=weights)[0], state(1).replace(opt_state=state(0).opt_state))
-say("slim", [slim.steps(), slim.best().without, [one.without for one in slim.infos()]])
+assert_same(weights_only.restore("best", state(0), only=weights)[0], state(1).replace(opt_state=state(0).opt_state))
+omitted = [one.without for one in weights_only.infos()]
+report("weights_only", [weights_only.steps(), weights_only.best().without, omitted])
 
-local_shards.is_on_cpu, kept = lambda _: False, local_shards.is_on_cpu  # and no device says that it has room
+local_shards.is_on_cpu, kept = lambda _: False, local_shards.is_on_cpu  # and no device reports free memory
 small.save(state(2), AT, {})
 local_shards.is_on_cpu = kept
-same(small.restore("latest", state(0))[0], state(2))
+assert_same(small.restore("latest", state(0))[0], state(2))
 small.save(state(3), Position(2, 7, {"drawn": [us.index, 5]}), {})
-say("position", small.restore("latest", state(0))[1].position.state)
+report("position", small.restore("latest", state(0))[1].position.state)
 """
 
 FAILING = """
@@ -236,38 +239,38 @@ def failing(step, spec, process):
     us.all_gather("looked at")
     return [primary, found]
 
-same(CheckpointStore(FOLDER.parent / "of one", patience=60).restore("latest", state(0))[0], state(9))
+assert_same(CheckpointStore(FOLDER.parent / "of one", patience=60).restore("latest", state(0))[0], state(9))
 
 store = CheckpointStore(FOLDER, patience=60)
 store.save(state(1), AT, {})
-say("raised", failing(2, "mid_array:raise", 1))
-say("in the primary process", failing(2, "before_rename:enospc", 0))
-say("passed", failing(2, "mid_array:eio", 1))
-say("primary passed", failing(3, "before_manifest:eio", 0))
+report("raised", failing(2, "mid_array:raise", 1))
+report("in the primary process", failing(2, "before_rename:enospc", 0))
+report("passed", failing(2, "mid_array:eio", 1))
+report("primary passed", failing(3, "before_manifest:eio", 0))
 def no_room(arrays):
     raise MemoryError("no room for the pack")
 
 if us.is_primary:
     content.packed, kept = no_room, content.packed
-say("before the arrays", failing(4, None, 0)[0])
+report("before the arrays", failing(4, None, 0)[0])
 if us.is_primary:
     content.packed = kept
 bad = state(4).replace(params={"text": "none"}) if us.index else state(4)
-say("absent", failure(lambda: store.save(bad, AT, {})))
-say("other steps", failure(lambda: store.save(state(4 + us.index), AT, {})))
+report("absent", failure(lambda: store.save(bad, AT, {})))
+report("other steps", failure(lambda: store.save(state(4 + us.index), AT, {})))
 store.save(state(4), AT, {})
-same(store.restore("latest", state(0))[0], state(4))
-say("resumed", store.steps())
+assert_same(store.restore("latest", state(0))[0], state(4))
+report("resumed", store.steps())
 
 hasty = CheckpointStore(FOLDER, patience=1)
 arm("mid_array:sleep=2.5" if us.index else None)
-say("late", failure(lambda: hasty.save(state(5), AT, {})))
+report("late", failure(lambda: hasty.save(state(5), AT, {})))
 arm(None)
 us.all_gather("to go on")
 store.save(state(5), AT, {})
-say("found each other again", [store.steps(), names(FOLDER)])
+report("found each other again", [store.steps(), names(FOLDER)])
 (FOLDER.parent / "file").touch()
-say("no folder", failure(lambda: CheckpointStore(FOLDER.parent / "file", patience=60).prepare(state(0))))
+report("no folder", failure(lambda: CheckpointStore(FOLDER.parent / "file", patience=60).prepare(state(0))))
 
 def on_devices(step):
     now = state(step)
@@ -281,15 +284,15 @@ step, now, count = jax.jit(one_step, donate_argnums=0), on_devices(10), 0
 store.prepare(now)
 arm("before_manifest:sleep=0.5" if us.is_primary else None)
 for number in range(2):
-    wanted = jax.tree.map(jnp.copy, now)
+    expected = jax.tree.map(jnp.copy, now)
     store.save(now, AT, {}, wait=False)
     for _ in range(20):
         now, total = step(now)
         total.block_until_ready()
         count += us.all_gather("is it saving", str(int(store.is_saving)))[0] == "1"
     store.wait()
-    same(store.restore("latest", on_devices(0))[0], wanted)
-say("trained meanwhile", [count >= 20, store.steps()])
+    assert_same(store.restore("latest", on_devices(0))[0], expected)
+report("trained during the save", [count >= 20, store.steps()])
 
 others = [CheckpointStore(FOLDER.parent / name, patience=60) for name in ("left", "right")]
 for step in (1, 2, 3):
@@ -297,8 +300,8 @@ for step in (1, 2, 3):
         other.save(state(step), AT, {}, wait=False)
 for other in others:
     other.wait()
-    same(other.restore("latest", state(0))[0], state(3))
-say("two at once", [other.steps() for other in others])
+    assert_same(other.restore("latest", state(0))[0], state(3))
+report("two at once", [other.steps() for other in others])
 """
 
 KILLED = """
@@ -307,16 +310,16 @@ victim, spec = int(arguments[3]), arguments[4]
 CheckpointStore(FOLDER, patience=60).save(state(1), AT, {})
 store = CheckpointStore(FOLDER, keep_latest=1, patience=3)
 arm(spec if us.index == victim else None)
-began = time.monotonic()
+started = time.monotonic()
 primary = failure(lambda: store.save(state(2), AT, {}))
-say("missed", [primary, time.monotonic() - began])
+report("missed", [primary, time.monotonic() - started])
 os._exit(0)
 """
 
 
 @dataclass
-class Spoken:
-    """What two processes said, and where they saved."""
+class Reports:
+    """The reports of two processes, and their folder."""
 
     folder: Path
     primary: dict[str, Any]
@@ -324,26 +327,26 @@ class Spoken:
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory) -> Spoken:
-    """One pair of processes for all of this: it takes a while until they have found each other."""
+def reports(tmp_path_factory) -> Reports:
+    """One pair of processes for all tests: starting them takes a while."""
     folder = tmp_path_factory.mktemp("together")
     CheckpointStore(folder / "of one").save(state(9), AT, {})
     ended = run(folder, SAVING + FAILING + KILLED, 1, "mid_array:kill")
     assert ended[0].code == 0, ended[0].err
-    return Spoken(folder, *(dict(map(json.loads, pairs.lines(one))) for one in ended))
+    return Reports(folder, *(dict(map(json.loads, pairs.lines(one))) for one in ended))
 
 
 def run(folder: Path, text: str, victim: int, spec: str) -> list[pairs.Ended]:
     """Runs `text` in two processes, of which one kills itself at a point of the second save of `KILLED`."""
     np.savez(folder / "values.npz", allow_pickle=False, **values())
-    given = (str(folder / "checkpoints"), json.dumps(SPLIT), str(folder / "values.npz"))
-    ended = pairs.ended(pairs.start(COMMON + text, *given, str(victim), spec, devices=2))
+    arguments = (str(folder / "checkpoints"), json.dumps(SPLIT), str(folder / "values.npz"))
+    ended = pairs.ended(pairs.start(COMMON + text, *arguments, str(victim), spec, devices=2))
     assert ended[victim].code == -9, "\n".join(one.out + one.err for one in ended)
     return ended
 
 
 def left(folder: Path) -> list[int]:
-    """Which checkpoints are there after a process was killed while it saved the second one; the last must be whole."""
+    """The checkpoints after a kill during the second save; the last one must be complete."""
     store = CheckpointStore(folder / "killed")
     steps = store.steps()
     assert_same_bits(numbers(store.restore("latest", state(0))[0]), numbers(state(steps[-1])))
@@ -352,21 +355,21 @@ def left(folder: Path) -> list[int]:
     return steps
 
 
-def test_two_processes_save_and_restore_one_checkpoint_and_look_at_the_same(spoken):
-    primary, secondary = spoken.primary, spoken.other
+def test_two_processes_save_and_restore_one_checkpoint(reports):
+    primary, secondary = reports.primary, reports.other
     assert primary["made"] == []
     assert primary["saved"] == [1, {"who": {"index": 0}}, {"primary": 0}, {"loss": 0.1}, ""]
     assert primary["kept"] == [[1, 3, 4], 1, 4, ["step_00000001", "step_00000003", "step_00000004"]]
     assert primary["listed"] == [[step, "", True, {"loss": loss}] for step, loss in ((1, 0.1), (3, 0.2), (4, 0.4))]
     assert (primary["skipped"], primary["went back"]) == (3, [1, 3])
     assert primary["completed"] == [[1, 3, 5], ["step_00000001", "step_00000003", "step_00000005"]]
-    assert primary["slim"] == [[1, 2], ["opt_state"], [["opt_state"], []]]
-    for what in ("saved", "kept", "listed", "skipped", "went back", "completed", "nothing is split", "slim"):
+    assert primary["weights_only"] == [[1, 2], ["opt_state"], [["opt_state"], []]]
+    for what in ("saved", "kept", "listed", "skipped", "went back", "completed", "nothing is split", "weights_only"):
         assert secondary[what] == primary[what]
 
 
-def test_a_checkpoint_that_one_cannot_restore_is_refused_by_all(spoken):
-    primary, secondary = spoken.primary, spoken.other
+def test_a_checkpoint_that_one_process_cannot_restore_is_rejected_by_all(reports):
+    primary, secondary = reports.primary, reports.other
     for message, repeated in zip(primary["refused"], secondary["refused"], strict=True):
         assert repeated == f"CheckpointError: process 0 of 2: {message}"
     assert "is damaged" in primary["refused"][0] and "step 7" in primary["refused"][1]
@@ -374,8 +377,8 @@ def test_a_checkpoint_that_one_cannot_restore_is_refused_by_all(spoken):
     assert primary["does not fit one"].startswith("CheckpointError: process 1 of 2: CheckpointError: The checkpoint")
 
 
-def test_one_process_restores_what_two_saved_wherever_it_is_to_be(spoken):
-    store = CheckpointStore(spoken.folder / "checkpoints")
+def test_one_process_restores_a_checkpoint_of_two_with_any_sharding(reports):
+    store = CheckpointStore(reports.folder / "checkpoints")
     one, saved = store.restore("latest", state(0))
     assert_same_bits(numbers(one), numbers(state(5)))
     assert (saved.step, saved.position) == (5, AT)
@@ -386,11 +389,11 @@ def test_one_process_restores_what_two_saved_wherever_it_is_to_be(spoken):
         assert found.params["large_split"].sharding == there.params["large_split"].sharding
 
 
-def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
-    primary, secondary = spoken.primary, spoken.other
+def test_a_failure_in_one_process_fails_in_all_and_the_next_save_works(reports):
+    primary, secondary = reports.primary, reports.other
     for what in ("raised", "passed", "primary passed", "resumed"):
         assert secondary[what] == primary[what]
-    path = spoken.folder / "failing" / "step_00000002"
+    path = reports.folder / "failing" / "step_00000002"
     prefix = f"SaveError: The checkpoint of step 2 could not be saved as {path}: "
     assert primary["raised"] == [prefix + "process 1 of 2: FaultInjected: failpoint 'mid_array'.", ["step_00000001"]]
     for message, found in (primary["in the primary process"], secondary["in the primary process"]):
@@ -410,19 +413,19 @@ def test_what_fails_in_one_process_fails_in_all_and_the_next_save_works(spoken):
     assert "is a file, not a folder" in primary["no folder"] and primary["no folder"] in secondary["no folder"]
 
 
-def test_saving_continues_beside_collectives_and_beside_another_store(spoken):
-    primary, secondary = spoken.primary, spoken.other
-    assert primary["trained meanwhile"] == secondary["trained meanwhile"] == [True, [10, 30]]
+def test_saves_run_concurrently_with_collectives_and_another_store(reports):
+    primary, secondary = reports.primary, reports.other
+    assert primary["trained during the save"] == secondary["trained during the save"] == [True, [10, 30]]
     assert primary["two at once"] == secondary["two at once"] == [[2, 3], [2, 3]]
 
 
-def test_a_process_that_is_killed_leaves_no_half_checkpoint_and_is_missed_in_time(spoken):
-    assert left(spoken.folder) == [1]
-    message, seconds = spoken.primary["missed"]
+def test_a_killed_process_leaves_no_partial_checkpoint_and_is_detected_in_time(reports):
+    assert left(reports.folder) == [1]
+    message, seconds = reports.primary["missed"]
     assert message.startswith("SaveError: The checkpoint of step 2 could not be saved as ")
     assert re.search("Not all of the 2 processes reached 'checkpoints/.*/killed/saving'", message)
     assert 2 < seconds < 20
-    assert "missed" not in spoken.other
+    assert "missed" not in reports.other
 
 
 @pytest.mark.slow  # a pair of processes each
@@ -436,13 +439,13 @@ def test_a_process_that_is_killed_leaves_no_half_checkpoint_and_is_missed_in_tim
         ("mid_delete", [2]),
     ],
 )
-def test_whenever_the_primary_process_is_killed_what_is_left_is_complete(tmp_path, point, steps):
+def test_whenever_the_primary_process_is_killed_the_remaining_checkpoints_are_complete(tmp_path, point, steps):
     run(tmp_path, KILLED, 0, f"{point}:kill")
     assert left(tmp_path) == steps
 
 
 class Scripted(ProcessGroup):
-    """One of two processes, which hears from the other one what a test says."""
+    """One of two processes; the messages of the other one are given."""
 
     def __init__(self, index: int, *answers: dict[str, Any]) -> None:
         super().__init__(index, 2)
@@ -455,7 +458,7 @@ class Scripted(ProcessGroup):
 
 @pytest.fixture
 def barrier_of(monkeypatch, tmp_path):
-    """Gives the barrier of a process with such peers."""
+    """Creates the barrier of a process in a group."""
 
     def make(us: ProcessGroup) -> HostBarrier:
         monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", lambda: us)
@@ -466,7 +469,7 @@ def barrier_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "agreed"), [(errno.EIO, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (None, None)])
-def test_all_try_again_only_where_every_failure_may_pass(barrier_of, code, agreed):
+def test_all_retry_only_if_every_failure_is_transient(barrier_of, code, agreed):
     def fail() -> None:
         raise OSError(errno.EIO, "for a moment")
 
@@ -487,7 +490,7 @@ def test_a_process_that_does_not_see_the_folder_of_the_primary_process_says_so(b
 
 def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
-        raise AssertionError("somebody was asked")
+        raise AssertionError("a message was sent")
 
     monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", ask)
     monkeypatch.setattr(ProcessGroup, "all_gather", ask)
@@ -500,8 +503,8 @@ def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     assert (store.steps(), len(store.infos()), store.verify(path)) == ([1], 1, "")
 
 
-def test_every_process_continues_where_its_own_loader_stood(spoken):
-    assert (spoken.primary["position"], spoken.other["position"]) == ({"drawn": [0, 5]}, {"drawn": [1, 5]})
-    saved = CheckpointStore(spoken.folder / "small").restore("latest", state(0))[1]
+def test_every_process_resumes_at_the_position_of_its_own_loader(reports):
+    assert (reports.primary["position"], reports.other["position"]) == ({"drawn": [0, 5]}, {"drawn": [1, 5]})
+    saved = CheckpointStore(reports.folder / "small").restore("latest", state(0))[1]
     with pytest.raises(DataError, match="2 processes, and 1 are running"):
         DataSource([np.zeros(3)], "train").restore(saved.position.state)

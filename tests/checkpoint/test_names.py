@@ -48,7 +48,7 @@ def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
         (Path("x"), "type PosixPath"),
     ],
 )
-def test_a_name_that_could_mean_another_place_is_an_error_that_says_why(tmp_path, name: Any, reason):
+def test_a_name_that_could_leave_the_root_is_an_error_with_the_reason(tmp_path, name: Any, reason):
     with pytest.raises(ValueError, match=reason) as error:
         safe_join(tmp_path, name)
     assert "Use letters, digits" in str(error.value)
@@ -60,7 +60,7 @@ def test_the_error_shows_the_name_shortened_and_on_one_line(tmp_path):
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
-def test_a_link_that_leaves_the_root_is_refused_and_one_that_stays_is_not(tmp_path):
+def test_a_link_that_leaves_the_root_is_rejected_and_one_inside_is_not(tmp_path):
     root = tmp_path / "root"
     (root / "inside").mkdir(parents=True)
     (root / "away").symlink_to(tmp_path)

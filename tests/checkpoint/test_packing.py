@@ -29,22 +29,22 @@ def checkpoint(tmp_path) -> Path:
     return CheckpointStore(tmp_path).save(STATE, Position(), {})
 
 
-def test_every_kind_of_small_array_comes_back_bit_for_bit(checkpoint):
+def test_every_kind_of_small_array_round_trips_bit_for_bit(checkpoint):
     restored, _ = CheckpointStore(checkpoint.parent).restore("latest", STATE)
     assert_same_bits(restored, STATE)
 
 
-def test_what_is_large_is_stored_by_its_name_and_what_is_small_together():
+def test_large_arrays_are_stored_by_name_and_small_ones_packed():
     together, places = packed(named_leaves(STATE))
     assert set(together) == {"params.large", "params.none", PACK}
     assert set(places) == set(named_leaves(STATE)) - {"params.large", "params.none"}
 
 
-def test_one_small_array_stays_by_itself():
+def test_a_single_small_array_is_not_packed():
     assert packed({"a": np.zeros(3), "b": LARGE}) == ({"a": pytest.approx(np.zeros(3)), "b": pytest.approx(LARGE)}, {})
 
 
-def test_some_of_them_can_be_read_alone(checkpoint):
+def test_a_subset_can_be_read(checkpoint):
     record = Record.read(checkpoint)
     assert set(stored_in(checkpoint, record)) == set(named_leaves(STATE))
     read = read_named(checkpoint, {"params.int8_7": KINDS["int8_7"]})
@@ -52,7 +52,7 @@ def test_some_of_them_can_be_read_alone(checkpoint):
     np.testing.assert_array_equal(read["params.int8_7"], KINDS["int8_7"])
 
 
-def test_what_was_restored_may_be_written_to(checkpoint):
+def test_restored_arrays_are_writable(checkpoint):
     restored, _ = CheckpointStore(checkpoint.parent).restore("latest", STATE)
     restored.params["float32_7"][0] = 5
 
@@ -72,15 +72,15 @@ def test_what_was_restored_may_be_written_to(checkpoint):
     ],
     ids=str,
 )
-def test_an_index_that_makes_no_sense_is_refused(checkpoint, entry):
+def test_an_invalid_index_is_rejected(checkpoint, entry):
     file = checkpoint / INDEX
     file.write_text(json.dumps({**json.loads(file.read_text()), "params.float32_7": entry}))
-    write_manifest(checkpoint)  # somebody else made it like this
+    write_manifest(checkpoint)  # a tampered checkpoint with a valid manifest
     with pytest.raises(CheckpointError, match="small.json"):
         CheckpointStore(checkpoint.parent).restore("latest", STATE)
 
 
-def test_a_pack_of_another_size_is_refused_before_it_is_read(checkpoint):
+def test_a_pack_of_another_size_is_rejected_before_it_is_read(checkpoint):
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{checkpoint / 'state'}/"}).result()
     name = f"{PACK}/.zarray"
     store[name] = json.dumps(json.loads(store[name]) | {"shape": [10**12]}).encode()
@@ -90,7 +90,7 @@ def test_a_pack_of_another_size_is_refused_before_it_is_read(checkpoint):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "3"])
-def test_an_index_that_is_none_is_refused(checkpoint, text):
+def test_a_text_that_is_no_index_is_rejected(checkpoint, text):
     (checkpoint / INDEX).write_text(text)
     write_manifest(checkpoint)
     with pytest.raises(CheckpointError):

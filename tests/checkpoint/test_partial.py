@@ -10,7 +10,7 @@ from jax_trainer.testing import FaultInjected, fault
 
 
 def left_behind(parent: Path, pid: int, host: str | None = None, age: float = 0) -> Path:
-    """A partial folder as another process would have left it."""
+    """A partial folder that another process left."""
     with partial_folder(parent) as folder:
         name = folder.name
     _, ours, _, random = name.split("-", 3)
@@ -27,13 +27,13 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_partial_folder_that_is_not_renamed_is_gone(tmp_path):
+def test_a_partial_folder_that_is_not_renamed_is_removed(tmp_path):
     with partial_folder(tmp_path) as folder:
         (folder / "file").write_text("x")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_dead_processes_left_is_swept_and_nothing_else(tmp_path):
+def test_only_partial_folders_of_dead_processes_are_removed(tmp_path):
     dead = [left_behind(tmp_path, dead_pid()), left_behind(tmp_path, os.getpid())]
     old, alive = left_behind(tmp_path, 7, "0123abcd", age=2 * 24 * 3600), left_behind(tmp_path, os.getppid())
     elsewhere = left_behind(tmp_path, dead_pid(), "0123abcd")
@@ -46,14 +46,14 @@ def test_what_dead_processes_left_is_swept_and_nothing_else(tmp_path):
         assert all(folder.exists() for folder in (alive, elsewhere, in_use, *mine))
 
 
-def test_half_of_a_deletion_leaves_nothing_under_the_name(tmp_path):
+def test_an_interrupted_deletion_leaves_nothing_under_the_name(tmp_path):
     (tmp_path / "step_00000003" / "state").mkdir(parents=True)
     with fault("mid_delete:raise"), pytest.raises(FaultInjected):
         discard(tmp_path / "step_00000003")
     assert not (tmp_path / "step_00000003").exists()
 
 
-def test_what_links_in_a_deleted_folder_lead_to_is_not_touched(tmp_path):
+def test_targets_of_links_in_a_deleted_folder_are_not_modified(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "doomed").mkdir()
     (tmp_path / "doomed" / "link").symlink_to(tmp_path / "precious")

@@ -26,7 +26,7 @@ def written(folder: Path, content: str | dict[str, Any]) -> Path:
     return folder
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_record_round_trips(tmp_path):
     metrics = {"val/acc": 0.1 + 0.2, "a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32(0.1), "e": 3}
     state = {"offset": 2**70, "name": "é\udc80", "nested": [None, True, -1.5, {"": []}]}
     callbacks = {"EarlyStopping": {"best": 0.1 + 0.2, "waited": 3}, "mine": {"seen": [None, {"é": True}]}, "none": {}}
@@ -44,14 +44,14 @@ def test_omitted_fields_are_recorded(tmp_path):
     assert Record.read(written(tmp_path, text)).saved(tmp_path).without == ("opt_state",)
 
 
-def test_a_record_without_callbacks_has_no_word_of_them_as_before_they_were_saved(tmp_path):
+def test_a_record_without_callbacks_has_no_key_for_them(tmp_path):
     content = json.loads(record().text())
     assert not {"callbacks", "without"} & content.keys()
     saved = Record.read(written(tmp_path, content)).saved(tmp_path)
     assert (saved.callbacks, saved.without) == ({}, ())
 
 
-def test_it_says_which_versions_wrote_it():
+def test_a_record_contains_the_versions_that_wrote_it():
     versions = json.loads(record().text())["versions"]
     assert {"jax", "flax", "optax", "orbax-checkpoint", "numpy"} <= versions.keys()
 
@@ -65,7 +65,7 @@ def test_it_says_which_versions_wrote_it():
         (object, "of type type"),
     ],
 )
-def test_a_position_that_is_not_plain_is_an_error_that_points_at_it(state, problem):
+def test_a_position_that_is_not_json_is_an_error_with_its_path(state, problem):
     with pytest.raises(CheckpointError, match=f"position in the data cannot be saved: .*{problem}") as error:
         record(Position(1, 1, state))
     assert "must return it as text, bytes, numbers" in str(error.value)
@@ -79,13 +79,13 @@ def test_a_position_that_is_not_plain_is_an_error_that_points_at_it(state, probl
         ({7: {}}, "callbacks has the key 7, of type int"),
     ],
 )
-def test_a_callback_whose_state_is_not_plain_is_named_with_the_allowed_types(callbacks, problem):
+def test_a_callback_with_an_invalid_state_is_named_with_the_allowed_types(callbacks, problem):
     with pytest.raises(CheckpointError, match=f"state of a callback cannot be saved: {re.escape(problem)}") as error:
         record(callbacks=callbacks)
     assert "A `state_dict` may contain text, bytes, numbers, true, false, None, numpy arrays" in str(error.value)
 
 
-def test_what_a_run_remembers_is_written_and_read_exactly(tmp_path):
+def test_the_state_of_a_run_round_trips_exactly(tmp_path):
     run = {"meter": {"sum": (np.float64(0.1), -math.inf)}, "$": {"$": b"x"}, "rows": {3: np.arange(3)}}
     again = Record.read(written(tmp_path, record().with_run(run).text())).saved(tmp_path).run
     assert again.keys() == run.keys() and again["$"] == run["$"]
@@ -95,7 +95,7 @@ def test_what_a_run_remembers_is_written_and_read_exactly(tmp_path):
         record().with_run({"a": object()})
 
 
-def test_what_is_given_may_change_afterwards():
+def test_arguments_may_change_afterwards():
     state, callbacks, run = {"at": [1]}, {"a": {"seen": [1], "all": np.zeros(2)}}, {"b": [1]}
     held = record(Position(1, 1, state), callbacks=callbacks).with_run(run)
     before = held.text()
@@ -106,14 +106,14 @@ def test_what_is_given_may_change_afterwards():
     assert held.text() == before
 
 
-def test_a_position_that_continues_for_ever_is_an_error():
+def test_a_recursive_position_is_an_error():
     state: list[Any] = []
     state.append(state)
     with pytest.raises(CheckpointError, match="nested too deeply"):
         record(Position(1, 1, state))
 
 
-def test_a_record_that_is_nested_too_deeply_is_not_written_again():
+def test_a_record_that_is_nested_too_deeply_is_not_written():
     deep: list[Any] = []
     for _ in range(5_000):
         deep = [deep]
@@ -121,14 +121,14 @@ def test_a_record_that_is_nested_too_deeply_is_not_written_again():
         replace(record(), data_state=deep).text()
 
 
-def test_a_dict_with_an_order_is_as_good_as_a_dict(tmp_path):
+def test_subclasses_of_dict_are_accepted(tmp_path):
     text = record(Position(1, 1, OrderedDict(b=1, a=2))).text()
     assert Record.read(written(tmp_path, text)).data_state == {"b": 1, "a": 2}
     text = record(callbacks=defaultdict(dict, mine=defaultdict(int, seen=3))).text()
     assert Record.read(written(tmp_path, text)).callbacks == {"mine": {"seen": 3}}
 
 
-def test_more_than_can_be_read_again_is_not_written(monkeypatch):
+def test_a_record_larger_than_the_read_limit_is_not_written(monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.record.MAX_BYTES", 1_000_000)
     with pytest.raises(CheckpointError, match="has 1[0-9]{6} bytes, .*1000000. The state of the data alone"):
         record(Position(1, 1, "x" * 1_100_000)).text()
@@ -179,14 +179,14 @@ def test_a_metric_that_is_no_number_is_an_error(value):
     ],
     ids=lambda content: str(content)[:20],
 )
-def test_anything_else_is_an_error_with_its_path(tmp_path, content, monkeypatch):
+def test_an_invalid_record_is_an_error_with_its_path(tmp_path, content, monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.record.MAX_BYTES", 1 << 20)
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: checkpoint.json ") as error:
         Record.read(written(tmp_path, content))
     assert len(str(error.value)) < 500
 
 
-def test_a_number_that_is_too_large_to_be_one_is_an_error(tmp_path):
+def test_a_number_out_of_range_is_an_error(tmp_path):
     text = record(callbacks={"a": {"best": 7.125}}).text()
     assert Record.read(written(tmp_path, text)).callbacks == {"a": {"best": 7.125}}
     with pytest.raises(CheckpointError, match="checkpoint.json cannot be read: '7e999' is not a finite number"):
@@ -194,7 +194,7 @@ def test_a_number_that_is_too_large_to_be_one_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 10**30])
-def test_an_unknown_format_is_an_error_of_its_own(tmp_path, number):
+def test_an_unknown_format_is_a_separate_error(tmp_path, number):
     with pytest.raises(UnknownFormatError, match=f"format {number}.*format 2"):
         Record.read(written(tmp_path, {"format": number, "shape_of_things": "to come"}))
 

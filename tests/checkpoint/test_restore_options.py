@@ -1,4 +1,4 @@
-"""Restoring into a state that differs, as far as that is asked for."""
+"""Restoring into a different state: cast, partial and rename."""
 
 import logging
 from pathlib import Path
@@ -37,7 +37,7 @@ def zeros(tree: Any, dtype: Any = None) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
 
 
-def test_floats_are_cast_when_asked_and_rounded_as_the_device_does(store):
+def test_cast_rounds_floats_as_the_device_does(store):
     like = state(zeros(ENCODER, jnp.bfloat16))
     with pytest.raises(CheckpointError, match=r"params.encoder.bias: expected bfloat16\[2\], found float32\[2\]"):
         store.restore("latest", like)
@@ -47,7 +47,7 @@ def test_floats_are_cast_when_asked_and_rounded_as_the_device_does(store):
     assert_same_bits(restored.opt_state, {"m": jnp.ones(2)})
 
 
-def test_what_is_cast_is_placed_as_the_state_says(store):
+def test_cast_arrays_have_the_sharding_of_the_state(store):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
     like = state(zeros(ENCODER, jnp.bfloat16))
@@ -57,10 +57,10 @@ def test_what_is_cast_is_placed_as_the_state_says(store):
     assert not restored.params["head"]["kernel"].committed
 
 
-@pytest.mark.parametrize(("found", "wanted"), [(I32, F32), (F32, I32), (Spec("key<a>", (3,)), F32)])
-def test_only_floats_are_cast(found, wanted):
+@pytest.mark.parametrize(("found", "expected"), [(I32, F32), (F32, I32), (Spec("key<a>", (3,)), F32)])
+def test_only_floats_are_cast(found, expected):
     with pytest.raises(CheckpointError, match="a: expected"):
-        RestoreOptions(cast=True).sources({"a": found}, {"a": wanted}, ("a",), Path("x"))
+        RestoreOptions(cast=True).sources({"a": found}, {"a": expected}, ("a",), Path("x"))
 
 
 def test_a_shape_is_never_changed():
@@ -68,7 +68,7 @@ def test_a_shape_is_never_changed():
         RestoreOptions(cast=True, partial=True).sources({"a": Spec("float32", (4,))}, {"a": BF16}, ("a",), Path("x"))
 
 
-def test_a_part_is_restored_when_asked_and_both_remainders_are_reported(store, caplog):
+def test_partial_restores_the_common_part_and_reports_both_remainders(store, caplog):
     params = {"encoder": zeros(ENCODER["encoder"]), "new": {"kernel": jnp.full(4, 7.0)}}
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         restored, _ = store.restore("latest", state(params), partial=True, only=("params",))
@@ -78,12 +78,12 @@ def test_a_part_is_restored_when_asked_and_both_remainders_are_reported(store, c
     assert "unused (params.head.kernel)" in line.getMessage()
 
 
-def test_a_part_that_is_nothing_is_an_error(store):
+def test_partial_without_a_common_part_is_an_error(store):
     with pytest.raises(CheckpointError, match=r"params.kernel: expected float32\[6\], missing"):
         store.restore("latest", state({"kernel": jnp.zeros(6)}), partial=True, only=("params",))
 
 
-def test_names_are_mapped_when_asked(store):
+def test_rename_maps_names(store):
     like = state({"backbone": zeros(ENCODER["encoder"]), "head": zeros(ENCODER["head"])})
     with pytest.raises(CheckpointError, match=r"it has params.encoder.kernel: renamed\?"):
         store.restore("latest", like)
@@ -98,14 +98,14 @@ def test_a_name_may_move_to_another_field(store):
     assert_same_bits(restored.params, zeros(ENCODER))
 
 
-def test_the_first_pattern_that_fits_counts_and_several_stars_keep_their_order():
+def test_the_first_matching_pattern_is_used_and_several_stars_keep_their_order():
     held = {"params.a.x.k": F32, "params.b.y.k": F32}
     rename = {"params.a.*": "params.c.*", "params.*.k": "params.*.q", "params.*.*.z": "params.*.*"}
     with pytest.raises(CheckpointError, match=r"no array in x matches 'params.\*.\*.z'\. .*params.a"):
         RestoreOptions(rename=rename).sources(held, held, ("params",), Path("x"))
     del rename["params.*.*.z"]
-    wanted = {"params.c.x.k": F32, "params.b.y.q": F32}
-    sources = RestoreOptions(rename=rename).sources(held, wanted, ("params",), Path("x"))
+    expected = {"params.c.x.k": F32, "params.b.y.q": F32}
+    sources = RestoreOptions(rename=rename).sources(held, expected, ("params",), Path("x"))
     assert sources == {"params.c.x.k": "params.a.x.k", "params.b.y.q": "params.b.y.k"}
     several = RestoreOptions(rename={"params.*.*": "params.*.new.*"})
     assert several.sources({"params.a.b": F32}, {"params.a.new.b": F32}, ("params",), Path("x")) == {
@@ -113,14 +113,14 @@ def test_the_first_pattern_that_fits_counts_and_several_stars_keep_their_order()
     }
 
 
-def test_two_that_would_become_one_are_an_error():
+def test_two_names_with_the_same_target_are_an_error():
     with pytest.raises(CheckpointError, match=r"both params.a and params.b .*to params.b"):
         RestoreOptions(rename={"params.a": "params.b"}).sources(
             {"params.a": F32, "params.b": F32}, {"params.b": F32}, ("params",), Path("x")
         )
 
 
-def test_stars_must_agree():
+def test_both_sides_need_the_same_number_of_stars():
     with pytest.raises(ValueError, match=r"as many `\*` on both sides, got 'a.\*' and 'b'"):
         RestoreOptions(rename={"a.*": "b"})
 

@@ -22,8 +22,8 @@ def retention(**changed: Any) -> Retention:
     return Retention(**{"keep_latest": 2, "keep_best": 1, "monitor": "val/acc", "mode": "max", **changed})
 
 
-def what_stays(retention: Retention, values: tuple[float | None, ...]) -> list[int]:
-    """Saves one after another, and deletes after each, as a run does."""
+def kept_steps(retention: Retention, values: tuple[float | None, ...]) -> list[int]:
+    """Saves step by step, and deletes after each save, as a run does."""
     there: list[SavedCheckpoint] = []
     for step, value in zip(STEPS, values, strict=False):
         there.append(saved(step, value))
@@ -32,8 +32,8 @@ def what_stays(retention: Retention, values: tuple[float | None, ...]) -> list[i
     return [one.step for one in there]
 
 
-def by_hand(values: tuple[float | None, ...], latest: int, best: int, mode: str) -> list[int]:
-    """The newest, and what is left of all when the worst is taken away again and again."""
+def expected_steps(values: tuple[float | None, ...], latest: int, best: int, mode: str) -> list[int]:
+    """The newest, and the rest after repeatedly removing the worst."""
     numbered = [(step, value) for step, value in zip(STEPS, values, strict=False)]
     good = [(step, value) for step, value in numbered if value is not None and value == value]
     while len(good) > best:
@@ -58,14 +58,14 @@ SEQUENCES = [
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("latest", "best"), [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)])
-def test_the_newest_and_the_best_of_all_stay_and_no_others(latest, best, mode):
+def test_only_the_newest_and_the_best_are_kept(latest, best, mode):
     rule = retention(keep_latest=latest, keep_best=best, mode=mode)
     for values in SEQUENCES:
-        assert what_stays(rule, values) == by_hand(values, latest, best, mode), values
+        assert kept_steps(rule, values) == expected_steps(values, latest, best, mode), values
 
 
-def test_without_a_metric_to_monitor_only_the_newest_stay():
-    assert what_stays(retention(monitor=None), (0.9, 0.1, 0.2, 0.3)) == [99, 100]
+def test_without_a_monitored_metric_only_the_newest_are_kept():
+    assert kept_steps(retention(monitor=None), (0.9, 0.1, 0.2, 0.3)) == [99, 100]
 
 
 def higher(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
@@ -73,13 +73,13 @@ def higher(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
 
 
 @pytest.mark.parametrize(("latest", "best"), [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)])
-def test_a_function_that_compares_numbers_keeps_what_the_metric_would(latest, best):
+def test_a_comparison_function_keeps_the_same_as_the_metric(latest, best):
     rule = retention(keep_latest=latest, keep_best=best, monitor=None, better=higher)
     for values in [*set(permutations([0.1, 0.5, 0.5, 0.9, -INF])), (0.5,) * 5, (None, 0.5, None, 0.2, None)]:
-        assert what_stays(rule, values) == by_hand(values, latest, best, "max"), values
+        assert kept_steps(rule, values) == expected_steps(values, latest, best, "max"), values
 
 
-def test_a_function_may_weigh_several_metrics():
+def test_a_comparison_function_may_use_several_metrics():
     def cheaper_at_equal_accuracy(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
         return (new["acc"], -new["cost"]) > (old["acc"], -old["cost"])
 
@@ -91,21 +91,21 @@ def test_a_function_may_weigh_several_metrics():
     assert [one.step for one in rule.best_first(there)] == [2, 3, 1, 4]
 
 
-def test_a_function_decides_instead_of_the_metric_and_about_nan():
-    assert what_stays(retention(keep_latest=1, better=lambda new, old: not higher(new, old)), (0.1, 0.9, NAN)) == [99]
-    assert what_stays(retention(keep_latest=1, better=higher), (NAN, 0.1, 0.9)) == [9, 99]
+def test_a_comparison_function_replaces_the_metric_also_for_nan():
+    assert kept_steps(retention(keep_latest=1, better=lambda new, old: not higher(new, old)), (0.1, 0.9, NAN)) == [99]
+    assert kept_steps(retention(keep_latest=1, better=higher), (NAN, 0.1, 0.9)) == [9, 99]
 
 
-def test_of_equals_by_a_function_the_earlier_one_stays():
-    assert what_stays(retention(keep_latest=1, better=lambda new, old: False), (0.1, 0.9, 0.5)) == [9, 99]
+def test_of_equals_by_a_comparison_function_the_earlier_one_is_kept():
+    assert kept_steps(retention(keep_latest=1, better=lambda new, old: False), (0.1, 0.9, 0.5)) == [9, 99]
 
 
-def test_a_function_that_fails_is_named():
+def test_a_failing_comparison_function_is_named():
     with pytest.raises(ValueError, match=r"`better` \(higher\) failed .* step 10 .* step 9: KeyError: 'val/acc'"):
         retention(better=higher).best_first([SavedCheckpoint(step, Position(), {"a": 0.0}, Path()) for step in (9, 10)])
 
 
-def test_what_was_just_saved_stays_though_later_steps_are_there():
+def test_the_last_save_is_kept_even_if_there_are_later_steps():
     there = [saved(step, 0.5) for step in (50, 60, 5)]
     assert retention(keep_latest=1, keep_best=0).kept(there, 5) == {5, 60}
 
@@ -121,6 +121,6 @@ def test_what_was_just_saved_stays_though_later_steps_are_there():
         ({"mode": "auto"}, "`mode` must be 'min' or 'max', got 'auto'"),
     ],
 )
-def test_settings_that_make_no_sense_are_errors(changed, message):
+def test_invalid_settings_are_errors(changed, message):
     with pytest.raises(ValueError, match=message):
         retention(**changed)

@@ -1,4 +1,4 @@
-"""Saving in the background: what is stored is what was there when `save` was called, whatever happens afterwards."""
+"""Background saves: the stored state is that of the call of `save`, whatever happens afterwards."""
 
 import errno
 import gc
@@ -47,7 +47,7 @@ def one_saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def store(one_saved, tmp_path) -> CheckpointStore:
-    """A store that holds step 3."""
+    """A store with step 3."""
     return CheckpointStore(Path(shutil.copytree(one_saved, tmp_path / "checkpoints")))
 
 
@@ -55,7 +55,7 @@ def one_step(now: TrainState) -> TrainState:
     return now.replace(step=now.step + 1, params=jax.tree.map(lambda leaf: leaf * 1.5 + 1, now.params))
 
 
-def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
+def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
     step = jax.jit(one_step, donate_argnums=0)
@@ -67,11 +67,11 @@ def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
         before.append(digest(now))
         with fault(SLOWLY) if not before[1:] else nullcontext():
             store.save(now, AT, {}, wait=False)
-            given = now
+            donated = now
             for _ in range(3):
                 now = step(now)
             jax.block_until_ready(now)
-            assert given.params["w"].is_deleted()
+            assert donated.params["w"].is_deleted()
             if not before[1:]:
                 assert store.is_saving and not list(tmp_path.glob("step_*"))
                 store.wait()
@@ -79,19 +79,19 @@ def test_a_state_may_be_given_away_as_soon_as_save_returns(tmp_path):
     assert [digest(store.restore(one, like)[0]) for one in (0, 3, 6)] == before
 
 
-def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(store, caplog, monkeypatch):
+def test_with_large_states_one_save_is_pending_and_the_next_one_waits_with_one_warning(store, caplog, monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.store._NOTICEABLE", 0.5)
     monkeypatch.setattr("jax_trainer.checkpoint.store._MOST_WAITING", 1)
     with fault(SLOWLY), caplog.at_level(logging.WARNING, "jax_trainer"):
-        began = time.perf_counter()
+        started = time.perf_counter()
         path = store.save(state(4), AT, {}, wait=False, coalesce=True)
-        assert time.perf_counter() - began < 0.9
+        assert time.perf_counter() - started < 0.9
         assert store.is_saving and not path.exists()
         store.check()
         store.save(state(5), AT, {}, wait=False, coalesce=True)
-        assert not path.exists() and time.perf_counter() - began < 0.9
+        assert not path.exists() and time.perf_counter() - started < 0.9
         store.save(state(6), AT, {}, wait=False, coalesce=True)
-        assert path.is_dir() and time.perf_counter() - began >= 1
+        assert path.is_dir() and time.perf_counter() - started >= 1
         store.wait()
     with fault("before_manifest:sleep=0.4"), caplog.at_level(logging.WARNING, "jax_trainer"):
         store.save(state(7), AT, {}, wait=False, coalesce=True)
@@ -104,7 +104,13 @@ def test_of_large_states_one_waits_and_the_next_save_waits_with_one_warning(stor
 KEPT = {
     "latest": {"keep_latest": 2},
     "best": {"keep_latest": 1, "keep_best": 1, "monitor": "loss"},
-    "three best, slim": {"keep_latest": 2, "keep_best": 3, "monitor": "loss", "mode": "max", "weights_only_best": True},
+    "three best, weights only": {
+        "keep_latest": 2,
+        "keep_best": 3,
+        "monitor": "loss",
+        "mode": "max",
+        "weights_only_best": True,
+    },
     "every": {"keep_latest": 1, "keep_every": 5},
     "by a function": {"keep_best": 2, "better": lambda new, old: new["loss"] < old["loss"]},
 }
@@ -135,7 +141,7 @@ def test_which_checkpoints_a_run_leaves_does_not_depend_on_how_fast_they_are_wri
     assert len(written["slow"]) < len(written["waits"]) == len(losses)
 
 
-def test_what_waits_is_written_after_a_failure_which_is_raised(store):
+def test_a_pending_save_is_written_after_a_failure_which_is_raised(store):
     with fault("before_rename:raise"):
         store.save(state(4), AT, {}, wait=False, coalesce=True)
         store.save(state(5), AT, {}, wait=False, coalesce=True)
@@ -157,14 +163,14 @@ def test_a_save_that_replaces_one_of_the_same_step_is_the_one_that_is_written(tm
     assert [(saved.step, dict(saved.metrics)) for saved in store.all()] == [(2, {"loss": 0.5}), (3, {"loss": 0.6})]
 
 
-def test_restoring_waits_for_what_is_being_saved(store):
+def test_restoring_waits_for_pending_saves(store):
     with fault("before_manifest:sleep=0.3"):
         store.save(state(4), AT, {}, wait=False)
         assert store.restore("latest", state(0))[1].step == 4
 
 
 @pytest.mark.parametrize("point", ["after_tmp_dir", "mid_array", "before_manifest", "before_rename"])
-def test_a_save_that_fails_is_reported_once_costs_nothing_and_leaves_nothing(store, point):
+def test_a_failed_save_is_reported_once_and_leaves_nothing_behind(store, point):
     with fault(f"{point}:raise"):
         store.save(state(4), AT, {}, wait=False)
         with pytest.raises(SaveError, match=r"step 4 could not be saved as .*step_00000004: FaultInjected") as error:
@@ -190,12 +196,12 @@ def test_a_failure_is_reported_by_the_next_save_which_can_then_be_repeated(store
     assert store.steps() == [3, 5]
 
 
-def test_what_a_run_remembers_may_be_a_function_that_waits_for_something(store):
-    arrived, seen = threading.Event(), []
+def test_the_state_of_a_run_may_be_a_function_that_waits(store):
+    arrived, threads = threading.Event(), []
 
     def remembered() -> dict[str, Any]:
         assert arrived.wait(10)
-        seen.append(threading.current_thread().name)
+        threads.append(threading.current_thread().name)
         return {"bytes": 17, "meter": (np.float64(0.1),)}
 
     path = store.save(state(4), AT, {}, run=remembered, wait=False)
@@ -203,7 +209,7 @@ def test_what_a_run_remembers_may_be_a_function_that_waits_for_something(store):
     arrived.set()
     store.wait()
     assert store.restore("latest", state(0))[1].run == {"bytes": 17, "meter": (np.float64(0.1),)}
-    assert seen == ["jax-trainer-save"]
+    assert threads == ["jax-trainer-save"]
     store.save(state(5), AT, {}, run={"bytes": 18})
     latest = store.latest()
     assert latest is not None and latest.run == {"bytes": 18}
@@ -217,7 +223,7 @@ def test_a_function_that_fails_fails_the_save_and_nothing_else(store, wrong):
     assert names(store.folder) == ["step_00000003"]
 
 
-def test_storage_that_fails_for_a_moment_is_tried_again_with_one_warning(store, caplog):
+def test_a_transient_storage_error_is_retried_with_one_warning(store, caplog):
     calls = []
     with fault("before_rename:eio"), caplog.at_level(logging.WARNING, "jax_trainer"):
         store.save(state(4), AT, {}, run=lambda: calls.append(1) or {"a": 1})
@@ -226,7 +232,7 @@ def test_storage_that_fails_for_a_moment_is_tried_again_with_one_warning(store, 
     assert (store.steps(), names(store.folder), len(calls)) == ([3, 4], ["step_00000003", "step_00000004"], 1)
 
 
-def test_storage_that_keeps_failing_is_given_up_on(store, monkeypatch):
+def test_a_permanent_storage_error_fails_the_save(store, monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.failures._PAUSES", (0.0, 0.0))
     tried = []
 
@@ -253,7 +259,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, caplog):
+def test_a_real_full_disk_costs_no_existing_checkpoint(small_disk, caplog):
     caplog.set_level(logging.CRITICAL, "absl")
     noise = np.random.default_rng(0).standard_normal(300_000)
     store = CheckpointStore(small_disk / "checkpoints")
@@ -270,12 +276,12 @@ def test_a_disk_that_is_really_full_costs_nothing_that_is_there(small_disk, capl
     assert store.steps() == [1, 4]
 
 
-def test_a_limit_of_file_sizes_is_reported_in_one_sentence_with_its_fix(tmp_path, caplog):
+def test_a_file_size_limit_is_reported_with_its_fix(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "absl")
     noise = np.random.default_rng(0).standard_normal(300_000)
     store, before = CheckpointStore(tmp_path / "checkpoints"), resource.getrlimit(resource.RLIMIT_FSIZE)
     store.save(state(1), AT, {})
-    gc.collect()  # what other tests left is finalised before the limit holds
+    gc.collect()  # finalize objects of other tests before the limit is set
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         with pytest.raises(
@@ -284,12 +290,12 @@ def test_a_limit_of_file_sizes_is_reported_in_one_sentence_with_its_fix(tmp_path
             store.save(state(2, w=noise), AT, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert type(error.value.__cause__) is OSError  # and nothing of another library
+    assert type(error.value.__cause__) is OSError  # not an error of another library
     assert store.steps() == [1]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
-def test_what_another_library_says_at_length_about_the_disk_is_reported_in_one_sentence(store, monkeypatch, code):
+def test_a_long_disk_error_of_another_library_is_reported_in_one_sentence(store, monkeypatch, code):
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
 
@@ -300,7 +306,7 @@ def test_what_another_library_says_at_length_about_the_disk_is_reported_in_one_s
     assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == code
 
 
-def test_typed_keys_are_stored_as_their_words_and_come_back_as_keys(tmp_path):
+def test_typed_keys_are_stored_as_key_data_and_restored_as_keys(tmp_path):
     keys = {
         "one": jax.random.key(1),
         "many": jax.random.split(jax.random.key(2), (2, 3)),
@@ -327,7 +333,7 @@ def _numbers(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def test_threads_and_files_do_not_become_more(store):
+def test_the_number_of_threads_and_open_files_does_not_grow(store):
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
@@ -336,7 +342,7 @@ def test_threads_and_files_do_not_become_more(store):
     for step in range(5, 15):
         store.save(state(step), AT, {}, wait=False)
     store.wait()
-    deadline = time.monotonic() + 5  # the last thread has said that it is done, and may not have ended yet
+    deadline = time.monotonic() + 5  # the last thread is done, but may not have exited yet
     while count() != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert count() == before

@@ -26,14 +26,14 @@ def leaves() -> dict[str, Any]:
     }
 
 
-def test_a_snapshot_has_the_same_bits_wherever_the_arrays_are():
+def test_a_snapshot_has_the_same_bits_for_host_and_device_arrays():
     state = leaves()
     copies = Snapshots().take(state)
     assert all(isinstance(leaf, np.ndarray) for leaf in copies.values())
     assert_same_bits(copies, {name: np.asarray(leaf) for name, leaf in state.items()})
 
 
-def test_memory_is_used_again_and_only_where_it_fits():
+def test_memory_is_reused_only_if_it_fits():
     snapshots, state = Snapshots(), leaves()
     snapshots.allocate(state)
     first = snapshots.take(state)
@@ -49,7 +49,7 @@ def test_memory_is_used_again_and_only_where_it_fits():
 
 
 @pytest.mark.parametrize(("free", "kind"), [(10**9, jax.Array), (100, np.ndarray)])
-def test_another_kind_of_device_keeps_the_copy_where_it_has_space(monkeypatch, free, kind):
+def test_an_accelerator_keeps_the_copy_if_it_has_space(monkeypatch, free, kind):
     monkeypatch.setattr(snapshot, "_is_on_host", lambda _: False)
     monkeypatch.setattr(snapshot, "_free", lambda _: free)
     state = leaves()
@@ -57,7 +57,7 @@ def test_another_kind_of_device_keeps_the_copy_where_it_has_space(monkeypatch, f
     expected = {name: np.asarray(leaf).copy() for name, leaf in state.items()}
     copies = Snapshots().take(state)
     state["host"][:] = 7
-    jax.jit(lambda given: given + 1, donate_argnums=0)(state["plain"]).block_until_ready()
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state["plain"]).block_until_ready()
     assert isinstance(copies["plain"], kind) and isinstance(copies["host"], np.ndarray)
     np.testing.assert_array_equal(copies["host"], host)
     assert_same_bits({name: np.asarray(leaf) for name, leaf in copies.items()}, expected)

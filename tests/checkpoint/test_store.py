@@ -23,7 +23,7 @@ AT = Position(2, 7)
 
 
 def state(step: int = 3, **params: Any) -> TrainState:
-    """A small state that is another at every step."""
+    """A small state that differs at every step."""
     params = params or {"w": jnp.arange(6.0).reshape(2, 3) + step}
     return TrainState(jnp.int32(step), params, {}, (), jnp.array([0, 42], jnp.uint32), {})
 
@@ -38,7 +38,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def one_saved(tmp_path_factory) -> Path:
-    """A folder with a checkpoint of step 3, for copies that are then damaged."""
+    """A folder with a checkpoint of step 3, to be copied and damaged."""
     folder = tmp_path_factory.mktemp("one") / "checkpoints"
     CheckpointStore(folder).save(state(), AT, {"val/acc": 0.5})
     return folder
@@ -53,9 +53,9 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
 def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]
-    buffer = program.train_buffer(begun := program.init(jax.random.key(0), batches[0]), batches[0], 1)
-    store, now = CheckpointStore(tmp_path), begun
-    shapes = jax.eval_shape(lambda: begun)
+    buffer = program.train_buffer(initial := program.init(jax.random.key(0), batches[0]), batches[0], 1)
+    store, now = CheckpointStore(tmp_path), initial
+    shapes = jax.eval_shape(lambda: initial)
     for number, batch in enumerate(batches):
         if number == 2:
             store.save(now, AT, {})
@@ -68,7 +68,7 @@ def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(
     assert_same_bits(restored, now)
 
 
-def test_every_kind_of_number_comes_back_bit_for_bit(tmp_path):
+def test_every_dtype_round_trips_bit_for_bit(tmp_path):
     odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32).view(np.float32)
     before = state(
         odd=jnp.asarray(odd),
@@ -95,14 +95,14 @@ def test_every_kind_of_number_comes_back_bit_for_bit(tmp_path):
     assert names(tmp_path) == ["checkpoints"]
 
 
-def test_arrays_are_placed_as_the_given_state_says(tmp_path):
+def test_arrays_have_the_sharding_of_the_given_state(tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    split, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
     before = state(w=jnp.arange(16.0), v=jnp.arange(8), none=jnp.zeros((0, 8)))
     placed = before.replace(
         params={name: jax.device_put(leaf, split) for name, leaf in before.params.items() if leaf.size}
     )
-    placed.params["none"] = jax.device_put(before.params["none"], whole)
+    placed.params["none"] = jax.device_put(before.params["none"], replicated)
     store = CheckpointStore(tmp_path)
     store.save(before, AT, {})
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
@@ -111,7 +111,7 @@ def test_arrays_are_placed_as_the_given_state_says(tmp_path):
         assert {name: leaf.sharding for name, leaf in restored.params.items()} == {
             "w": split,
             "v": split,
-            "none": whole,
+            "none": replicated,
         }
         assert_same_bits(restored, before)
     store.save(placed, AT, {})
@@ -148,7 +148,7 @@ def test_arrays_without_content_are_restored_alone_as_well(tmp_path):
     assert restored.extra["none"].shape == (0,)
 
 
-def test_what_callbacks_hold_is_saved_and_found_again(copied):
+def test_callback_states_round_trip(copied):
     callbacks = {"EarlyStopping": {"best": 0.25, "waited": 2}, "ModelCheckpoint": {}}
     copied.save(state(4), AT, {}, callbacks=callbacks)
     latest = copied.latest()
@@ -158,30 +158,30 @@ def test_what_callbacks_hold_is_saved_and_found_again(copied):
     assert copied.restore("latest", state())[1].callbacks == {}
 
 
-def test_what_callbacks_hold_that_cannot_be_saved_is_an_error_and_nothing_is_written(copied):
+def test_an_invalid_callback_state_is_an_error_and_nothing_is_written(copied):
     before = all_bytes(copied.folder)
     with pytest.raises(CheckpointError, match=r"callbacks\['Early'\]\['best'\] is <object.* `state_dict` may contain"):
         copied.save(state(4), AT, {}, callbacks={"Early": {"best": object()}})
     assert all_bytes(copied.folder) == before
 
 
-def test_a_function_may_say_which_checkpoint_is_better(tmp_path):
+def test_a_comparison_function_may_replace_the_metric(tmp_path):
     def nearer_to_one(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
         return abs(new["ratio"] - 1) < abs(old["ratio"] - 1)
 
     store = CheckpointStore(tmp_path, keep_latest=1, better=nearer_to_one)
     with pytest.raises(CheckpointError, match="No checkpoint .*has metrics to compare"):
         store.restore("best", state())
-    seen = []
+    kept = []
     for step, ratio in [(1, 0.5), (2, 1.25), (3, 0.75), (4, math.nan), (5, 2.0)]:
         store.save(state(step), AT, {"ratio": ratio})
-        seen.append(store.steps())
-    assert seen == [[1], [2], [2, 3], [2, 4], [2, 5]]
+        kept.append(store.steps())
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 5]]
     best = CheckpointStore(tmp_path, better=nearer_to_one).best()
     assert best is not None and best.step == 2
 
 
-def test_a_function_that_fails_costs_no_checkpoint(tmp_path):
+def test_a_failing_comparison_function_costs_no_checkpoint(tmp_path):
     def broken(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
         return new["val/f1"] > old["val/f1"]
 
@@ -195,12 +195,12 @@ def test_a_function_that_fails_costs_no_checkpoint(tmp_path):
 def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
     store = CheckpointStore(tmp_path, keep_latest=1, monitor="val/acc", mode="max")
     assert (store.steps(), store.latest(), store.best()) == ([], None, None)
-    seen = []
+    kept = []
     for step, acc in [(9, 0.5), (10, 0.9), (99, math.nan), (100, 0.9), (1000, 0.1)]:
         path = store.save(state(step), AT, {"val/acc": acc, "val/loss": math.inf})
         assert path == tmp_path / f"step_{step:08d}" and path.is_dir()
-        seen.append(store.steps())
-    assert seen == [[9], [10], [10, 99], [10, 100], [10, 1000]]
+        kept.append(store.steps())
+    assert kept == [[9], [10], [10, 99], [10, 100], [10, 1000]]
     assert names(tmp_path) == ["step_00000010", "step_00001000"]
     again = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
     latest, best = again.latest(), again.best()
@@ -212,14 +212,14 @@ def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
         assert_same_bits(restored, state(step))
 
 
-def test_a_metric_to_monitor_that_is_missing_is_an_error_and_nothing_is_saved(tmp_path):
+def test_a_missing_monitored_metric_is_an_error_and_nothing_is_saved(tmp_path):
     store = CheckpointStore(tmp_path / "new", monitor="val/acc")
     with pytest.raises(ValueError, match="No metric 'val/acc' to monitor. Logged metrics: train/loss, val/loss"):
         store.save(state(), AT, {"val/loss": 1.0, "train/loss": 2.0})
     assert not (tmp_path / "new").exists()
 
 
-def test_the_same_step_saved_again_takes_the_place_of_the_first(tmp_path):
+def test_saving_a_step_again_replaces_it(tmp_path):
     store = CheckpointStore(tmp_path, keep_latest=2)
     store.save(state(), AT, {"val/acc": 0.1})
     store.save(state(3, w=jnp.ones(2)), AT, {"val/acc": 0.2})
@@ -229,12 +229,12 @@ def test_the_same_step_saved_again_takes_the_place_of_the_first(tmp_path):
     assert_same_bits(restored.params["w"], jnp.ones(2))
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(copied):
+def test_a_run_that_rolled_back_keeps_its_saves(copied):
     copied.save(state(2), AT, {})
     assert copied.steps() == [2, 3]
 
 
-def test_a_full_disk_costs_nothing_that_is_there(copied):
+def test_a_full_disk_costs_no_existing_checkpoint(copied):
     before = all_bytes(copied.folder)
     with fault("before_manifest:enospc"), pytest.raises(SaveError, match="No space left") as error:
         copied.save(state(4), AT, {})
@@ -248,7 +248,7 @@ def test_a_full_disk_costs_nothing_that_is_there(copied):
     assert copied.steps() == [3, 4]
 
 
-def test_what_is_no_checkpoint_is_left_alone_with_one_warning(copied, caplog):
+def test_foreign_files_are_ignored_with_one_warning(copied, caplog):
     (copied.folder / "step_00000009").mkdir()
     (copied.folder / "abc").mkdir()
     (copied.folder / "step_10.tmp").mkdir()
@@ -267,7 +267,7 @@ def test_what_is_no_checkpoint_is_left_alone_with_one_warning(copied, caplog):
     assert set(names(copied.folder)) == before | {"step_00000004"}
 
 
-def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over_and_told_of(copied, caplog):
+def test_an_invalid_checkpoint_is_skipped_and_reported(copied, caplog):
     (copied.folder / "step_00000002").mkdir()
     (copied.folder / "step_00000009").mkdir()
     (copied.folder / "step_00000200").symlink_to(copied.folder / "step_00000003")
@@ -282,7 +282,7 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over_and_told_o
 
 
 @pytest.mark.parametrize("kind", ["empty", "damaged", "file", "link"])
-def test_what_has_the_name_of_a_new_checkpoint_is_moved_aside_and_not_deleted(tmp_path, kind):
+def test_a_foreign_entry_with_the_name_of_a_new_checkpoint_is_renamed_not_deleted(tmp_path, kind):
     path = tmp_path / "step_00000003"
     match kind:
         case "file":
@@ -300,7 +300,7 @@ def test_what_has_the_name_of_a_new_checkpoint_is_moved_aside_and_not_deleted(tm
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied, number):
+def test_an_unknown_format_is_neither_ignored_nor_deleted(copied, number):
     file = copied.folder / "step_00000003" / "checkpoint.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": number}))
     manifest = file.with_name("MANIFEST.json")
@@ -322,7 +322,7 @@ def test_an_unknown_format_is_neither_overlooked_nor_deleted(copied, number):
         ("newest", "`which` must be 'latest', 'best', a step, a checkpoint or its folder, got 'newest'"),
     ],
 )
-def test_asking_for_what_is_not_there_says_what_is(copied, which, message):
+def test_a_missing_checkpoint_is_an_error_that_lists_the_existing_ones(copied, which, message):
     (copied.folder / "step_00000009").mkdir()
     with pytest.raises(ValueError, match=message):
         copied.restore(which, state())
@@ -333,7 +333,7 @@ def test_an_empty_store_says_so(tmp_path):
         CheckpointStore(tmp_path / "none").restore("latest", state())
 
 
-def test_a_state_that_does_not_fit_is_an_error_that_lists_all_of_it(copied):
+def test_a_state_of_another_structure_is_an_error_that_lists_all_differences(copied):
     with pytest.raises(CheckpointError) as error:
         copied.restore("latest", state(3, W=jnp.zeros((2, 3)), b=jnp.ones(1)).replace(step=jnp.float32(3)))
     for line in [
@@ -358,7 +358,7 @@ def test_an_array_without_content_must_fit_as_well(tmp_path):
         store.restore("latest", state(3, w=jnp.zeros((0, 4))))
 
 
-def test_restoring_changes_nothing_on_the_disk(copied):
+def test_restoring_changes_nothing_on_disk(copied):
     before = all_bytes(copied.folder)
     restored = copied.restore("latest", state())[0]
     assert all_bytes(copied.folder) == before

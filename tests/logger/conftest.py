@@ -1,4 +1,4 @@
-"""What tests of the logger have to be kept apart from: wandb's service, its folders, its account."""
+"""Isolates the logger tests from the service, the folders and the account of wandb."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from jax_trainer.core import lazy_import
 
 @pytest.fixture(scope="session")
 def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """wandb that knows no account, reaches no network, and is ended when all tests are."""
+    """wandb without account and network; torn down after all tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
             patch.delenv(name)
@@ -27,7 +27,7 @@ def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """Every test ends the tools it began; one that blocks goes on when its gate is opened."""
+    """Every test must end its tools; opening the gate unblocks a blocked one."""
     FaultyTool.gate, FaultyTool.latest = threading.Event(), None
     yield
     FaultyTool.gate.set()

@@ -24,71 +24,71 @@ class FaultyConfig(Settings):
 
 @register
 class FaultyTool(ToolLoggerInterface):
-    """Remembers what it is given, or breaks."""
+    """Records its entries, or fails."""
 
     config: FaultyConfig
     latest: ClassVar[Any] = None
-    gate: ClassVar[threading.Event] = threading.Event()  # what it waits for where it blocks
+    gate: ClassVar[threading.Event] = threading.Event()  # a blocked tool waits for it
 
     def __init__(self, config: FaultyConfig, folder: Path) -> None:
         super().__init__(config, folder)
-        self.given: list[Any] = []
+        self.entries: list[Any] = []
         self.closed: list[str] = []
         self.threads: set[int] = set()
-        self._entries = 0
+        self._count = 0
         FaultyTool.latest = self
-        self._break("init")
+        self._fail("init")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._take("row", step, dict(values))
+        self._record("row", step, dict(values))
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self._take("image", step, name, pixels)
+        self._record("image", step, name, pixels)
 
     def figure(self, step: int, name: str, png: bytes) -> None:
-        self._take("figure", step, name, png)
+        self._record("figure", step, name, png)
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        self._take("histogram", step, name, values)
+        self._record("histogram", step, name, values)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._take("text", step, name, text)
+        self._record("text", step, name, text)
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        self._take("hparams", step, dict(params), dict(metrics))
+        self._record("hparams", step, dict(params), dict(metrics))
 
     def close(self, status: str) -> None:
-        self._break("close")
+        self._fail("close")
         self.closed.append(status)
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
-        """The rows it was given: places on the x-axis, and numbers."""
-        return [(step, values) for kind, step, *(values,) in self.given if kind == "row"]
+        """The recorded rows: step and values."""
+        return [(step, values) for kind, step, *(values,) in self.entries if kind == "row"]
 
-    def _take(self, *entry: Any) -> None:
+    def _record(self, *entry: Any) -> None:
         self.threads.add(threading.get_ident())
-        self._entries += 1
-        if self.config.at in (0, self._entries):
-            self._break("write")
-        self.given.append(entry)
+        self._count += 1
+        if self.config.at in (0, self._count):
+            self._fail("write")
+        self.entries.append(entry)
 
-    def _break(self, place: str) -> None:
+    def _fail(self, place: str) -> None:
         if self.config.blocks_in == place:
             self.gate.wait(60)
         if self.config.raises_in == place:
-            raise OSError(f"no way to {place}")
+            raise OSError(f"failed in {place}")
 
 
 def threads_of_tools() -> list[str]:
-    """The threads in which tools are at work."""
+    """The names of all tool threads."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("jax-trainer ")]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Fails unless something holds before long."""
-    patience = threading.Event()
+    """Waits until `holds()`; fails after `seconds`."""
+    pause = threading.Event()
     for _ in range(round(seconds / 0.01)):
         if holds():
             return
-        patience.wait(0.01)
-    raise AssertionError("it never came")
+        pause.wait(0.01)
+    raise AssertionError("timeout")

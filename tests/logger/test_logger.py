@@ -39,7 +39,7 @@ def given_to_a_tool(folder: Path, log: Any) -> list[Any]:
     log(logger)
     logger.close("completed")
     assert logger.failures == {}
-    return FaultyTool.latest.given
+    return FaultyTool.latest.entries
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reliability scorecard: real processes, real signals, faults on purpose. `make scorecard` runs all of it."""
+"""The reliability scorecard: real processes, real signals, injected faults. `make scorecard` runs all cases."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ HOUR = 3600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The ragged last batch is on purpose, and cases of the whole card may take long."""
+    """Ignores the recompile warning of the ragged last batch, and raises the timeout of the cases."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:.*was compiled again"))
@@ -19,18 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_runs_on() -> Iterator[None]:
+def _end_children() -> Iterator[None]:
     yield
     end_children()
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where runs are that nobody disturbs."""
+    """The folder of the undisturbed runs."""
     return tmp_path_factory.mktemp("references")
-
-
-@pytest.fixture
-def trouble(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Trouble for jobs in this process: `trouble.setenv("JOB_TROUBLE", "nan:3")`."""
-    return monkeypatch

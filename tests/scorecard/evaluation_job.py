@@ -1,4 +1,4 @@
-"""One of several processes that evaluate 21 examples together; says what came out, and what numpy makes of it."""
+"""One of several processes that evaluate 21 examples; prints the metrics next to those computed by numpy."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def loss(params, batch, *, rng, train):
         "sum": {"value": batch["x"].sum(), "mode": "sum"},
         "max": {"value": batch["x"].max(), "mode": "max"},
         "min": {"value": batch["x"].min(), "mode": "min"},
-        "weighed": {"value": (first**2).sum(), "count": abs(first).sum()},
+        "weighted": {"value": (first**2).sum(), "count": abs(first).sum()},
     }
     return (batch["x"] @ params).mean(), metrics
 
@@ -34,12 +34,12 @@ loader = ArrayLoader(data, int(sys.argv[4]))
 state = compiled.init(jax.random.key(0), next(iter(loader)))
 found = evaluate(compiled, state, {"val": loader})["val"]
 x = data["x"].astype(np.float64)
-wanted = {
+expected = {
     "loss": (x @ np.arange(1.0, 4.0)).mean(),
     "sum": x.sum(),
     "max": x.max(),
     "min": x.min(),
-    "weighed": (x[:, 0] ** 2).sum() / abs(x[:, 0]).sum(),
+    "weighted": (x[:, 0] ** 2).sum() / abs(x[:, 0]).sum(),
 }
-compared = {name: (float(found[name]), float(value)) for name, value in wanted.items()}
+compared = {name: (float(found[name]), float(value)) for name, value in expected.items()}
 sys.stdout.write(json.dumps({"count": int(found["count"]), "metrics": compared}) + "\n")

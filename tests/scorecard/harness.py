@@ -1,4 +1,4 @@
-"""Runs the job in processes of its own, kills them, starts them again, and compares what came out."""
+"""Runs the job in child processes, kills and restarts them, and compares the results."""
 
 import itertools
 import json
@@ -17,17 +17,17 @@ from job import Options
 
 import jax_trainer
 
-TIMEOUT = 180.0  # seconds after which a process counts as hanging
+TIMEOUT = 180.0  # seconds after which a process is considered hanging
 CARD = "JAX_TRAINER_SCORECARD"
-_CLOCKS = ("time", "seconds", "per_second", "waited", "throughput")  # what the clock says differs from run to run
+_CLOCKS = ("time", "seconds", "per_second", "waited", "throughput")  # metrics that measure time differ from run to run
 _OUTPUTS, _NUMBERS = tempfile.TemporaryDirectory(prefix="scorecard-"), itertools.count(1)
 _CHILDREN: list["Child"] = []
 _REFERENCES: dict[Options, Options] = {}
 
 
 @dataclass
-class Ended:
-    """How a process ended: its exit code, what it wrote, how long it took."""
+class ProcessResult:
+    """The exit code of a process, its output, and its duration in seconds."""
 
     code: int
     text: str
@@ -35,19 +35,19 @@ class Ended:
 
 
 class Child:
-    """A process that runs the job, in a group of its own."""
+    """A child process that runs the job, in its own process group."""
 
     def __init__(self, options: Options, *, cwd: Path | str | None = None, **environment: str) -> None:
         self.options, out = options, Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / "marked").unlink(missing_ok=True)
-        self._said = Path(_OUTPUTS.name) / f"{next(_NUMBERS)}.txt"
+        self._output_file = Path(_OUTPUTS.name) / f"{next(_NUMBERS)}.txt"
         self.began = time.monotonic()
-        with self._said.open("wb") as said:
+        with self._output_file.open("wb") as output:
             self._process = subprocess.Popen(
                 options.command(),
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env=child_environment(options, environment),
                 start_new_session=True,
                 cwd=cwd,
@@ -62,8 +62,8 @@ class Child:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def wait(self, timeout: float = TIMEOUT) -> Ended:
-        """Waits for the end; one that takes too long hangs, which is a failure."""
+    def wait(self, timeout: float = TIMEOUT) -> ProcessResult:
+        """Waits for the exit; fails after `timeout` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -72,47 +72,47 @@ class Child:
         return self._ended()
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Whether it ended within this time."""
+        """Whether it exits within `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return not self.is_running
 
     def until(self, reached: Any, timeout: float = TIMEOUT) -> None:
-        """Waits until `reached()`, or the end."""
+        """Waits until `reached()` is True or the process exits."""
         deadline = time.monotonic() + timeout
         while self.is_running and not reached():
-            assert time.monotonic() < deadline, "the process never came as far as it should"
+            assert time.monotonic() < deadline, "the process did not get that far"
             time.sleep(0.005)
 
     def until_marked(self) -> None:
-        """Waits until the job says that the place is reached."""
+        """Waits until the job has written `marked`."""
         self.until((Path(self.options.out) / "marked").exists)
-        assert self.is_running, f"the process ended before the place was reached:\n{self._ended().text[-3000:]}"
+        assert self.is_running, f"the process exited before it wrote `marked`:\n{self._ended().text[-3000:]}"
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone."""
+        """Sends a signal to the process, not to its group."""
         os.kill(self._process.pid, number)
 
-    def kill(self) -> Ended:
-        """SIGKILL to all of its group."""
+    def kill(self) -> ProcessResult:
+        """Sends SIGKILL to the process group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         return self._ended()
 
-    def _ended(self) -> Ended:
-        text = self._said.read_text(errors="replace")
-        return Ended(self._process.returncode, text, time.monotonic() - self.began)
+    def _ended(self) -> ProcessResult:
+        text = self._output_file.read_text(errors="replace")
+        return ProcessResult(self._process.returncode, text, time.monotonic() - self.began)
 
 
 def end_children() -> None:
-    """Kills what a case that failed has left running."""
+    """Kills all children that a failed case left running."""
     while _CHILDREN:
         _CHILDREN.pop().kill()
 
 
 def child_environment(options: Options, changes: Mapping[str, str]) -> dict[str, str]:
-    """Like that of the tests, with one device or as many as asked for."""
+    """The environment of the tests, with the number of devices of the job."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JOB_", "JAXTRAINER_"))}
     flags = "" if options.devices == 1 else f"--xla_force_host_platform_device_count={options.devices}"
     source = Path(jax_trainer.__file__).parents[1]  # the same library as here
@@ -120,24 +120,24 @@ def child_environment(options: Options, changes: Mapping[str, str]) -> dict[str,
     return {**inherited, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **changes}
 
 
-def run(options: Options, *, failpoint: str = "", trouble: str = "", **environment: str) -> Ended:
-    """Runs the job to its end, however it ends."""
-    faults = {"JAXTRAINER_FAILPOINT": failpoint, "JOB_TROUBLE": trouble}
-    return Child(options, **{name: value for name, value in faults.items() if value}, **environment).wait()
+def run(options: Options, *, failpoint: str = "", faults: str = "", **environment: str) -> ProcessResult:
+    """Runs the job until it exits."""
+    changes = {"JAXTRAINER_FAILPOINT": failpoint, "JOB_FAULTS": faults}
+    return Child(options, **{name: value for name, value in changes.items() if value}, **environment).wait()
 
 
-def until_done(options: Options, most: int = 3, **environment: str) -> int:
-    """Gives the same command until it ends well; how often that took."""
+def run_until_done(options: Options, most: int = 3, **environment: str) -> int:
+    """Repeats the command until it succeeds; returns the number of attempts."""
     attempt, ended = 1, run(options, **environment)
     while ended.code and attempt < most:
         attempt, ended = attempt + 1, run(options, **environment)
     if ended.code == 0:
         return attempt
-    raise AssertionError(f"The run does not end well when started again: exit code {ended.code}.\n{ended.text[-3000:]}")
+    raise AssertionError(f"The run fails when it is restarted: exit code {ended.code}.\n{ended.text[-3000:]}")
 
 
 def reference(options: Options, folder: Path, **environment: str) -> Options:
-    """The same job, never disturbed; made once per configuration."""
+    """The same job without faults; runs once per configuration."""
     key = replace(options, out="", version="j", resume="auto", fork=0)
     if key not in _REFERENCES:
         undisturbed = replace(key, out=str(folder / f"reference-{len(_REFERENCES)}"))
@@ -149,14 +149,14 @@ def reference(options: Options, folder: Path, **environment: str) -> Options:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """What a file of JSON lines holds."""
+    """The rows of a JSON Lines file; none if there is no file."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def ledger(options: Options) -> list[dict[str, Any]]:
-    """What the steps of a job were trained on."""
+    """The ledger of a job: a row per step."""
     return lines(Path(options.out) / "ledger.jsonl")
 
 
@@ -165,8 +165,8 @@ def starts(options: Options) -> list[int]:
     return [row["step"] for row in lines(Path(options.out) / "starts.jsonl")]
 
 
-def saves(options: Options, kind: str = "taken") -> list[int]:
-    """The steps whose states were taken over to be saved, or "asked for" to be, in order."""
+def saves(options: Options, kind: str = "copied") -> list[int]:
+    """The steps whose states were copied for a save, or whose save was "requested", in order."""
     return [row["step"] for row in lines(Path(options.out) / "saves.jsonl") if row["is"] == kind]
 
 
@@ -177,12 +177,12 @@ def progress(options: Options) -> int:
 
 
 def result(options: Options) -> dict[str, Any]:
-    """What came out of a job that is done."""
+    """The result of a finished job."""
     return json.loads((Path(options.out) / "result.json").read_text())
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """What the run recorded, without what the clock says and where it is."""
+    """The rows of `metrics.jsonl`, without times and hyperparameters."""
     kept = []
     for row in lines(options.folder / "metrics.jsonl"):
         row.pop("hparams", None)
@@ -199,41 +199,40 @@ def _is_clock(name: str) -> bool:
 
 
 def differences(options: Options, undisturbed: Options) -> list[str]:
-    """In what a job differs from the one that was never disturbed; nothing if it is the same, bit for bit."""
-    found, wanted = result(options), result(undisturbed)
-    found_problems = [f"{part} differ" for part in wanted["parts"] if found["parts"][part] != wanted["parts"][part]]
-    if found["digest"] != wanted["digest"] and not found_problems:
-        found_problems.append("the steps differ")
-    found_problems += _first_difference("ledger", ledger(options), ledger(undisturbed))
-    found_problems += _first_difference("metrics.jsonl", rows(options), rows(undisturbed))
-    found_problems += [
-        f"results[{place}] differ: {found['results'].get(place)} instead of {wanted['results'][place]}"
-        for place in wanted["results"]
-        if found["results"].get(place) != wanted["results"][place]
+    """The differences between a job and the undisturbed one; empty if they are bit-identical."""
+    found, expected = result(options), result(undisturbed)
+    problems = [f"{part} differ" for part in expected["parts"] if found["parts"][part] != expected["parts"][part]]
+    if found["digest"] != expected["digest"] and not problems:
+        problems.append("the steps differ")
+    problems += _first_difference("ledger", ledger(options), ledger(undisturbed))
+    problems += _first_difference("metrics.jsonl", rows(options), rows(undisturbed))
+    problems += [
+        f"results[{place}] differ: {found['results'].get(place)} instead of {expected['results'][place]}"
+        for place in expected["results"]
+        if found["results"].get(place) != expected["results"][place]
     ]
-    return found_problems
+    return problems
 
 
 def ledger_differences(options: Options, undisturbed: Options, *, keys: tuple[str, ...] = ("step", "ids")) -> list[str]:
-    """The same for what was trained on alone."""
+    """The differences between the ledgers only."""
     only = [[{key: row[key] for key in keys} for row in ledger(one)] for one in (options, undisturbed)]
     return _first_difference("ledger", *only)
 
 
-def _first_difference(name: str, found: list[Any], wanted: list[Any]) -> list[str]:
-    for index, (one, other) in enumerate(zip(found, wanted, strict=False)):
+def _first_difference(name: str, found: list[Any], expected: list[Any]) -> list[str]:
+    for index, (one, other) in enumerate(zip(found, expected, strict=False)):
         if one != other:
             keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
             changed = {key: (one.get(key), other.get(key)) for key in keys}
             return [f"{name} differs from line {index + 1} on: step {one.get('step')}, {str(changed)[:300]}"]
-    return [] if len(found) == len(wanted) else [f"{name} has {len(found)} lines instead of {len(wanted)}"]
+    return [] if len(found) == len(expected) else [f"{name} has {len(found)} lines instead of {len(expected)}"]
 
 
 class Score:
-    """What a case came to: how many runs, how many as they should be, and some numbers.
+    """The result of a case: how many runs, how many passed, and some numbers.
 
-    Used as `with Score("A1") as score:`; leaving the block fails the test unless there were runs and all of them are as
-    they should be.
+    Used as `with Score("A1") as score:`; leaving the block fails the test unless there were runs and all passed.
     """
 
     def __init__(self, case: str) -> None:
@@ -242,17 +241,17 @@ class Score:
         self.problems: list[str] = []
 
     def add(self, problems: list[str], what: str = "") -> None:
-        """One more run; it is as it should be if there are no problems."""
+        """Adds a run, which passed if it has no problems."""
         self.runs += 1
         self.passed += not problems
         self.problems += [f"{what}: {problem}" if what else problem for problem in problems]
 
     def check(self, holds: bool, what: str) -> None:
-        """One more run, of which one thing is asked."""
+        """Adds a run with a single check."""
         self.add([] if holds else [what])
 
     def note(self, **numbers: Any) -> None:
-        """Numbers for the table."""
+        """Adds numbers to the table."""
         self.numbers |= numbers
 
     def __enter__(self) -> "Score":
@@ -264,10 +263,8 @@ class Score:
         record(self)
         if error is None:
             listed = "\n".join(self.problems[:10])
-            assert self.runs > 0, f"{self.case}: nothing was tried"
-            assert self.passed == self.runs, (
-                f"{self.case}: {self.passed} of {self.runs} are as they should be:\n{listed}"
-            )
+            assert self.runs > 0, f"{self.case}: no runs"
+            assert self.passed == self.runs, f"{self.case}: {self.passed} of {self.runs} runs passed:\n{listed}"
 
 
 def record(score: Score) -> None:

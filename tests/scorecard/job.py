@@ -1,17 +1,17 @@
-"""The standard job: what the scorecard kills, starves and corrupts. As a script, the same command starts or resumes.
+"""The training job of the scorecard. As a script, the same command starts or resumes it.
 
-Into `out` it writes, besides the run's own folder `out/runs/<version>`:
-- `ledger.jsonl`: a line per step: its number, the ids of its examples, the bits of learning rate and loss; when a run
-  goes on, it is cut to the step that was restored;
-- `starts.jsonl`: a line per process that came as far as training, with the step it began from;
-- `saves.jsonl`: a line per state that is to be saved, and another when it has been taken over;
+Besides the run folder `out/runs/<version>` it writes into `out`:
+- `ledger.jsonl`: a line per step: its number, the ids of its examples, the bits of learning rate and loss; a
+  resumed run truncates it to the restored step;
+- `starts.jsonl`: a line per process that started to train, with its first step;
+- `saves.jsonl`: a line per requested save, and another one when its state has been copied;
 - `progress`: the last step that was dispatched;
-- `result.json`: at the end: a digest of the whole state, what `train_model` returned, how it ended.
+- `result.json`: at the end, a digest of the state, and the results of `train_model`.
 
-One of several processes that run the job together (`JOB_PROCESS="index count port"`) writes these into `out/process-1`
-and so on; the first one into `out`.
+With several processes (`JOB_PROCESS="index count port"`), process 0 writes these into `out`, process 1 into
+`out/process-1`, and so on.
 
-What a case does to it stands in the environment, so that the command stays the same: see `trouble.py` and `mutants.py`.
+Faults are set in the environment, so that the command stays the same: see `faults.py` and `mutants.py`.
 """
 
 import argparse
@@ -28,18 +28,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from mutants import infect
-from trouble import (
-    Broken,
-    Placed,
-    PlacedConfig,
-    Troubled,
-    TroubleMaker,
+from faults import (
+    FaultInjector,
+    FaultyLoader,
+    FaultyTool,
+    FaultyToolConfig,
+    InjectedError,
+    fault_steps,
     hang_in_step,
-    slow_down,
-    trouble_of,
-    troubles,
+    planned_faults,
+    slow_down_disk,
 )
+from mutants import apply_mutant
 
 from jax_trainer.callbacks import (
     Callback,
@@ -63,16 +63,16 @@ from jax_trainer.optimizer import (
     WarmupCosineDecayScheduleConfig,
     learning_rate,
 )
-from jax_trainer.processes import Job as Described
+from jax_trainer.processes import Job as ProcessJob
 from jax_trainer.processes import join, process_group
 from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 
 __all__ = [
+    "FaultyTool",
     "Job",
     "Ledger",
     "Options",
-    "Placed",
     "data_of",
     "ids_of_epoch",
     "main",
@@ -89,7 +89,7 @@ EVERY = 5  # steps between two saved states
 
 @dataclass(frozen=True)
 class Options:
-    """All that a case varies. Each is an option of the script, by its name."""
+    """The options of the script, which the cases vary."""
 
     out: str
     flavour: str = "linen"
@@ -107,39 +107,39 @@ class Options:
     log_every: int = 7
     steps_per_call: int = 1
     resident: int = 0
-    workers: int = -1  # below 0: arrays in memory; otherwise Grain with as many processes
+    workers: int = -1  # below 0: arrays in memory; otherwise Grain with this many worker processes
     accumulate: int = 1  # micro-batches of one batch
     window: int = 1  # batches of one update
-    schedule: int = 0  # updates that it lasts; 0: as many as the run has
+    schedule: int = 0  # length in updates; 0: that of the run
     ema: float = 0.99
     policy: str = ""
     max_skipped: int = 10
     max_rollbacks: int = 3
     patience: int = 1000
     devices: int = 1
-    extras: str = ""  # what else watches: bar, stats, profiler, tensorboard; or does not: bare, nonorm
+    extras: str = ""  # more observers: bar, stats, profiler, tensorboard, hang; or fewer: bare, nonorm
     resume: str = "auto"
     fork: int = 0
     save_on_exception: int = 1
-    tool: str = ""  # what the logging tool does wrong, see `Placed`
+    tool: str = ""  # the fault of the logging tool, see `FaultyToolConfig`
     ledger: int = 1
     test: int = 1
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run folder."""
         return Path(self.out) / "runs" / self.version
 
     def command(self) -> list[str]:
-        """What runs this job in a process of its own."""
+        """The command that runs this job."""
         defaults = {item.name: item.default for item in fields(self)}
-        given = [(name, value) for name, value in vars(self).items() if value != defaults[name]]
-        words = [word for name, value in given for word in (f"--{name}", str(value))]
+        changed = [(name, value) for name, value in vars(self).items() if value != defaults[name]]
+        words = [word for name, value in changed for word in (f"--{name}", str(value))]
         return [sys.executable, str(Path(__file__)), *words]
 
 
 def options_from(words: list[str]) -> Options:
-    """What the command line says."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser()
     for item in fields(Options):
         is_needed = item.name == "out"
@@ -165,33 +165,34 @@ class Job(TrainerModule):
         return loss, (mutable, metrics)
 
     def _evaluate(self, logits: jax.Array, batch: Any) -> Any:
-        if trouble_of("loss") and len(batch["y"]) == EXAMPLES % BATCH:
-            raise Broken("the loss breaks")  # while it is traced for the ragged last batch, at step 32
+        if fault_steps("loss") and len(batch["y"]) == EXAMPLES % BATCH:
+            raise InjectedError("the loss fails")  # while it is traced for the ragged last batch, at step 32
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        if trouble_of("spike"):
-            losses = losses * jnp.where(jnp.abs(batch["x"]).max() > 50, 100.0, 1.0)  # of inputs a norm would hide it
-        if trouble_of("hang"):
-            seen = jax.lax.stop_gradient(losses.mean())
-            losses = losses + jax.pure_callback(hang_in_step, jax.ShapeDtypeStruct((), jnp.float32), seen)
+        if fault_steps("spike"):
+            # scaled inputs alone would be hidden by a norm
+            losses = losses * jnp.where(jnp.abs(batch["x"]).max() > 50, 100.0, 1.0)
+        if fault_steps("hang"):
+            loss = jax.lax.stop_gradient(losses.mean())
+            losses = losses + jax.pure_callback(hang_in_step, jax.ShapeDtypeStruct((), jnp.float32), loss)
         hits = (logits.argmax(-1) == batch["y"]).mean(dtype=np.float32)
         metrics = {
             "acc": hits,
             "worst": {"value": losses.max(), "mode": "max"},
             "spread": {"value": losses.mean(), "mode": "std"},
             "ids": {"value": batch["id"], "mode": "concat", "log_mode": "train"},
-            # of the data alone, so that anybody can tell what must come out
+            # functions of the data only, so that `oracles.py` can compute them
             "x_mean": batch["x"].mean(),
             "x_sum": {"value": batch["x"].sum(), "mode": "sum"},
             "x_max": {"value": batch["x"].max(), "mode": "max"},
             "x_min": {"value": batch["x"].min(), "mode": "min"},
             "x_std": {"value": batch["x"].mean(), "mode": "std"},
-            "weighed": {"value": (batch["x"][:, 0] * batch["y"]).sum(), "count": batch["y"].sum()},
+            "weighted": {"value": (batch["x"][:, 0] * batch["y"]).sum(), "count": batch["y"].sum()},
         }
         return losses.mean(), metrics
 
 
 class Ledger(Callback):
-    """Writes down what the steps of a run were trained on, so that exactly the steps that count are in it."""
+    """Records the examples, learning rate and loss of every step that is part of the run."""
 
     config: CallbackConfig
 
@@ -201,7 +202,7 @@ class Ledger(Callback):
 
     def on_training_start(self) -> None:
         self._out.mkdir(parents=True, exist_ok=True)
-        _cut(self._out / "ledger.jsonl", self.event.step)
+        _truncate(self._out / "ledger.jsonl", self.event.step)
         _append(self._out / "starts.jsonl", {"step": self.event.step, "pid": os.getpid()})
         self._file = (self._out / "ledger.jsonl").open("ab", buffering=0)
         self._progress = os.open(self._out / "progress", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -238,17 +239,17 @@ def _append(file: Path, row: dict[str, Any]) -> None:
         opened.write(json.dumps(row).encode() + b"\n")
 
 
-def _cut(file: Path, step: int) -> None:
-    """Leaves the lines up to `step`; half a line, which a kill may leave, goes too."""
+def _truncate(file: Path, step: int) -> None:
+    """Truncates the file after `step`; also removes a partial line, which a kill may leave."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
     file.write_bytes(b"".join(kept))
 
 
 def optimizer_of(options: Options) -> Any:
-    """AdamW with warm-up, cosine and clipping; over several batches where a window is asked for.
+    """AdamW with warm-up, cosine and clipping; with `window` above 1, over several batches.
 
-    The schedule is as long as the run, or has a length of its own, so that a longer run begins like a shorter one.
+    The schedule is as long as the run, or as `schedule`, so that a longer run starts like a shorter one.
     """
     length = -(-(options.schedule or options.steps) // options.window)
     rate = WarmupCosineDecayScheduleConfig(peak_value=0.01, warmup_steps=min(20, length // 2))
@@ -263,27 +264,27 @@ def optimizer_of(options: Options) -> Any:
 
 def trainer_for(options: Options, *, callbacks: Any = (), kind: type[Job] = Job, model: Any = None) -> Job:
     """The trainer of the job."""
-    given = model or (TinyLinen(0.1) if options.flavour == "linen" else TinyNNX)
-    out = own_folder(options)
-    watching = [*([Ledger(out)] if options.ledger else []), TroubleMaker(out)]
+    model = model or (TinyLinen(0.1) if options.flavour == "linen" else TinyNNX)
+    out = process_folder(options)
+    own_callbacks = [*([Ledger(out)] if options.ledger else []), FaultInjector(out)]
     mesh = None if jax.device_count() == 1 else init_ddp_mesh()
     example = {name: array[:BATCH] for name, array in numbered_data(64).items()}
     return kind(
-        _config(options), model=given, exmp_input=example, mesh=mesh, callbacks=[*watching, *callbacks],
+        _config(options), model=model, exmp_input=example, mesh=mesh, callbacks=[*own_callbacks, *callbacks],
         **optimizer_of(options),
     )  # fmt: skip
 
 
-def own_folder(options: Options) -> Path:
-    """Where this process writes."""
+def process_folder(options: Options) -> Path:
+    """The folder that this process writes to."""
     return Path(options.out) / (f"process-{process_group().index}" if process_group().index else "")
 
 
-def join_others() -> None:
-    """Joins the other processes of the job, if there are some."""
+def join_processes() -> None:
+    """Joins the other processes of the job, if any."""
     if place := os.environ.get("JOB_PROCESS"):
         index, count, port = place.split()
-        job = Described(coordinator=f"127.0.0.1:{port}", processes=int(count), process=int(index))
+        job = ProcessJob(coordinator=f"127.0.0.1:{port}", processes=int(count), process=int(index))
         join(job, heartbeat=float(os.environ.get("JOB_HEARTBEAT", "5")))
 
 
@@ -332,20 +333,20 @@ def _callbacks(options: Options, extras: list[str]) -> dict[str, Any]:
 
 
 def _tools(options: Options, extras: list[str]) -> list[Any]:
-    place = PlacedConfig(save_dir=str(Path(options.out) / "runs"), version=options.version, trouble=options.tool)
-    tools: list[Any] = [place]
+    tool = FaultyToolConfig(save_dir=str(Path(options.out) / "runs"), version=options.version, fault=options.tool)
+    tools: list[Any] = [tool]
     if "tensorboard" in extras:
         tools.append(TensorboardConfig())
     return tools
 
 
 def examples_of(options: Options) -> dict[str, np.ndarray]:
-    """What is trained on; the rest of the same set is evaluated on."""
+    """The training examples."""
     return {name: array[: options.examples] for name, array in numbered_data(EXAMPLES + EVALUATED).items()}
 
 
 def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
-    """What to train on, two sets to validate on, and one to test on."""
+    """The training data, two validation sets, and a test set."""
     data = examples_of(options)
     train: Any = ArrayLoader(data, BATCH, shuffle=True, seed=options.seed)
     if options.workers >= 0:
@@ -357,10 +358,10 @@ def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
         "val": ArrayLoader({name: array[:101] for name, array in evaluated.items()}, BATCH),
         "other": ArrayLoader({name: array[101:150] for name, array in evaluated.items()}, BATCH),
     }
-    if troubles().keys() & {"loader", "block", "nan", "spike"}:
-        train = Troubled(train, Path(options.out))
-    if trouble_of("val"):
-        sets["val"] = Troubled(sets["val"], Path(options.out), kind="val")
+    if planned_faults().keys() & {"loader", "block", "nan", "spike"}:
+        train = FaultyLoader(train, Path(options.out))
+    if fault_steps("val"):
+        sets["val"] = FaultyLoader(sets["val"], Path(options.out), kind="val")
     return train, sets, ArrayLoader({name: array[150:] for name, array in evaluated.items()}, BATCH)
 
 
@@ -378,13 +379,13 @@ class Records:
 
 
 def ids_of_epoch(options: Options, epoch: int) -> list[int]:
-    """In which order an epoch must visit the examples, from the loader's own schedule."""
+    """The expected order of the examples in an epoch."""
     loader = ArrayLoader({"id": np.arange(options.examples)}, BATCH, shuffle=True, seed=options.seed)
     return [int(index) for index in loader.order(epoch)]
 
 
 def train(trainer: Job, options: Options, **changes: Any) -> dict[Any, Any]:
-    """Runs the job: what `train_model` returns."""
+    """Runs the job; returns the results of `train_model`."""
     loader, sets, tests = data_of(options)
     resume: Any = {"auto": "auto", "no": False, "yes": True}.get(options.resume, options.resume)
     more = {"resume": resume, **({"fork": True} if options.fork else {}), **changes}
@@ -393,32 +394,32 @@ def train(trainer: Job, options: Options, **changes: Any) -> dict[Any, Any]:
     )
 
 
-def note_saves(out: Path) -> None:
-    """Lets every save write down its step."""
+def record_saves(out: Path) -> None:
+    """Makes every save append its step to `saves.jsonl`."""
     save = CheckpointStore.save
 
-    def noted(self: CheckpointStore, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: CheckpointStore, state: Any, *args: Any, **kwargs: Any) -> Any:
         row = {"step": int(state.step), "digest": digest(state) if "JOB_DIGESTS" in os.environ else ""}
-        _append(out / "saves.jsonl", {**row, "is": "asked for"})
+        _append(out / "saves.jsonl", {**row, "is": "requested"})
         path = save(self, state, *args, **kwargs)
-        _append(out / "saves.jsonl", {**row, "is": "taken"})
+        _append(out / "saves.jsonl", {**row, "is": "copied"})
         return path
 
-    CheckpointStore.save = noted  # type: ignore[method-assign]
+    CheckpointStore.save = recorded  # type: ignore[method-assign]
 
 
-def plain(value: Any) -> Any:
-    """`value` as JSON can have it, bit for bit."""
+def to_json(value: Any) -> Any:
+    """`value` in JSON, without loss of bits."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, float):
         return value.hex()
     array = np.asarray(value)
-    return hashlib.sha256(array.tobytes()).hexdigest() if array.ndim else plain(array.item())
+    return hashlib.sha256(array.tobytes()).hexdigest() if array.ndim else to_json(array.item())
 
 
 def _quantiles(trainer: Job) -> dict[str, float]:
-    """How long steps took, in milliseconds: the median, and what 99 of 100 stay below."""
+    """Durations of steps in milliseconds: the median and the 99th percentile."""
     times = next((one.times for one in trainer.callbacks.values() if isinstance(one, Ledger)), [])
     between = 1000 * np.diff(times) if len(times) > 2 else np.zeros(1)
     return {"p50": float(np.percentile(between, 50)), "p99": float(np.percentile(between, 99))}
@@ -427,12 +428,12 @@ def _quantiles(trainer: Job) -> dict[str, float]:
 def main(words: list[str]) -> int:
     """Runs the job that the command line describes."""
     options = options_from(words)
-    join_others()
-    out = own_folder(options)
+    join_processes()
+    out = process_folder(options)
     out.mkdir(parents=True, exist_ok=True)
-    infect()
-    slow_down()
-    note_saves(out)
+    apply_mutant()
+    slow_down_disk()
+    record_saves(out)
     trainer = trainer_for(options)
     results = train(trainer, options)
     content = {
@@ -442,7 +443,7 @@ def main(words: list[str]) -> int:
             for name in ("params", "model_state", "opt_state", "rng", "extra")
         },
         "step": int(trainer.state.step),
-        "results": plain(results),
+        "results": to_json(results),
         "step_ms": _quantiles(trainer),
         "finite": all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(trainer.state))),
     }

@@ -1,4 +1,4 @@
-"""Bugs on purpose, to see that the scorecard finds them: `JOB_MUTANT=name` switches one on in a job."""
+"""Mutants: bugs that the scorecard must detect. `JOB_MUTANT=name` activates one in a job."""
 
 import os
 import shutil
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint import store as store_room
+from jax_trainer.checkpoint import store as store_module
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import metric_accumulator, wrappers
 from jax_trainer.core.metrics import LogMetricMode
 from jax_trainer.core.rng import key_data
 
 
-def infect() -> None:
-    """Switches on the bug that the environment names."""
+def apply_mutant() -> None:
+    """Activates the mutant in the environment."""
     name = os.environ.get("JOB_MUTANT")
     if name:
         MUTANTS[name]()
@@ -44,7 +44,7 @@ def _without_count() -> None:
     _after_restore(lambda state, saved: (state.replace(opt_state=jax.tree.map(forget, state.opt_state)), saved))
 
 
-def _one_batch_on() -> None:
+def _skip_a_batch() -> None:
     def skip(state: Any, saved: Any) -> Any:
         at = saved.position
         return state, replace(saved, position=replace(at, epoch_step=at.epoch_step + 1))
@@ -53,14 +53,14 @@ def _one_batch_on() -> None:
 
 
 def _delete_before_commit() -> None:
-    write = store_room.write_checkpoint
+    write = store_module.write_checkpoint
 
     def mutant(folder: Any, *args: Any, **kwargs: Any) -> Any:
         for old in folder.glob("step_*"):
             shutil.rmtree(old, ignore_errors=True)
         return write(folder, *args, **kwargs)
 
-    store_room.write_checkpoint = mutant
+    store_module.write_checkpoint = mutant
 
 
 def _mean_of_means() -> None:
@@ -85,7 +85,7 @@ def _zero_times_nan() -> None:
 MUTANTS = {
     "rng": _without_rng,
     "count": _without_count,
-    "batch": _one_batch_on,
+    "batch": _skip_a_batch,
     "delete": _delete_before_commit,
     "means": _mean_of_means,
     "zero": _zero_times_nan,

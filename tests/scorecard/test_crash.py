@@ -1,4 +1,4 @@
-"""Group A: crash and resume. Every case compares with the run that was never disturbed, bit for bit."""
+"""Group A: crash and resume. Every case is compared with the undisturbed run, bit for bit."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crashes import committed, committed_in, killed_after, killed_at, signalled, terminated
+from crashes import committed, committed_in, kill_after, kill_at, send_signals, terminate
 from harness import (
     Child,
     Score,
@@ -23,9 +23,9 @@ from harness import (
     reference,
     result,
     run,
+    run_until_done,
     saves,
     starts,
-    until_done,
 )
 from job import EPOCH, EXAMPLES, Options
 
@@ -48,17 +48,17 @@ POINTS = (
 def test_a1_kills_at_random_times_change_nothing(flavour, tmp_path, references):
     options = Options(out="", flavour=flavour)
     undisturbed = reference(options, references)
-    seconds = run(replace(options, out=str(tmp_path / "timed"))).seconds  # when everything is compiled already
+    seconds = run(replace(options, out=str(tmp_path / "timed"))).seconds  # with a warm compilation cache
     chance, kills, finished = random.Random(f"A1 {flavour}"), 0, 0
     with Score("A1") as score:
         while kills < KILLS:
             options, here = replace(options, out=str(tmp_path / f"run-{finished}")), 0
-            while kills < KILLS and killed_after(options, chance.uniform(0, seconds)):
+            while kills < KILLS and kill_after(options, chance.uniform(0, seconds)):
                 kills, here = kills + 1, here + 1
-            restarts = until_done(options)
+            restarts = run_until_done(options)
             problems = differences(options, undisturbed)
-            problems += [f"it took {restarts} commands to end"] if restarts > 1 else []
-            for _ in range(here or bool(problems)):  # one that was never killed counts only if something is wrong
+            problems += [f"it took {restarts} commands to finish"] if restarts > 1 else []
+            for _ in range(here or bool(problems)):  # a run without kills counts only if it has problems
                 score.add(problems, f"run {finished} of {flavour}, killed {here} times")
             finished += 1
         score.note(**{flavour: f"{kills} kills in {finished} runs of {seconds:.0f} s"})
@@ -70,9 +70,9 @@ def test_a2_kills_while_saving_lose_at_most_one_interval(point, tmp_path, refere
     with Score("A2") as score:
         for nth in (2, 1, 4, 7, 11)[: max(1, KILLS // 10)]:
             options = replace(SHORT, out=str(tmp_path / f"{nth}"))
-            problems = killed_at(options, f"{point}:kill:{nth}")
-            problems += killed_at(options, f"{point}:kill:2")  # and again, in another process
-            until_done(options)
+            problems = kill_at(options, f"{point}:kill:{nth}")
+            problems += kill_at(options, f"{point}:kill:2")  # and again, in another process
+            run_until_done(options)
             score.add(problems + differences(options, undisturbed), f"{point}, passage {nth}")
 
 
@@ -81,8 +81,8 @@ def test_a2_kills_while_a_checkpoint_is_rewritten_lose_nothing(point, tmp_path, 
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("A2") as score:
-        problems = killed_at(options, f"{point}:kill:1")
-        until_done(options)
+        problems = kill_at(options, f"{point}:kill:1")
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), point)
 
 
@@ -119,20 +119,21 @@ def test_a3_kills_inside_and_at_the_ends_of_epochs_change_nothing(name, tmp_path
     with Score("A3") as score:
         problems = []
         for place in places:
-            ended = run(options, trouble=place)
+            ended = run(options, faults=place)
             problems += (
                 [] if ended.code == -signal.SIGKILL else [f"{place}: not killed, {ended.code}: {ended.text[-1000:]}"]
             )
-        until_done(options)
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed) + _epochs(options), name)
         score.note(**{name: f"resumed from {starts(options)[1:]}"})
 
 
 def _epochs(options: Options) -> list[str]:
-    """Every example once per epoch, from the ledger alone."""
+    """Checks in the ledger that every epoch has every example once."""
     ids = [row["ids"] for row in ledger(options)]
-    whole = [sorted(chain(*ids[first : first + EPOCH])) for first in range(0, len(ids) - EPOCH + 1, EPOCH)]
-    return [f"epoch {n + 1} is not every example once" for n, seen in enumerate(whole) if seen != list(range(EXAMPLES))]
+    epochs = [sorted(chain(*ids[first : first + EPOCH])) for first in range(0, len(ids) - EPOCH + 1, EPOCH)]
+    every = list(range(EXAMPLES))
+    return [f"epoch {n} does not have every example once" for n, ids in enumerate(epochs, 1) if ids != every]
 
 
 def test_a4_kills_inside_an_accumulation_window_change_nothing(tmp_path, references):
@@ -142,29 +143,29 @@ def test_a4_kills_inside_an_accumulation_window_change_nothing(tmp_path, referen
             undisturbed = reference(options, references)
             problems = []
             for step in (7, 23, 41, 62):
-                ended = run(options, trouble=f"kill:{step}")
+                ended = run(options, faults=f"kill:{step}")
                 problems += [] if ended.code == -signal.SIGKILL else [f"not killed at {step}: {ended.text[-1000:]}"]
-            until_done(options)
+            run_until_done(options)
             score.add(problems + differences(options, undisturbed), flavour)
             score.note(**{flavour: f"resumed from {starts(options)[1:]}"})
 
 
 SIGTERMS = {
-    "train": {"trouble": "mark:23"},
-    "eval": {"trouble": "mark_eval:20"},
-    "start": {"trouble": "mark_start", "saved": False},
-    "save": {"trouble": "mark:21", "failpoint": "mid_array:sleep=2:4", "within": 7.0},
-    "blocked loader": {"trouble": "block:23"},
+    "train": {"faults": "mark:23"},
+    "eval": {"faults": "mark_eval:20"},
+    "start": {"faults": "mark_start", "saved": False},
+    "save": {"faults": "mark:21", "failpoint": "mid_array:sleep=2:4", "within": 7.0},
+    "blocked loader": {"faults": "block:23"},
 }
 
 
 @pytest.mark.parametrize("place", SIGTERMS)
-def test_a5_sigterm_saves_the_present_step_and_ends_with_143(place, tmp_path, references):
+def test_a5_sigterm_saves_the_current_step_and_exits_with_143(place, tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("A5") as score:
-        problems = terminated(options, **SIGTERMS[place])
-        until_done(options)
+        problems = terminate(options, **SIGTERMS[place])
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), place)
 
 
@@ -173,16 +174,18 @@ def test_a6_a_second_signal_does_not_wait_for_the_final_save(tmp_path, reference
     with Score("A6") as score:
         for name, number, codes in (("SIGTERM", signal.SIGTERM, (143, -15)), ("Ctrl-C", signal.SIGINT, (130, -2))):
             options = replace(SHORT, out=str(tmp_path / name))
-            # saves of steps 5 and 10, and the third when the first signal comes: that one takes a minute
-            ended, seconds = signalled(options, "mark:12", [number, number], failpoint="before_rename:sleep=60:3")
+            # the third save, after those of steps 5 and 10, is that of the first signal: it takes a minute
+            ended, seconds = send_signals(options, "mark:12", [number, number], failpoint="before_rename:sleep=60:3")
             problems = [] if ended.code in codes else [f"the exit code is {ended.code}: {ended.text[-1500:]}"]
-            problems += [] if seconds <= 5 else [f"it took {seconds:.1f} s to end"]
-            problems += [] if 10 in committed(options) else [f"there are {committed(options)} instead of step 10"]
-            until_done(options)
+            problems += [] if seconds <= 5 else [f"it took {seconds:.1f} s to exit"]
+            problems += (
+                [] if 10 in committed(options) else [f"the checkpoints are {committed(options)}, without step 10"]
+            )
+            run_until_done(options)
             score.add(problems + differences(options, undisturbed), name)
         options = replace(SHORT, out=str(tmp_path / "one"))
-        problems = terminated(options, "mark:12", number=signal.SIGINT, code=(130, -2))
-        until_done(options)
+        problems = terminate(options, "mark:12", number=signal.SIGINT, code=(130, -2))
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), "one Ctrl-C")
 
 
@@ -191,19 +194,21 @@ def test_a7_an_exception_is_shown_and_the_run_can_be_resumed(place, tmp_path, re
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("A7") as score:
-        ended = run(options, trouble=place)
-        latest, asked = max(committed(options), default=0), max(saves(options), default=0)
+        ended = run(options, faults=place)
+        latest, copied = max(committed(options), default=0), max(saves(options), default=0)
         problems = [] if ended.code == 1 else [f"the exit code is {ended.code}"]
         problems += (
-            [] if "Broken: " in ended.text and "Traceback" in ended.text else [f"no traceback: {ended.text[-500:]}"]
+            []
+            if "InjectedError: " in ended.text and "Traceback" in ended.text
+            else [f"no traceback: {ended.text[-500:]}"]
         )
-        problems += [] if latest == asked else [f"step {asked} was to be saved, and {latest} is the latest"]
-        until_done(options)
+        problems += [] if latest == copied else [f"step {copied} was to be saved, {latest} is the latest"]
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), place)
         score.note(**{place.partition(":")[0]: f"resumed from {starts(options)[-1]}"})
 
 
-_LEAVING = textwrap.dedent("""
+_SAVE_AND_EXIT = textwrap.dedent("""
     import sys
     from pathlib import Path
     import jax, jax.numpy as jnp, optax
@@ -215,18 +220,18 @@ _LEAVING = textwrap.dedent("""
         mode, store = sys.argv[2], CheckpointStore(Path(sys.argv[1]) / str(number))
         store.save(state.replace(step=jnp.asarray(3, jnp.int32)), Position(1, 3), {"loss": 1.0}, wait=False)
     if mode == "raise":
-        raise RuntimeError("on purpose")
+        raise RuntimeError("injected")
     if mode == "exit":
         sys.exit(3)
 """)
 
 
-def test_a8_a_process_that_just_ends_has_saved(tmp_path):
+def test_a8_a_process_that_exits_during_a_save_has_saved(tmp_path):
     with Score("A8") as score:
         for mode, code in (("return", 0), ("raise", 1), ("exit", 3)):
             folder = tmp_path / mode
             environment = child_environment(SHORT, {})
-            words = [sys.executable, "-c", _LEAVING, str(folder), mode]
+            words = [sys.executable, "-c", _SAVE_AND_EXIT, str(folder), mode]
             ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
             assert ended.returncode == code, ended.stderr
             for place in sorted(folder.iterdir()):
@@ -239,20 +244,20 @@ def test_a9_ten_resumes_of_one_step_each_change_nothing(tmp_path, references):
     with Score("A9") as score:
         problems = []
         for _ in range(10):
-            ended = run(options, trouble="term:1")
+            ended = run(options, faults="term:1")
             problems += [] if ended.code == 143 else [f"exit code {ended.code}: {ended.text[-1000:]}"]
-        until_done(options)
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed))
-        score.note(went_on_from=starts(options)[1:])
+        score.note(resumed_from=starts(options)[1:])
 
 
 def test_a10_a_finished_run_takes_no_more_steps(tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("A10") as score:
-        until_done(options)
+        run_until_done(options)
         (Path(options.out) / "result.json").unlink()
-        until_done(options)
+        run_until_done(options)
         score.add(differences(options, undisturbed), "a finished run")
         score.check(
             starts(options)[-1] in (0, SHORT.steps) and len(ledger(options)) == SHORT.steps,
@@ -262,27 +267,27 @@ def test_a10_a_finished_run_takes_no_more_steps(tmp_path, references):
 
 @pytest.mark.parametrize("first", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH])
 def test_a10_a_longer_plan_continues_where_the_shorter_one_ended(first, tmp_path, references):
-    whole = replace(SHORT, schedule=400)
-    undisturbed = reference(whole, references)
-    short = replace(whole, out=str(tmp_path / "run"), steps=first)
+    base = replace(SHORT, schedule=400)
+    undisturbed = reference(base, references)
+    short = replace(base, out=str(tmp_path / "run"), steps=first)
     with Score("A10") as score:
-        until_done(short)
+        run_until_done(short)
         score.check(len(ledger(short)) == first, f"{len(ledger(short))} steps instead of {first}")
-        longer = replace(whole, out=short.out, resume=str(short.folder))
-        until_done(longer)
+        longer = replace(base, out=short.out, resume=str(short.folder))
+        run_until_done(longer)
         problems = ledger_differences(longer, undisturbed, keys=("step", "ids", "lr", "loss"))
         same = result(longer)["digest"] == result(undisturbed)["digest"]
         score.add(problems + ([] if same else ["the states differ"]), f"{first} steps, then {SHORT.steps}")
 
 
 def test_a10_more_epochs_continue_where_fewer_ended(tmp_path, references):
-    whole = replace(SHORT, steps=3 * EPOCH, schedule=400)
-    undisturbed = reference(whole, references)
-    short = replace(whole, out=str(tmp_path / "run"), epochs=2)
+    base = replace(SHORT, steps=3 * EPOCH, schedule=400)
+    undisturbed = reference(base, references)
+    short = replace(base, out=str(tmp_path / "run"), epochs=2)
     with Score("A10") as score:
-        until_done(short)
+        run_until_done(short)
         longer = replace(short, epochs=1000, resume=str(short.folder))
-        until_done(longer)
+        run_until_done(longer)
         problems = ledger_differences(longer, undisturbed, keys=("step", "ids", "lr", "loss"))
         same = result(longer)["digest"] == result(undisturbed)["digest"]
         score.add(problems + ([] if same else ["the states differ"]), "2 epochs, then 3")
@@ -295,46 +300,47 @@ def test_a11_the_examples_do_not_depend_on_the_flavour_or_on_workers(tmp_path, r
         options = replace(SHORT, out=str(tmp_path / "run"))
         problems = []
         for workers, step in ((0, 12), (1, 28), (2, 47)):
-            ended = run(replace(options, workers=workers), trouble=f"kill:{step}")
+            ended = run(replace(options, workers=workers), faults=f"kill:{step}")
             problems += [] if ended.code == -signal.SIGKILL else [f"{workers}: {ended.code} {ended.text[-1000:]}"]
-        until_done(replace(options, workers=1))
+        run_until_done(replace(options, workers=1))
         score.add(problems + differences(options, undisturbed), "0, 1, 2 and 1 workers")
 
 
 def test_a12_a_run_continues_with_another_number_of_devices(tmp_path, references):
-    whole = replace(SHORT, examples=31 * 32, steps=24, val_every=0, val_epochs=0, test=0)  # batches that two can share
-    undisturbed = reference(whole, references)
-    options = replace(whole, out=str(tmp_path / "run"))
+    # batches that two devices can share
+    base = replace(SHORT, examples=31 * 32, steps=24, val_every=0, val_epochs=0, test=0)
+    undisturbed = reference(base, references)
+    options = replace(base, out=str(tmp_path / "run"))
     with Score("A12") as score:
-        ended = run(options, trouble="kill:17")
+        ended = run(options, faults="kill:17")
         assert ended.code == -signal.SIGKILL, ended.text[-1000:]
         ended = run(replace(options, devices=2))
         problems = [] if ended.code == 0 else [f"exit code {ended.code}: {ended.text[-2000:]}"]
         if not problems:
             problems += ledger_differences(options, undisturbed)
-            far = max(_distances(options, undisturbed))
-            problems += [] if far <= 1e-6 else [f"parameters differ by {far:.1e}"]
+            distance = max(_distances(options, undisturbed))
+            problems += [] if distance <= 1e-6 else [f"parameters differ by {distance:.1e}"]
             problems += [] if starts(options)[-1] >= 10 else [f"it resumed from step {starts(options)[-1]}"]
-            score.note(farthest=f"{far:.1e}")
+            score.note(max_distance=f"{distance:.1e}")
         score.add(problems, "1 device, then 2")
-        score.check("bit" in ended.text, "nothing says that the result is not the same bit for bit")
+        score.check("bit" in ended.text, "no message that the result is not bit-identical")
 
 
 def _distances(options: Options, other: Options) -> list[float]:
-    found, wanted = (np.load(Path(one.out) / "params.npz") for one in (options, other))
-    # a bias before a norm has no effect: its gradient is nothing but rounding, which Adam makes as large as any other
-    names = [name for name in wanted if not ("hidden" in name and "bias" in name)]
-    return [float(np.abs(found[name] - wanted[name]).max()) for name in names]
+    found, expected = (np.load(Path(one.out) / "params.npz") for one in (options, other))
+    # a bias before a norm has no effect: its gradient is rounding noise, which Adam scales up like any other
+    names = [name for name in expected if not ("hidden" in name and "bias" in name)]
+    return [float(np.abs(found[name] - expected[name]).max()) for name in names]
 
 
-def test_a13_nothing_but_the_seed_decides(tmp_path, references):
+def test_a13_only_the_seed_determines_the_result(tmp_path, references):
     undisturbed = reference(SHORT, references)
     with Score("A13") as score:
         for number in range(max(2, KILLS // 5)):
             options = replace(SHORT, out=str(tmp_path / f"run-{number}"))
             elsewhere = tmp_path / f"cwd-{number}"
             elsewhere.mkdir()
-            around = {"PYTHONHASHSEED": str(number), "TZ": ["UTC", "Asia/Tokyo", "America/New_York"][number % 3]}
-            ended = Child(options, cwd=elsewhere, **around).wait()
+            environment = {"PYTHONHASHSEED": str(number), "TZ": ["UTC", "Asia/Tokyo", "America/New_York"][number % 3]}
+            ended = Child(options, cwd=elsewhere, **environment).wait()
             assert ended.code == 0, ended.text[-2000:]
             score.add(differences(options, undisturbed), f"run {number}")

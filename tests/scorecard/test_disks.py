@@ -1,4 +1,4 @@
-"""Group B with processes: full, slow, failing and shared disks."""
+"""Group B, in child processes: full, slow, failing and shared disks."""
 
 import multiprocessing
 import os
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from crashes import committed, leftovers
-from harness import Child, Score, differences, ledger, lines, reference, result, run, saves, starts, until_done
+from harness import Child, Score, differences, ledger, lines, reference, result, run, run_until_done, saves, starts
 from job import Options, trainer_for
-from small import files_of, tree_of
+from small_stores import files_of, tree_of
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore
@@ -28,11 +28,11 @@ SHORT = Options(out="", steps=70)
 
 @contextmanager
 def small_disk(place: Path, size: str, options: str = "") -> Iterator[Path]:
-    """A file system of this size; skips the case where none can be mounted."""
+    """Mounts a file system of this size; skips the case without permission."""
     place.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={size}{options}", "tmpfs", str(place)]
     if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
+        pytest.skip("cannot mount a file system")
     try:
         yield place
     finally:
@@ -40,7 +40,7 @@ def small_disk(place: Path, size: str, options: str = "") -> Iterator[Path]:
 
 
 def fill(file: Path) -> None:
-    """Writes until nothing more fits."""
+    """Fills the disk."""
     with file.open("wb", buffering=0) as opened, suppress(OSError):
         while opened.write(bytes(4096)):
             pass
@@ -55,15 +55,17 @@ def test_b4_a_full_disk_costs_no_checkpoint_and_stops_the_run(point, tmp_path, r
             before = committed(options) if options.folder.exists() else []
             ended = run(options, failpoint=f"{point}:enospc:{nth}")
             problems = [] if ended.code not in (0, -9) else [f"the exit code is {ended.code}"]
-            problems += [] if "step_" in ended.text and "bytes" in ended.text else [f"it says: {ended.text[-800:]}"]
+            problems += (
+                [] if "step_" in ended.text and "bytes" in ended.text else [f"the output is: {ended.text[-800:]}"]
+            )
             problems += [f"left over: {names}"] if (names := leftovers(options.folder / "checkpoints")) else []
             problems += [] if not before or committed(options) else ["no checkpoint is left"]
             score.add(problems, f"{point}, save {nth}")
-        until_done(options)
+        run_until_done(options)
         score.add(differences(options, undisturbed), "afterwards")
 
 
-def test_b4_a_full_disk_is_tried_again_where_the_run_is_to_continue(tmp_path, references):
+def test_b4_with_continue_a_full_disk_is_retried(tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "run"), on_save_failure="continue")
     undisturbed = reference(options, references)
     with Score("B4") as score:
@@ -71,23 +73,23 @@ def test_b4_a_full_disk_is_tried_again_where_the_run_is_to_continue(tmp_path, re
         problems = [] if ended.code == 0 else [f"the exit code is {ended.code}: {ended.text[-1500:]}"]
         problems += [] if "could not be saved" in ended.text else [f"no message: {ended.text[-500:]}"]
         score.add(problems or differences(options, undisturbed), "continue")
-        score.check(max(committed(options)) == options.steps, f"the last state is not there: {committed(options)}")
+        score.check(max(committed(options)) == options.steps, f"the last state is missing: {committed(options)}")
 
 
-def test_b4_a_disk_that_is_really_full_costs_no_checkpoint(tmp_path, references):
+def test_b4_a_real_full_disk_costs_no_checkpoint(tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "disk" / "run"), top_k=0, save_every=5)
     undisturbed = reference(options, references)
     with small_disk(tmp_path / "disk", "4m") as disk, Score("B4") as score:
-        child = Child(options, JOB_TROUBLE="mark:22", JOB_PACE="0.02")
+        child = Child(options, JOB_FAULTS="mark:22", JOB_PACE="0.02")
         child.until_marked()
         fill(disk / "ballast")
         ended = child.wait()
         problems = [] if ended.code not in (0, -9) else [f"the exit code is {ended.code}"]
-        problems += [] if "bytes" in ended.text else [f"it says: {ended.text[-800:]}"]
+        problems += [] if "bytes" in ended.text else [f"the output is: {ended.text[-800:]}"]
         problems += [] if committed(options) else ["no checkpoint is left"]
         problems += [f"left over: {names}"] if (names := leftovers(options.folder / "checkpoints")) else []
         (disk / "ballast").unlink()
-        until_done(options)
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), "tmpfs")
 
 
@@ -97,7 +99,7 @@ def test_b5_too_little_space_for_one_checkpoint_is_reported_before_the_first_ste
         ended = run(options)
         problems = [] if ended.code == 1 else [f"the exit code is {ended.code}: {ended.text[-1000:]}"]
         problems += [] if "free" in ended.text and "bytes" in ended.text else [f"no sizes: {ended.text[-1000:]}"]
-        problems += [] if not (disk / "run" / "progress").exists() else ["it trained"]
+        problems += [] if not (disk / "run" / "progress").exists() else ["it trained steps"]
         score.add(problems)
         score.note(seconds=round(ended.seconds, 1))
 
@@ -114,7 +116,7 @@ def test_b6_a_path_that_cannot_be_written_to_is_reported_at_the_start(tmp_path, 
             ended.code == 1 and "checkpoints" in ended.text and not ledger(options), f"a file: {ended.text[-800:]}"
         )
         options = replace(SHORT, out=str(tmp_path / "not" / "there" / "yet"))
-        score.check(run(options).code == 0, "a missing parent is not made")
+        score.check(run(options).code == 0, "a missing parent folder is not created")
         with small_disk(tmp_path / "disk", "4m") as disk:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
             options = replace(SHORT, out=str(tmp_path / "read-only"))
@@ -129,21 +131,21 @@ def test_b6_a_path_that_vanishes_stops_the_run(tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("B6") as score:
-        child = Child(options, JOB_TROUBLE="mark:22", JOB_PACE="0.02")
+        child = Child(options, JOB_FAULTS="mark:22", JOB_PACE="0.02")
         child.until_marked()
         aside = options.folder / "aside"
         (options.folder / "checkpoints").rename(aside)
         (options.folder / "checkpoints").write_text("a file")
         ended = child.wait()
         problems = [] if ended.code not in (0, -9) else [f"the exit code is {ended.code}"]
-        problems += [] if "checkpoints" in ended.text else [f"it says: {ended.text[-800:]}"]
+        problems += [] if "checkpoints" in ended.text else [f"the output is: {ended.text[-800:]}"]
         (options.folder / "checkpoints").unlink()
         aside.rename(options.folder / "checkpoints")
-        until_done(options)
+        run_until_done(options)
         score.add(problems + differences(options, undisturbed), "replaced by a file")
 
 
-def test_b7_an_error_that_passes_is_tried_again(tmp_path, references):
+def test_b7_a_transient_io_error_is_retried(tmp_path, references):
     undisturbed = reference(SHORT, references)
     with Score("B7") as score:
         for point in ("after_tmp_dir", "mid_array", "before_rename"):
@@ -155,13 +157,13 @@ def test_b7_an_error_that_passes_is_tried_again(tmp_path, references):
             score.add(problems or differences(options, undisturbed), point)
 
 
-def test_b8_a_slow_disk_mixes_no_states_and_holds_up_no_steps(tmp_path, references):
+def test_b8_a_slow_disk_neither_mixes_states_nor_delays_steps(tmp_path, references):
     options = replace(
         SHORT, out=str(tmp_path / "run"), save_every=20, val_every=0, val_epochs=0, test=0, keep_latest=20
     )
     undisturbed = reference(options, references, JOB_DIGESTS="1", JOB_PACE="0.02")
     with Score("B8") as score:
-        ended = run(options, trouble="slow_disk:60", JOB_DIGESTS="1", JOB_PACE="0.02")  # milliseconds per file
+        ended = run(options, faults="slow_disk:60", JOB_DIGESTS="1", JOB_PACE="0.02")  # milliseconds per file
         assert ended.code == 0, ended.text[-2000:]
         score.add(differences(options, undisturbed), "the result")
         digests = {row["step"]: row["digest"] for row in lines(Path(options.out) / "saves.jsonl")}
@@ -172,16 +174,18 @@ def test_b8_a_slow_disk_mixes_no_states_and_holds_up_no_steps(tmp_path, referenc
         like.prepare(range(70))
         for saved in store.all():
             state, _ = store.restore(saved, like=like.init_model(like.exmp_input))
-            score.check(digest(state) == digests[saved.step], f"step {saved.step} is not what was handed over")
-        slow, usual = result(options)["step_ms"]["p50"], result(undisturbed)["step_ms"]["p50"]
-        score.check(slow <= 1.2 * usual, f"a step takes {slow:.1f} instead of {usual:.1f} ms")
-        score.note(p50_ms=f"{slow:.1f} against {usual:.1f}", saves=len(saves(options)))
+            score.check(
+                digest(state) == digests[saved.step], f"step {saved.step} is not the state that was passed to `save`"
+            )
+        slow, baseline = result(options)["step_ms"]["p50"], result(undisturbed)["step_ms"]["p50"]
+        score.check(slow <= 1.2 * baseline, f"a step takes {slow:.1f} instead of {baseline:.1f} ms")
+        score.note(p50_ms=f"{slow:.1f} against {baseline:.1f}", saves=len(saves(options)))
 
 
-def test_b9_when_all_checkpoints_are_damaged_nothing_starts_from_scratch(tmp_path):
+def test_b9_with_all_checkpoints_damaged_a_run_does_not_restart_from_scratch(tmp_path):
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("B9") as score:
-        assert run(options, trouble="kill:33").code == -signal.SIGKILL
+        assert run(options, faults="kill:33").code == -signal.SIGKILL
         folders = sorted((options.folder / "checkpoints").glob("step_*"))
         for folder in folders:
             largest = max(files_of(folder), key=lambda file: file.stat().st_size)
@@ -190,25 +194,25 @@ def test_b9_when_all_checkpoints_are_damaged_nothing_starts_from_scratch(tmp_pat
         ended = run(options)
         problems = [] if ended.code == 1 else [f"the exit code is {ended.code}: {ended.text[-800:]}"]
         problems += [f"{one.name} is not named" for one in folders if one.name not in ended.text]
-        problems += [] if tree_of(options.folder / "checkpoints") == before else ["the checkpoints were touched"]
+        problems += [] if tree_of(options.folder / "checkpoints") == before else ["the checkpoints were modified"]
         score.add(problems)
         score.note(damaged=len(folders))
 
 
-def test_b10_a_second_process_is_refused_and_a_dead_one_gives_way(tmp_path, references):
+def test_b10_a_second_process_is_rejected_and_the_lock_of_a_dead_one_is_released(tmp_path, references):
     undisturbed = reference(SHORT, references)
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("B10") as score:
-        first = Child(options, JOB_TROUBLE="mark:3", JOB_PACE="0.2")
+        first = Child(options, JOB_FAULTS="mark:3", JOB_PACE="0.2")
         first.until_marked()
         second = run(replace(options, ledger=0))
-        score.check(second.code == 1, f"the second one ends with {second.code}: {second.text[-800:]}")
+        score.check(second.code == 1, f"the second one exits with {second.code}: {second.text[-800:]}")
         score.check(str(first.pid) in second.text, f"it does not name {first.pid}: {second.text[-800:]}")
         score.check(first.is_running, "the first one has ended")
         first.kill()
-        until_done(options)
+        run_until_done(options)
         score.add(differences(options, undisturbed), "after the first one was killed")
-        score.note(refused_after_s=round(second.seconds, 1))
+        score.note(rejected_after_s=round(second.seconds, 1))
 
 
 def _claim(barrier: Any, parent: str, rounds: int, found: Any) -> None:
@@ -217,7 +221,7 @@ def _claim(barrier: Any, parent: str, rounds: int, found: Any) -> None:
         found.put(str(RunFolder.create(Path(parent) / str(number)).path))
 
 
-def test_b11_runs_that_begin_together_have_folders_of_their_own(tmp_path):
+def test_b11_runs_that_start_at_once_get_separate_folders(tmp_path):
     context, rounds, runs = multiprocessing.get_context("spawn"), 20, 8
     barrier, found = context.Barrier(runs), context.Queue()
     workers = [context.Process(target=_claim, args=(barrier, str(tmp_path), rounds, found)) for _ in range(runs)]
@@ -231,12 +235,12 @@ def test_b11_runs_that_begin_together_have_folders_of_their_own(tmp_path):
             score.check(len({path for path in paths if path.parent.name == str(number)}) == runs, f"round {number}")
 
 
-def test_b12_a_run_that_forks_off_another_leaves_that_one_alone(tmp_path, references):
+def test_b12_a_fork_does_not_modify_the_original_run(tmp_path, references):
     undisturbed = reference(SHORT, references)
     first = replace(SHORT, out=str(tmp_path / "run"), version="a")
     with Score("B12") as score:
-        assert run(first, trouble="kill:41").code == -signal.SIGKILL
-        run(first, trouble="term:1")  # so that the folder is as its run left it
+        assert run(first, faults="kill:41").code == -signal.SIGKILL
+        run(first, faults="term:1")  # so that the run folder is in its final state
         before = tree_of(first.folder)
         second = replace(first, version="b", resume=str(first.folder), fork=1, keep_latest=1, top_k=1)
         ended = run(second)
@@ -244,6 +248,6 @@ def test_b12_a_run_that_forks_off_another_leaves_that_one_alone(tmp_path, refere
         problems += [] if tree_of(first.folder) == before else ["the folder of the first run has changed"]
         if not problems:
             same = result(second)["digest"] == result(undisturbed)["digest"]
-            problems += [] if same else ["the result is another one"]
+            problems += [] if same else ["the result differs"]
             problems += [] if starts(second)[-1] > 30 else [f"it resumed from {starts(second)[-1]}"]
         score.add(problems)

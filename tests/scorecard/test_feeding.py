@@ -1,4 +1,4 @@
-"""Group C, data: empty, exhausted, changing, varying data, workers that die, and memory that does not suffice."""
+"""Group C, data: empty, exhausted and changing data, failing workers, and too little memory."""
 
 import itertools
 import multiprocessing
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from crashes import committed
 from harness import Score
-from inside import batches, options_for, trained
+from in_process import batches, options_for, run_job
 from job import BATCH, Job
-from small import captured_log
+from small_stores import captured_log
 from workers import Failing
 
 from jax_trainer.core import OutOfMemoryError, RecompileWarning
@@ -26,8 +26,8 @@ from jax_trainer.testing import numbered_data
 pytestmark = pytest.mark.scorecard
 
 
-def refusal(kinds: Any, make: Any) -> tuple[str, float]:
-    """With which words something is refused, and after how long; "" if it is not."""
+def caught_error(kinds: Any, make: Any) -> tuple[str, float]:
+    """The text of the error that `make` raises, "" if none, and the seconds until then."""
     began = time.perf_counter()
     try:
         make()
@@ -36,55 +36,55 @@ def refusal(kinds: Any, make: Any) -> tuple[str, float]:
     return "", time.perf_counter() - began
 
 
-def some(count: int) -> dict[str, np.ndarray]:
-    """So many examples."""
+def examples(count: int) -> dict[str, np.ndarray]:
+    """`count` examples."""
     return {name: array[:count] for name, array in numbered_data(64).items()}
 
 
 def test_c6_too_little_training_data_is_reported_before_anything_is_compiled(tmp_path):
     cases = {
-        "no example": lambda: ArrayLoader(some(0), BATCH),
+        "no example": lambda: ArrayLoader(examples(0), BATCH),
         "no batch": list,
-        "fewer than a batch": lambda: ArrayLoader(some(20), BATCH, drop_last=True),
+        "fewer than a batch": lambda: ArrayLoader(examples(20), BATCH, drop_last=True),
     }
     with Score("C6") as score:
         for name, make in cases.items():
-            text, _ = refusal(
-                (DataError, ValueError), lambda name=name, make=make: trained(options_for(tmp_path / name), make())
+            text, _ = caught_error(
+                (DataError, ValueError), lambda name=name, make=make: run_job(options_for(tmp_path / name), make())
             )
             score.check(bool(text), f"{name}: no message")
-            score.check(not (tmp_path / name / "progress").exists(), f"{name}: it trained")
-        one = trained(options_for(tmp_path / "one", steps=2), ArrayLoader(some(1), BATCH))
+            score.check(not (tmp_path / name / "progress").exists(), f"{name}: it trained steps")
+        one = run_job(options_for(tmp_path / "one", steps=2), ArrayLoader(examples(1), BATCH))
         score.check(int(one.state.step) == 2, "one example is not enough")
 
 
 def test_c6_an_empty_validation_set_costs_a_warning_and_no_checkpoint(tmp_path):
     options = options_for(tmp_path / "run", steps=12, val_every=5, save_every=5)
     with Score("C6") as score, captured_log() as log:
-        trained(options, evals={"val": []})
-        score.check(max(committed(options)) == 12, f"there are {committed(options)}")
+        run_job(options, evals={"val": []})
+        score.check(max(committed(options)) == 12, f"the checkpoints are {committed(options)}")
     with Score("C6") as score:
         messages = [text for text in log.messages if "empty" in text]
         score.check(len(messages) == 1, f"{len(messages)} warnings: {log.messages}")
 
 
 def test_c7_data_that_ends_early_or_never_is_reported(tmp_path):
-    whole = batches(10)
+    data = batches(10)
     with Score("C7") as score:
         options = options_for(tmp_path / "early", steps=100, epochs=1, schedule=400)
         with captured_log() as log:
-            trainer = _limited(options, (batch for batch in whole), 20)
+            trainer = _limited(options, (batch for batch in data), 20)
         score.check(int(trainer.state.step) == 10, f"{trainer.state.step} steps")
         score.check("ended after 10 of 20 steps" in log.text, f"no message: {log.messages}")
-        text, _ = refusal(
+        text, _ = caught_error(
             DataError,
-            lambda: _limited(options_for(tmp_path / "endless", epochs=2, schedule=400), itertools.cycle(whole), None),
+            lambda: _limited(options_for(tmp_path / "endless", epochs=2, schedule=400), itertools.cycle(data), None),
         )
         score.check("steps_per_epoch" in text, f"an endless iterator: {text!r}")
-        text, _ = refusal(
-            DataError, lambda: _limited(options_for(tmp_path / "once", epochs=2, schedule=400), iter(whole), None)
+        text, _ = caught_error(
+            DataError, lambda: _limited(options_for(tmp_path / "once", epochs=2, schedule=400), iter(data), None)
         )
-        score.check("only once" in text, f"a used up iterator: {text!r}")
+        score.check("only once" in text, f"an exhausted iterator: {text!r}")
 
 
 def _limited(options: Any, data: Any, steps_per_epoch: int | None) -> Job:
@@ -92,7 +92,7 @@ def _limited(options: Any, data: Any, steps_per_epoch: int | None) -> Job:
         config.max_steps, config.max_steps_per_epoch = None, steps_per_epoch
         return Job(config, **rest)
 
-    return trained(options, data, kind=kind)
+    return run_job(options, data, kind=kind)
 
 
 CHANGES = {
@@ -107,10 +107,10 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_c8_a_batch_of_another_kind_is_named(what, tmp_path):
     change, words = CHANGES[what]
-    given = batches(6)
-    given[3] = change(given[3])
+    data = batches(6)
+    data[3] = change(data[3])
     with Score("C8") as score:
-        text, _ = refusal((DataError, TypeError), lambda: trained(options_for(tmp_path / what, steps=6), given))
+        text, _ = caught_error((DataError, TypeError), lambda: run_job(options_for(tmp_path / what, steps=6), data))
         missing = [word for word in words if word not in text]
         score.check(not missing, f"{what}: {missing} are not in {text!r}")
 
@@ -118,7 +118,7 @@ def test_c8_a_batch_of_another_kind_is_named(what, tmp_path):
 def test_c8_doubles_are_converted_to_floats(tmp_path):
     doubles = [{**batch, "x": batch["x"].astype(np.float64)} for batch in batches(3)]
     with Score("C8") as score:
-        trainer = trained(options_for(tmp_path / "run", steps=3), doubles)
+        trainer = run_job(options_for(tmp_path / "run", steps=3), doubles)
         kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.state.params)}
         score.check(kinds == {"float32"}, f"parameters became {kinds}")
 
@@ -128,7 +128,7 @@ def test_c9_batches_of_twenty_lengths_are_reported_three_times(tmp_path):
     lengths = [{name: array[: 10 + n] for name, array in data.items()} for n in range(20)]
     with Score("C9") as score, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trained(options_for(tmp_path / "run", steps=20, ledger=0), lengths)
+        run_job(options_for(tmp_path / "run", steps=20, ledger=0), lengths)
     messages = [str(one.message) for one in caught if issubclass(one.category, RecompileWarning)]
     with Score("C9") as score:
         score.check(1 <= len(messages) <= 3, f"{len(messages)} warnings")
@@ -138,13 +138,13 @@ def test_c9_batches_of_twenty_lengths_are_reported_three_times(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["raise", "kill", "hang"])
-def test_c10_a_worker_that_fails_ends_the_run_soon_and_leaves_nothing_behind(what, tmp_path):
+def test_c10_a_failing_worker_ends_the_run_soon_and_leaves_nothing_behind(what, tmp_path):
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
     loader = GrainLoader(Failing(what, str(tmp_path / "failed")), BATCH, workers=2, timeout=3.0)
     with Score("C10") as score:
-        text, _ = refusal(Exception, lambda: trained(options_for(tmp_path / what, steps=50), loader))
-        failed, trained_last = tmp_path / "failed", tmp_path / what / "progress"  # it may fail long before it is asked
-        seconds = time.time() - max(file.stat().st_mtime for file in (failed, trained_last) if file.exists())
+        text, _ = caught_error(Exception, lambda: run_job(options_for(tmp_path / what, steps=50), loader))
+        failed, progress = tmp_path / "failed", tmp_path / what / "progress"  # workers read ahead
+        seconds = time.time() - max(file.stat().st_mtime for file in (failed, progress) if file.exists())
         words = {"raise": "the disk is gone", "kill": "worker", "hang": "hang"}
         score.check(words[what] in text, f"{what}: {text!r}")
         score.check(seconds <= 5 + 3 * (what == "hang"), f"{what}: it took {seconds:.1f} s")
@@ -160,8 +160,8 @@ def test_c10_a_worker_that_fails_ends_the_run_soon_and_leaves_nothing_behind(wha
         score.note(**{what: f"{seconds:.1f} s"})
 
 
-class Hungry(Job):
-    """Needs more memory than there is, for the ragged last batch."""
+class OutOfMemoryJob(Job):
+    """Runs out of memory on the ragged last batch."""
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
         if train and len(batch["y"]) != BATCH:
@@ -169,12 +169,12 @@ class Hungry(Job):
         return super().loss_function(model, batch, train)
 
 
-def test_c11_running_out_of_memory_says_what_takes_it_and_what_helps(tmp_path):
+def test_c11_an_out_of_memory_error_lists_what_uses_memory_and_what_helps(tmp_path):
     options = options_for(tmp_path / "run", save_every=5)
     with Score("C11") as score:
-        text, _ = refusal(OutOfMemoryError, lambda: trained(options, kind=Hungry))
+        text, _ = caught_error(OutOfMemoryError, lambda: run_job(options, kind=OutOfMemoryJob))
         missing = [word for word in ("11 examples", "parameters", "optimizer state") if word not in text]
         score.check(not missing, f"{missing} are not in {text!r}")
-        knobs = text.partition("What helps: ")[2].count(";") + 1
-        score.check(knobs >= 3, f"{knobs} things help: {text!r}")
-        score.check(max(committed(options)) >= 30, f"there are {committed(options)}")
+        hints = text.partition("What helps: ")[2].count(";") + 1
+        score.check(hints >= 3, f"{hints} hints: {text!r}")
+        score.check(max(committed(options)) >= 30, f"the checkpoints are {committed(options)}")

@@ -1,9 +1,9 @@
-"""The scorecard examines itself: each of these bugs must turn the case that is named red."""
+"""The scorecard checks itself: each mutant must make the named case fail."""
 
 from dataclasses import replace
 
 import pytest
-from crashes import killed_at
+from crashes import kill_at
 from harness import Score, differences, lines, reference, result, run
 from job import EPOCH, Options, examples_of, ids_of_epoch
 from oracles import metric_problems, oracle_of
@@ -17,11 +17,11 @@ SHORT = Options(out="", steps=45)
     ("mutant", "words"), [("rng", "rng differ"), ("count", "opt_state differ"), ("batch", "ledger differs")]
 )
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
-def test_what_is_lost_on_resume_turns_a1_red(mutant, words, flavour, tmp_path, references):
+def test_state_lost_on_resume_turns_a1_red(mutant, words, flavour, tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "run"), flavour=flavour)
     undisturbed = reference(options, references)
     with Score("mutants") as score:
-        assert run(options, trouble="kill:23", JOB_MUTANT=mutant).code == -9
+        assert run(options, faults="kill:23", JOB_MUTANT=mutant).code == -9
         ended = run(options, JOB_MUTANT=mutant)
         assert ended.code == 0, ended.text[-2000:]
         found = differences(options, undisturbed)
@@ -31,10 +31,10 @@ def test_what_is_lost_on_resume_turns_a1_red(mutant, words, flavour, tmp_path, r
 def test_deleting_before_committing_turns_a2_red(tmp_path):
     options = replace(SHORT, out=str(tmp_path / "run"))
     with Score("mutants") as score:
-        sound = killed_at(options, "before_rename:kill:4")
-        score.check(sound == [], f"without the bug A2 finds {sound}")
+        problems = kill_at(options, "before_rename:kill:4")
+        score.check(problems == [], f"without the mutant A2 finds {problems}")
         options = replace(SHORT, out=str(tmp_path / "mutant"))
-        found = killed_at(options, "before_rename:kill:4", JOB_MUTANT="delete")
+        found = kill_at(options, "before_rename:kill:4", JOB_MUTANT="delete")
         score.check(any("no valid checkpoint" in one for one in found), f"delete: A2 finds {found}")
 
 
@@ -45,10 +45,10 @@ def test_a_mean_of_means_turns_c4_red(tmp_path):
             ended = run(options, **({"JOB_MUTANT": mutant} if mutant else {}))
             assert ended.code == 0, ended.text[-1000:]
             order = ids_of_epoch(options, 1)
-            shown = {name: array[order] for name, array in examples_of(options).items()}
+            ordered = {name: array[order] for name, array in examples_of(options).items()}
             trainings = [row for row in lines(options.folder / "metrics.jsonl") if "train/x_mean_epoch" in row]
-            found = metric_problems(trainings[-1], oracle_of(shown), "train")
-            score.check(bool(found) == bool(mutant), f"{mutant or 'sound'}: C4 finds {found}")
+            found = metric_problems(trainings[-1], oracle_of(ordered), "train")
+            score.check(bool(found) == bool(mutant), f"{mutant or 'original'}: C4 finds {found}")
 
 
 def test_skipping_by_zero_times_nan_turns_c1_red(tmp_path):
@@ -63,9 +63,9 @@ def test_skipping_by_zero_times_nan_turns_c1_red(tmp_path):
                 val_epochs=0,
                 test=0,
             )
-            ended = run(options, trouble="nan:12", **({"JOB_MUTANT": mutant} if mutant else {}))
+            ended = run(options, faults="nan:12", **({"JOB_MUTANT": mutant} if mutant else {}))
             is_red = ended.code != 0 or not result(options)["finite"]
             score.check(
                 is_red == bool(mutant),
-                f"{mutant or 'sound'}: C1 is {'red' if is_red else 'green'}: {ended.text[-500:]}",
+                f"{mutant or 'original'}: C1 is {'red' if is_red else 'green'}: {ended.text[-500:]}",
             )

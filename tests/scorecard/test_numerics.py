@@ -1,4 +1,4 @@
-"""Group C, numbers: NaN, spikes, ragged batches, and what must not change them."""
+"""Group C, numerics: NaN, spikes, ragged batches, and observers that must not change the result."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Score, lines
-from inside import Digests, options_for, trained
+from in_process import Digests, options_for, run_job
 from job import BATCH, EPOCH, EXAMPLES, Job, ids_of_epoch, trainer_for
 from oracles import MODES, metric_problems, oracle_of
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.scorecard
 BAD = 12  # the step whose batch is bad
 
 
-def test_c1_a_batch_of_nan_ends_the_run_and_is_kept(tmp_path, trouble):
-    trouble.setenv("JOB_TROUBLE", f"nan:{BAD}")
+def test_c1_a_batch_of_nan_ends_the_run_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_FAULTS", f"nan:{BAD}")
     options = options_for(tmp_path / "raise", policy="raise", steps=20)
     with Score("C1") as score:
         with pytest.raises(NonFiniteError, match=f"Step {BAD}: ") as caught:
-            trained(options)
+            run_job(options)
         kept = options.folder / "nonfinite"
         score.check(caught.value.step == BAD, f"step {caught.value.step}")
         score.check(json.loads((kept / "report.json").read_text())["step"] == BAD, "report.json")
@@ -34,55 +34,56 @@ def test_c1_a_batch_of_nan_ends_the_run_and_is_kept(tmp_path, trouble):
         score.check((kept / "state" / f"step_{BAD - 1:08d}").is_dir(), "the state before it is not kept")
 
 
-def test_c1_a_skipped_update_changes_nothing_but_the_count(tmp_path, trouble):
-    trouble.setenv("JOB_TROUBLE", f"nan:{BAD}")
-    seen = Digests()
-    trainer = trained(options_for(tmp_path / "skip", policy="skip", steps=20), callbacks=[seen])
+def test_c1_a_skipped_update_changes_nothing_but_the_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_FAULTS", f"nan:{BAD}")
+    digests = Digests()
+    trainer = run_job(options_for(tmp_path / "skip", policy="skip", steps=20), callbacks=[digests])
     with Score("C1") as score:
-        score.check(seen.at[BAD] == seen.at[BAD - 1], "the skipped step has changed the state")
-        score.check(seen.at[BAD + 1]["params"] != seen.at[BAD]["params"], "the next step was skipped as well")
+        score.check(digests.at[BAD] == digests.at[BAD - 1], "the skipped step changed the state")
+        score.check(digests.at[BAD + 1]["params"] != digests.at[BAD]["params"], "the next step was skipped as well")
         score.check(int(trainer.state.step) == 20, f"it ended at step {trainer.state.step}")
         assert_finite(trainer.state)
 
 
-def test_c1_a_rollback_leaves_the_bad_batch_out_a_few_times(tmp_path, trouble):
-    trouble.setenv("JOB_TROUBLE", f"nan:{BAD}")
+def test_c1_a_rollback_skips_the_bad_batch_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_FAULTS", f"nan:{BAD}")
     options = options_for(tmp_path / "once", policy="rollback", save_every=5, steps=EPOCH, top_k=0)
     with Score("C1") as score:
-        trainer = trained(options)
+        trainer = run_job(options)
         assert_finite(trainer.state)
         steps = [row for row in lines(tmp_path / "once" / "ledger.jsonl") if row["step"] < EPOCH]
-        seen = [number for row in steps for number in row["ids"]]
+        ids = [number for row in steps for number in row["ids"]]
         bad = ids_of_epoch(options, 1)[(BAD - 1) * BATCH : BAD * BATCH]
         score.check(int(trainer.state.step) in (EPOCH - 1, EPOCH), f"it ended at step {trainer.state.step}")
-        score.check(not set(bad) & set(seen[-(EPOCH - BAD) * BATCH :]), "the bad batch was trained on")
-        trouble.setenv("JOB_TROUBLE", ",".join(f"nan:{step}" for step in range(BAD, BAD + 6)))
+        score.check(not set(bad) & set(ids[-(EPOCH - BAD) * BATCH :]), "the bad batch was trained on")
+        monkeypatch.setenv("JOB_FAULTS", ",".join(f"nan:{step}" for step in range(BAD, BAD + 6)))
         with pytest.raises(NonFiniteError):
-            trained(replace(options, out=str(tmp_path / "often"), max_rollbacks=2))
-        score.add([], "too often")
+            run_job(replace(options, out=str(tmp_path / "often"), max_rollbacks=2))
+        score.add([], "too many")
 
 
-def test_c2_too_many_skips_in_a_row_end_the_run(tmp_path, trouble):
-    trouble.setenv("JOB_TROUBLE", ",".join(f"nan:{step}" for step in range(BAD, BAD + 10)))
-    seen = Digests()
+def test_c2_too_many_skips_in_a_row_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_FAULTS", ",".join(f"nan:{step}" for step in range(BAD, BAD + 10)))
+    digests = Digests()
     with Score("C2") as score:
         with pytest.raises(NonFiniteError, match=f"Step {BAD + 3}: ") as caught:
-            trained(options_for(tmp_path / "run", policy="skip", max_skipped=3), callbacks=[seen])
+            run_job(options_for(tmp_path / "run", policy="skip", max_skipped=3), callbacks=[digests])
         score.check(caught.value.step == BAD + 3, f"step {caught.value.step}")
         score.check(
-            seen.at[max(seen.at)]["params"] == seen.at[BAD - 1]["params"], "parameters are not the last good ones"
+            digests.at[max(digests.at)]["params"] == digests.at[BAD - 1]["params"],
+            "parameters are not the last good ones",
         )
 
 
-def test_c3_a_spike_is_noted_and_costs_no_later_step(tmp_path, trouble):
-    trouble.setenv("JOB_TROUBLE", "spike:30")
+def test_c3_a_spike_is_logged_and_no_later_step_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_FAULTS", "spike:30")
     options = options_for(tmp_path / "run", policy="skip", extras="", steps=EPOCH)
     with Score("C3") as score:
-        trained(options)
+        run_job(options)
         rows = lines(options.folder / "metrics.jsonl")
         spikes = sum(row.get("optimizer/spikes_losses", 0) + row.get("optimizer/spikes_grad_norms", 0) for row in rows)
         skipped = sum(row.get("train/guard/skipped_epoch", 0) for row in rows)
-        score.check(spikes >= 1, f"{spikes} spikes were noted")
+        score.check(spikes >= 1, f"{spikes} spikes were recorded")
         score.check(skipped == 0, f"{skipped} steps were skipped")
         score.note(spikes=spikes)
 
@@ -113,8 +114,8 @@ def _as(kind: type[Job], data: dict[str, np.ndarray]) -> Any:
     return tuple(data.values()) if kind is Tuples else data
 
 
-def ragged(score: Score, folder: Any, kind: type[Job], **changes: Any) -> None:
-    """Trains and validates one epoch of 1,003 examples, and holds every metric against numpy."""
+def check_ragged(score: Score, folder: Any, kind: type[Job], **changes: Any) -> None:
+    """Trains and validates one epoch of 1,003 examples, and compares every metric with numpy."""
     data, evaluated = numbered_data(EXAMPLES), numbered_data(EXAMPLES, seed=1)
     options = options_for(folder, steps=EPOCH, val_epochs=1, ledger=0, **changes)
     trainer = trainer_for(options, kind=kind)
@@ -129,42 +130,42 @@ def ragged(score: Score, folder: Any, kind: type[Job], **changes: Any) -> None:
 
 def test_c4_metrics_of_ragged_batches_equal_numpy(tmp_path):
     with Score("C4") as score:
-        ragged(score, tmp_path / "dict", Job)
+        check_ragged(score, tmp_path / "dict", Job)
         score.note(modes=len(MODES) + 1)
 
 
 @pytest.mark.parametrize("kind", [Tuples, Supervised])
 def test_c4_metrics_of_ragged_batches_equal_numpy_whatever_a_batch_is(kind, tmp_path):
     with Score("C4") as score:
-        ragged(score, tmp_path / kind.__name__, kind)
+        check_ragged(score, tmp_path / kind.__name__, kind)
 
 
 @pytest.mark.parametrize("changes", [{"flavour": "linen"}, {"steps_per_call": 8}, {"resident": 1}, {"accumulate": 3}])
 def test_c4_metrics_of_ragged_batches_equal_numpy_however_steps_are_run(changes, tmp_path):
     with Score("C4") as score:
-        ragged(score, tmp_path / "run", Job, **changes)
+        check_ragged(score, tmp_path / "run", Job, **changes)
 
 
 def test_c4_concatenated_ids_are_exact(tmp_path):
     with Score("C4") as score:
         options = options_for(tmp_path / "run", steps=EPOCH)
-        trained(options)
+        run_job(options)
         ids = [number for row in lines(tmp_path / "run" / "ledger.jsonl") for number in row["ids"]]
         score.check(ids == ids_of_epoch(options, 1), "the ids of the steps are not the order of the epoch")
 
 
-def parts(trainer: Job) -> dict[str, str]:
-    """What training must have in common."""
+def state_digests(trainer: Job) -> dict[str, str]:
+    """The digests of all that training computes."""
     return {name: digest(getattr(trainer.state, name)) for name in ("params", "model_state", "opt_state", "rng")}
 
 
 def test_c12_validation_changes_no_bit_of_training(tmp_path):
     with Score("C12") as score:
         for name, base in (("plain", {}), ("window", {"window": 3}), ("chunks", {"steps_per_call": 4})):
-            without = parts(trained(options_for(tmp_path / f"{name}-none", **base)))
+            without = state_digests(run_job(options_for(tmp_path / f"{name}-none", **base)))
             for val_every, val_epochs in ((1, 0), (7, 1), (0, 1), (0, 3)):
                 folder = tmp_path / f"{name}-{val_every}-{val_epochs}"
-                found = parts(trained(options_for(folder, val_every=val_every, val_epochs=val_epochs, **base)))
+                found = state_digests(run_job(options_for(folder, val_every=val_every, val_epochs=val_epochs, **base)))
                 differ = [part for part in without if found[part] != without[part]]
                 score.check(not differ, f"{name}, every {val_every} steps, {val_epochs} epochs: {differ} differ")
 
@@ -185,11 +186,11 @@ OBSERVED = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_c13_watching_changes_no_bit_of_training(tmp_path):
+def test_c13_observers_change_no_bit_of_training(tmp_path):
     with Score("C13") as score:
         for flavour in ("linen", "nnx"):
-            alone = parts(trained(options_for(tmp_path / f"{flavour}-alone", flavour=flavour)))
+            alone = state_digests(run_job(options_for(tmp_path / f"{flavour}-alone", flavour=flavour)))
             for name, changes in OBSERVED.items():
-                found = parts(trained(options_for(tmp_path / f"{flavour}-{name}", flavour=flavour, **changes)))
+                found = state_digests(run_job(options_for(tmp_path / f"{flavour}-{name}", flavour=flavour, **changes)))
                 differ = [part for part in alone if found[part] != alone[part]]
                 score.check(not differ, f"{flavour}, {name}: {differ} differ")

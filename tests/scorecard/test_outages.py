@@ -1,4 +1,4 @@
-"""Group D: tools and disks that fail, long runs, and strange surroundings."""
+"""Group D: failing tools and disks, long runs, and unusual environments."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from crashes import committed
+from faults import InjectedError, usage
 from harness import (
     Score,
     child_environment,
@@ -24,14 +25,13 @@ from harness import (
     result,
     rows,
     run,
+    run_until_done,
     saves,
     starts,
-    until_done,
 )
-from inside import options_for, trained
+from in_process import options_for, run_job
 from job import Job, Options
-from small import captured_log, filled, state_at
-from trouble import Broken, usage
+from small_stores import captured_log, filled_store, state_at
 
 from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.manifest import write_manifest
@@ -47,56 +47,56 @@ QUIET = {"steps": 30, "save_every": 10, "top_k": 0}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run in this process that nobody disturbs."""
-    return trained(options_for(tmp_path_factory.mktemp("undisturbed"), **QUIET))
+    """An undisturbed run in this process."""
+    return run_job(options_for(tmp_path_factory.mktemp("undisturbed"), **QUIET))
 
 
-def same(trainer: Job, other: Job) -> list[str]:
-    """What differs between the states of two trainers."""
+def state_differences(trainer: Job, other: Job) -> list[str]:
+    """The differences between the states of two trainers."""
     return [] if digest(trainer.state) == digest(other.state) else ["the states differ"]
 
 
 @pytest.mark.parametrize("place", ["init", "call", "step", "close"])
-def test_d1_a_tool_that_fails_costs_one_warning(place, tmp_path, undisturbed):
+def test_d1_a_failing_tool_costs_one_warning(place, tmp_path, undisturbed):
     with captured_log() as log:
-        trainer = trained(options_for(tmp_path / "run", tool=place, **QUIET))
+        trainer = run_job(options_for(tmp_path / "run", tool=place, **QUIET))
     with Score("D1") as score:
-        problems = same(trainer, undisturbed)
-        warnings = [text for text in log.messages if text.startswith("Placed ") and "Training continues" in text]
+        problems = state_differences(trainer, undisturbed)
+        warnings = [text for text in log.messages if text.startswith("FaultyTool ") and "Training continues" in text]
         problems += [] if len(warnings) == 1 else [f"{len(warnings)} warnings: {log.messages}"]
         assert trainer.logger is not None
-        lost = trainer.logger.failures.get("Placed", 0)
-        problems += [] if lost else ["nothing is counted as lost"]
+        lost = trainer.logger.failures.get("FaultyTool", 0)
+        problems += [] if lost else ["no failure is counted"]
         score.add(problems, place)
         score.note(**{place: f"{lost} lost"})
 
 
-def test_d2_a_tool_that_blocks_holds_up_nothing(tmp_path, references):
+def test_d2_a_blocking_tool_delays_nothing(tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=200, tool="block", val_every=0, val_epochs=0, test=0)
-    usual = reference(replace(options, tool=""), references, JOB_PACE="0.002")
+    baseline = reference(replace(options, tool=""), references, JOB_PACE="0.002")
     with Score("D2") as score:
         ended = run(options, JOB_PACE="0.002")
         problems = [] if ended.code == 0 else [f"the exit code is {ended.code}: {ended.text[-1000:]}"]
         if not problems:
-            found, wanted = result(options), result(usual)
-            slow, fast = found["step_ms"]["p99"], wanted["step_ms"]["p99"]
-            problems += [] if found["digest"] == wanted["digest"] else ["the states differ"]
+            found, expected = result(options), result(baseline)
+            slow, fast = found["step_ms"]["p99"], expected["step_ms"]["p99"]
+            problems += [] if found["digest"] == expected["digest"] else ["the states differ"]
             problems += (
-                [] if slow <= 1.5 * fast else [f"99 of 100 steps take up to {slow:.1f} instead of {fast:.1f} ms"]
+                [] if slow <= 1.5 * fast else [f"the 99th percentile of steps is {slow:.1f} instead of {fast:.1f} ms"]
             )
-            after = ended.seconds - float((Path(usual.out) / "seconds").read_text())
-            problems += [] if after <= 10 else [f"it ended {after:.1f} s late"]
+            after = ended.seconds - float((Path(baseline.out) / "seconds").read_text())
+            problems += [] if after <= 10 else [f"it exited {after:.1f} s late"]
             score.note(p99_ms=f"{slow:.1f} against {fast:.1f}", late_s=round(after, 1))
         score.add(problems)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["not installed", "offline", "no key"])
-def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbed, trouble):
-    trouble.delenv("WANDB_API_KEY", raising=False)
-    trouble.setenv("HOME", str(tmp_path))
+def test_d2_an_unavailable_wandb_costs_one_warning(how, tmp_path, undisturbed, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     if how == "not installed":
-        trouble.setitem(sys.modules, "wandb", None)
+        monkeypatch.setitem(sys.modules, "wandb", None)
     options = options_for(tmp_path / "run", **QUIET)
 
     def kind(config: Any, **rest: Any) -> Job:
@@ -107,8 +107,8 @@ def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbe
 
     began = time.perf_counter()
     with Score("D2") as score, captured_log() as log:
-        trainer = trained(options, kind=kind)
-        score.add(same(trainer, undisturbed), how)
+        trainer = run_job(options, kind=kind)
+        score.add(state_differences(trainer, undisturbed), how)
     with Score("D2") as score:
         seconds = time.perf_counter() - began
         score.check(seconds <= 30, f"{how}: it took {seconds:.0f} s")
@@ -117,7 +117,7 @@ def test_d2_wandb_that_does_not_work_costs_one_warning(how, tmp_path, undisturbe
 
 
 @pytest.mark.parametrize("what", ["deleted", "full", "gone"])
-def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, undisturbed, trouble):
+def test_d3_an_unwritable_metrics_file_costs_one_warning(what, tmp_path, undisturbed, monkeypatch):
     options = options_for(tmp_path / "run", **QUIET)
 
     def act(event: Any) -> None:
@@ -132,39 +132,39 @@ def test_d3_a_record_that_cannot_be_written_costs_one_warning(what, tmp_path, un
         raise OSError(28, "No space left on device")
 
     if what == "full":
-        trouble.setattr(JsonlWriter, "append", full)
+        monkeypatch.setattr(JsonlWriter, "append", full)
     with Score("D3") as score, captured_log() as log:
-        trainer = trained(options, callbacks=[LambdaCallback(on_step_end=act)])
+        trainer = run_job(options, callbacks=[LambdaCallback(on_step_end=act)])
         assert trainer.logger is not None
-        problems = same(trainer, undisturbed)
-        problems += [] if trainer.logger.failures else ["nothing is counted as lost"]
+        problems = state_differences(trainer, undisturbed)
+        problems += [] if trainer.logger.failures else ["no failure is counted"]
         score.add(problems, what)
     with Score("D3") as score:
         warnings = [text for text in log.messages if "Training continues" in text]
         score.check(len(warnings) == 1, f"{what}: {len(warnings)} warnings: {log.messages}")
 
 
-def test_d4_a_callback_of_the_user_that_raises_ends_the_run_with_its_checkpoint(tmp_path, trouble, undisturbed):
-    trouble.setenv("JOB_TROUBLE", "callback:17")
+def test_d4_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, undisturbed):
+    monkeypatch.setenv("JOB_FAULTS", "callback:17")
     options = options_for(tmp_path / "run", **QUIET)
     with Score("D4") as score:
-        with pytest.raises(Broken, match="at step 17"):
-            trained(options)
-        score.check(bool(committed(options)), f"there are {committed(options)}")
-        trouble.setenv("JOB_TROUBLE", "")
-        trainer = trained(replace(options, resume="auto"))
-        score.add(same(trainer, undisturbed), "afterwards")
+        with pytest.raises(InjectedError, match="at step 17"):
+            run_job(options)
+        score.check(bool(committed(options)), f"the checkpoints are {committed(options)}")
+        monkeypatch.setenv("JOB_FAULTS", "")
+        trainer = run_job(replace(options, resume="auto"))
+        score.add(state_differences(trainer, undisturbed), "afterwards")
 
 
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
-def test_d5_ten_thousand_steps_hold_no_more_than_a_thousand(flavour, tmp_path):
+def test_d5_ten_thousand_steps_use_no_more_than_a_thousand(flavour, tmp_path):
     options = Options(
         out=str(tmp_path / "run"), flavour=flavour, steps=10_000, log_every=50, val_every=500, save_every=50
     )
     options = replace(options, val_epochs=0, ledger=0)
-    at = (999, 2599, 4999, 9799)  # as far into an epoch and a window of metrics, so as many arrays wait to be read
+    at = (999, 2599, 4999, 9799)  # at the same offset in epoch and metric window, so that as many arrays are pending
     with Score("D5") as score:
-        ended = run(options, trouble=",".join(f"usage:{step}" for step in at))
+        ended = run(options, faults=",".join(f"usage:{step}" for step in at))
         assert ended.code == 0, ended.text[-2000:]
         found = lines(tmp_path / "run" / "usage.jsonl")
         grown = {name: round(found[-1][name] - found[0][name], 1) for name in ("MB", "arrays", "threads", "files")}
@@ -179,27 +179,27 @@ def test_d6_fifty_trainers_in_one_process_leave_nothing_behind(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     found = []
     for number in range(50):
-        trained(options_for(tmp_path / f"run-{number}", steps=4, save_every=2))
+        run_job(options_for(tmp_path / f"run-{number}", steps=4, save_every=2))
         found.append(usage())
     with Score("D6") as score:
         first, last = found[9], found[-1]
         slope = (last["MB"] - first["MB"]) / 40
-        score.check(slope <= 1, f"each takes {slope:.2f} MB")
+        score.check(slope <= 1, f"each trainer takes {slope:.2f} MB")
         score.check(last["threads"] - first["threads"] <= 2, f"threads: {first['threads']} → {last['threads']}")
         score.check(last["files"] - first["files"] <= 2, f"files: {first['files']} → {last['files']}")
         now = {number: signal.getsignal(number) for number in handlers}
-        score.check(now == handlers, "signal handlers were not put back")
+        score.check(now == handlers, "signal handlers were not restored")
         score.note(mb_each=round(slope, 2), threads=int(last["threads"]))
 
 
 def shift_clock(path: Path, seconds: float) -> None:
-    """Lets a file look as if it had been written so much later."""
+    """Shifts the modification time of a file by this much."""
     then = time.time() + seconds
     os.utime(path, (then, then))
 
 
-def test_d11_the_latest_is_reported_by_its_step_and_not_by_the_clock(tmp_path, references):
-    store = filled(tmp_path / "checkpoints", (5, 10, 15))
+def test_d11_the_latest_checkpoint_is_chosen_by_step_not_by_time(tmp_path, references):
+    store = filled_store(tmp_path / "checkpoints", (5, 10, 15))
     with Score("D11") as score:
         for age, step in enumerate((15, 10, 5)):
             for path in (store.folder / f"step_{step:08d}").rglob("*"):
@@ -209,10 +209,10 @@ def test_d11_the_latest_is_reported_by_its_step_and_not_by_the_clock(tmp_path, r
         score.check(saved.step == 15, f"step {saved.step}")
         options = Options(out=str(tmp_path / "run"), steps=70)
         undisturbed = reference(options, references)
-        assert run(options, trouble="kill:33", TZ="Asia/Tokyo").code == -signal.SIGKILL
-        for path in options.folder.rglob("*"):  # as if the clock had been an hour ahead
+        assert run(options, faults="kill:33", TZ="Asia/Tokyo").code == -signal.SIGKILL
+        for path in options.folder.rglob("*"):  # as with a clock that is an hour ahead
             shift_clock(path, 3600)
-        until_done(options, TZ="America/New_York")
+        run_until_done(options, TZ="America/New_York")
         score.check(starts(options)[-1] >= 25, f"it resumed from {starts(options)[-1]}")
         score.check(
             rows(options) == rows(undisturbed) and result(options)["digest"] == result(undisturbed)["digest"],
@@ -223,10 +223,12 @@ def test_d11_the_latest_is_reported_by_its_step_and_not_by_the_clock(tmp_path, r
 def test_d12_training_works_in_a_thread_and_beside_other_handlers(tmp_path, undisturbed):
     with Score("D12") as score:
         done: list[Job] = []
-        thread = threading.Thread(target=lambda: done.append(trained(options_for(tmp_path / "thread", **QUIET))))
+        thread = threading.Thread(target=lambda: done.append(run_job(options_for(tmp_path / "thread", **QUIET))))
         thread.start()
         thread.join(120)
-        score.check(len(done) == 1 and not same(done[0], undisturbed), "in a thread the run fails or differs")
+        score.check(
+            len(done) == 1 and not state_differences(done[0], undisturbed), "in a thread the run fails or differs"
+        )
         called: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
         try:
@@ -234,7 +236,7 @@ def test_d12_training_works_in_a_thread_and_beside_other_handlers(tmp_path, undi
                 on_step_end=lambda event: signal.raise_signal(signal.SIGTERM) if event.step == 9 else None
             )
             with pytest.raises(SystemExit) as ended:
-                trained(options_for(tmp_path / "handler", **QUIET), callbacks=[stop])
+                run_job(options_for(tmp_path / "handler", **QUIET), callbacks=[stop])
             score.check(called == [signal.SIGTERM], f"the user's handler was called {len(called)} times")
             score.check(ended.value.code == 143, f"exit code {ended.value.code}")
             score.check(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the user's handler is gone")
@@ -251,12 +253,12 @@ RECORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", RECORDS)
-def test_b16_a_record_that_says_what_cannot_be_is_damage(key, tmp_path, trouble, undisturbed):
+def test_b16_a_checkpoint_with_an_invalid_record_is_damaged(key, tmp_path, monkeypatch, undisturbed):
     options = options_for(tmp_path / "run", **QUIET)
-    trouble.setenv("JOB_TROUBLE", "callback:25")
-    with pytest.raises(Broken):
-        trained(options)
-    trouble.setenv("JOB_TROUBLE", "")
+    monkeypatch.setenv("JOB_FAULTS", "callback:25")
+    with pytest.raises(InjectedError):
+        run_job(options)
+    monkeypatch.setenv("JOB_FAULTS", "")
     *_, older, newest = committed(options)
     file = options.folder / "checkpoints" / f"step_{newest:08d}" / "checkpoint.json"
     content = json.loads(file.read_text())
@@ -265,15 +267,15 @@ def test_b16_a_record_that_says_what_cannot_be_is_damage(key, tmp_path, trouble,
     file.write_text(json.dumps(content))
     write_manifest(file.parent)
     with Score("B16") as score, captured_log() as log:
-        trainer = trained(replace(options, resume="auto"))
-        score.add(same(trainer, undisturbed), key)
+        trainer = run_job(replace(options, resume="auto"))
+        score.add(state_differences(trainer, undisturbed), key)
     with Score("B16") as score:
         warnings = [text for text in log.messages if "damaged" in text and file.parent.name in text]
         score.check(len(warnings) == 1 and f"step_{older:08d}" in warnings[0], f"{key}: {log.messages}")
 
 
 @pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", ">&- 2>&-", "2>&1 | head -c 1 >/dev/null"])
-def test_d13_output_that_cannot_be_written_costs_nothing(streams, tmp_path, references):
+def test_d13_unwritable_output_streams_cost_nothing(streams, tmp_path, references):
     short = Options(out="", steps=30)
     undisturbed = reference(short, references)
     options = replace(short, out=str(tmp_path / "run"))
@@ -284,25 +286,25 @@ def test_d13_output_that_cannot_be_written_costs_nothing(streams, tmp_path, refe
         score.add([f"the exit code is {code}"] if code else differences(options, undisturbed), streams)
 
 
-def test_d14_every_row_is_there_once_after_a_disk_was_full_for_a_while(tmp_path, trouble):
+def test_d14_after_a_temporarily_full_disk_every_row_is_there_once(tmp_path, monkeypatch):
     quiet, put = {**QUIET, "log_every": 1}, JsonlWriter._put
-    whole, options = options_for(tmp_path / "whole", **quiet), options_for(tmp_path / "run", **quiet)
-    trained(whole)
+    complete, options = options_for(tmp_path / "complete", **quiet), options_for(tmp_path / "run", **quiet)
+    run_job(complete)
 
     def full(self: Any, line: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     def act(event: Any) -> None:
         if event.step in (8, 24):
-            trouble.setattr(JsonlWriter, "_put", full)
+            monkeypatch.setattr(JsonlWriter, "_put", full)
         if event.step == 16:
-            trouble.setattr(JsonlWriter, "_put", put)
+            monkeypatch.setattr(JsonlWriter, "_put", put)
 
-    trouble.setenv("JOB_TROUBLE", "callback:27")
-    with pytest.raises(Broken):
-        trained(options, callbacks=[LambdaCallback(on_step_end=act)])
-    trouble.setenv("JOB_TROUBLE", "")
-    trouble.setattr(JsonlWriter, "_put", put)
+    monkeypatch.setenv("JOB_FAULTS", "callback:27")
+    with pytest.raises(InjectedError):
+        run_job(options, callbacks=[LambdaCallback(on_step_end=act)])
+    monkeypatch.setenv("JOB_FAULTS", "")
+    monkeypatch.setattr(JsonlWriter, "_put", put)
     with Score("D14") as score:
-        trained(replace(options, resume="auto"))
-        score.check(rows(options) == rows(whole), f"{[row['step'] for row in rows(options)]}")
+        run_job(replace(options, resume="auto"))
+        score.check(rows(options) == rows(complete), f"{[row['step'] for row in rows(options)]}")

@@ -1,4 +1,4 @@
-"""Group B, without processes: what a store makes of damaged, strange and changed checkpoints."""
+"""Group B, in this process: damaged, foreign and changed checkpoints in a store."""
 
 import math
 import random
@@ -10,7 +10,7 @@ import optax
 import pytest
 from harness import Score, differences, reference, run, starts
 from job import Options
-from small import captured_log, files_of, filled, state_at
+from small_stores import captured_log, files_of, filled_store, state_at
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.datasets import Position
@@ -33,20 +33,20 @@ DAMAGES = {"truncated": truncate, "deleted": Path.unlink, "zeroed": zero}
 
 
 def fallback_problems(store: CheckpointStore, damaged: str, step: int) -> list[str]:
-    """What is wrong with how a store goes back to `step`, as the newest is damaged."""
+    """The problems of a store that must fall back to `step`, because the newest checkpoint is damaged."""
     with captured_log() as log:
         try:
             state, saved = store.restore("latest", like=state_at(0))
         except CheckpointError as error:
-            return [f"it refuses: {error}"]
+            return [f"it raises: {error}"]
     problems = [] if saved.step == step else [f"it restores step {saved.step}"]
-    problems += [] if digest(state) == digest(state_at(saved.step)) else ["the restored state is another one"]
+    problems += [] if digest(state) == digest(state_at(saved.step)) else ["the restored state differs"]
     warnings = [text for text in log.messages if damaged in text]
     return problems + ([] if len(warnings) == 1 else [f"{len(warnings)} warnings name {damaged}: {log.messages}"])
 
 
 def test_b1_each_damaged_file_is_found_and_the_next_checkpoint_restored(tmp_path):
-    newest = filled(tmp_path / "whole", (5, 10)).folder / "step_00000010"
+    newest = filled_store(tmp_path / "original", (5, 10)).folder / "step_00000010"
     names = [file.relative_to(newest) for file in files_of(newest)]
     with Score("B1") as score:
         for name in names:
@@ -54,7 +54,7 @@ def test_b1_each_damaged_file_is_found_and_the_next_checkpoint_restored(tmp_path
                 if what == "zeroed" and not any((newest / name).read_bytes()):
                     continue
                 place = tmp_path / "copy"
-                shutil.copytree(tmp_path / "whole", place)
+                shutil.copytree(tmp_path / "original", place)
                 damage(place / newest.name / name)
                 score.add(fallback_problems(CheckpointStore(place), newest.name, 5), f"{name} {what}")
                 shutil.rmtree(place)
@@ -62,21 +62,21 @@ def test_b1_each_damaged_file_is_found_and_the_next_checkpoint_restored(tmp_path
 
 
 def flips(tmp_path: Path, count: int) -> list[list[str]]:
-    """What went wrong with each of so many single bits that were flipped, in all files in turn."""
-    store = filled(tmp_path, (5, 10))
+    """Flips `count` single bits, one at a time, in all files in turn; returns the problems of each."""
+    store = filled_store(tmp_path, (5, 10))
     chance, files = random.Random("B2"), files_of(store.folder / "step_00000010")
     files = [file for file in files if file.stat().st_size]
     found = []
     for number in range(count):
         file = files[number % len(files)]
-        whole = bytearray(file.read_bytes())
-        place, bit = chance.randrange(len(whole)), chance.randrange(8)
-        flipped = bytearray(whole)
+        original = bytearray(file.read_bytes())
+        place, bit = chance.randrange(len(original)), chance.randrange(8)
+        flipped = bytearray(original)
         flipped[place] ^= 1 << bit
         file.write_bytes(flipped)
         problems = fallback_problems(CheckpointStore(store.folder), "step_00000010", 5)
         found.append([f"bit {bit} of byte {place} of {file.name}: {problem}" for problem in problems])
-        file.write_bytes(whole)
+        file.write_bytes(original)
     return found
 
 
@@ -93,12 +93,12 @@ def test_b2_a_hundred_flipped_bits_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_b1_a_run_mark_resumed_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
+def test_b1_a_run_resumes_from_the_checkpoint_before_a_damaged_one(what, tmp_path, references):
     options = Options(out=str(tmp_path / "run"), steps=70)
     undisturbed = reference(options, references)
     with Score("B1") as score:
         for step in (23, 41):
-            assert run(options, trouble=f"kill:{step}").code == -9
+            assert run(options, faults=f"kill:{step}").code == -9
             newest = max((options.folder / "checkpoints").glob("step_*"))
             largest = max(files_of(newest), key=lambda file: file.stat().st_size)
             DAMAGES[what](largest)
@@ -110,7 +110,7 @@ def test_b1_a_run_mark_resumed_from_the_checkpoint_before_a_damaged_one(what, tm
 
 
 def test_b3_strange_things_among_the_checkpoints_are_ignored(tmp_path):
-    store = filled(tmp_path / "checkpoints", (5, 10))
+    store = filled_store(tmp_path / "checkpoints", (5, 10))
     (store.folder / "9").mkdir()
     (store.folder / "abc").mkdir()
     (store.folder / "step_10.tmp").mkdir()
@@ -127,11 +127,11 @@ def test_b3_strange_things_among_the_checkpoints_are_ignored(tmp_path):
         again.save(state_at(15), Position(1, 15), {"loss": 0.1})
         score.check(again.steps()[-1] == 15, "saving beside them fails")
         there = {path.name for path in store.folder.iterdir()}
-        score.check({"9", "abc", "100", "loop"} <= there, f"what it did not write is gone: {sorted(there)}")
+        score.check({"9", "abc", "100", "loop"} <= there, f"foreign files are gone: {sorted(there)}")
 
 
 def test_b3_an_empty_folder_with_the_name_of_a_checkpoint_is_damaged(tmp_path):
-    store = filled(tmp_path / "checkpoints", (5, 10))
+    store = filled_store(tmp_path / "checkpoints", (5, 10))
     (store.folder / "step_00000099").mkdir()
     with Score("B3") as score:
         score.add(fallback_problems(CheckpointStore(store.folder), "step_00000099", 10))
@@ -149,14 +149,14 @@ STEPS = (9, 10, 99, 100, 1000)
 
 
 def oracle(steps: tuple[int, ...], values: list[float], mode: str) -> set[int]:
-    """By hand: the two latest, and the two best that are numbers; of equals the earlier."""
+    """The two latest, and the two best that are not NaN; the earlier one of equals."""
     sign = 1 if mode == "min" else -1
     comparable = [(sign * value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
     return {*steps[-2:], *(step for _, step in sorted(comparable)[:2])}
 
 
 def kept_steps(folder: Path, steps: tuple[int, ...], values: list[float], mode: str, restart: bool) -> list[set[int]]:
-    """Which checkpoints are there after each save."""
+    """The checkpoints after each save."""
     options = {"keep_latest": 2, "keep_best": 2, "monitor": "m", "mode": mode}
     store, kept = CheckpointStore(folder, **options), []
     for index, (step, value) in enumerate(zip(steps, values, strict=True)):
@@ -167,30 +167,30 @@ def kept_steps(folder: Path, steps: tuple[int, ...], values: list[float], mode: 
     return kept
 
 
-def retention(score: Score, folder: Path, names: list[str]) -> None:
-    """Holds what a store keeps against what it should."""
+def check_retention(score: Score, folder: Path, names: list[str]) -> None:
+    """Compares the checkpoints that a store keeps with the oracle."""
     for name in names:
         for mode in ("min", "max"):
             values = SEQUENCES[name]
             found = kept_steps(folder / f"{name}-{mode}", STEPS, values, mode, restart=mode == "max")
-            # what was dropped once cannot come back, so the oracle looks at what was there
-            wanted: list[set[int]] = []
+            # a deleted checkpoint cannot come back, so the oracle is applied to the remaining ones
+            expected: list[set[int]] = []
             for count in range(1, len(STEPS) + 1):
-                there = tuple(sorted({*(wanted[-1] if wanted else ()), STEPS[count - 1]}))
-                wanted.append(oracle(there, [values[STEPS.index(step)] for step in there], mode))
-            score.check(found == wanted, f"{name}, {mode}: {found} instead of {wanted}")
+                there = tuple(sorted({*(expected[-1] if expected else ()), STEPS[count - 1]}))
+                expected.append(oracle(there, [values[STEPS.index(step)] for step in there], mode))
+            score.check(found == expected, f"{name}, {mode}: {found} instead of {expected}")
 
 
 def test_b13_the_best_and_the_latest_are_kept(tmp_path):
     with Score("B13") as score:
-        retention(score, tmp_path, ["rising", "ties", "nan at 1", "only nan"])
+        check_retention(score, tmp_path, ["rising", "ties", "nan at 1", "only nan"])
 
 
-def test_b13_the_best_and_the_latest_are_kept_whatever_is_measured(tmp_path):
+def test_b13_the_best_and_the_latest_are_kept_for_every_sequence(tmp_path):
     with Score("B13") as score:
-        retention(score, tmp_path, list(SEQUENCES))
+        check_retention(score, tmp_path, list(SEQUENCES))
         store = CheckpointStore(tmp_path / "missing", monitor="val/loss")
-        with pytest.raises(ValueError, match=r"val/loss.*There are: acc, loss"):
+        with pytest.raises(ValueError, match=r"val/loss.*acc, loss"):
             store.save(state_at(1), Position(1, 1), {"loss": 0.1, "acc": 0.2})
         score.add([], "a missing metric")
 
@@ -210,7 +210,7 @@ CHANGED = {
 @pytest.mark.parametrize("what", CHANGED)
 def test_b14_a_changed_model_is_reported_leaf_by_leaf(what, tmp_path):
     params, words = CHANGED[what]
-    store = filled(tmp_path / "checkpoints", (5,))
+    store = filled_store(tmp_path / "checkpoints", (5,))
     with Score("B14") as score:
         with pytest.raises(CheckpointError) as caught:
             store.restore("latest", like=state_at(0, params), only=("params",))
@@ -221,8 +221,8 @@ def test_b14_a_changed_model_is_reported_leaf_by_leaf(what, tmp_path):
         score.check(not missing, f"{what}: {missing} are not in: {text}")
 
 
-def test_b14_what_is_asked_for_is_cast_left_out_and_renamed(tmp_path):
-    store = filled(tmp_path / "checkpoints", (5,))
+def test_b14_a_restore_casts_skips_and_renames_leaves_on_request(tmp_path):
+    store = filled_store(tmp_path / "checkpoints", (5,))
     with Score("B14") as score:
         with pytest.raises(CheckpointError):
             store.restore("latest", like=state_at(0, tx=optax.sgd(0.1, momentum=0.9)))

@@ -1,4 +1,4 @@
-"""What `scripts/scorecard.py` makes of the lines that cases record."""
+"""How `scripts/scorecard.py` turns the rows of the cases into a table."""
 
 import json
 import runpy
@@ -17,18 +17,18 @@ def row(case: str, runs: int, passed: int, **numbers: Any) -> str:
 def test_the_runs_of_a_case_are_added_up_over_its_tests(tmp_path):
     card = tmp_path / "card.jsonl"
     card.write_text("\n".join([row("A1", 3, 3, linen="3 kills"), row("A1", 2, 1, nnx="2 kills"), row("B5", 1, 1)]))
-    found = SCRIPT["tallied"](card)
+    found = SCRIPT["read_tallies"](card)
     text = SCRIPT["table"](["A1", "B5", "A6"], found).splitlines()
     assert text[2].endswith("| 5 | **4** | linen: 3 kills; nnx: 2 kills |")
     assert text[3].endswith("| 1 | 1 |  |") and "| not run | 0 |" in text[4]
 
 
 @pytest.mark.parametrize(
-    ("priority", "runs", "passed", "is_enough"),
+    ("priority", "runs", "passed", "passes"),
     [(0, 50, 50, True), (0, 50, 49, False), (0, 0, 0, False), (1, 20, 19, True), (1, 20, 18, False), (2, 5, 4, True)],
 )
-def test_how_much_is_enough_depends_on_how_much_a_case_matters(priority, runs, passed, is_enough):
-    assert SCRIPT["Tally"](runs, passed).is_enough(priority) is is_enough
+def test_the_required_share_depends_on_the_priority(priority, runs, passed, passes):
+    assert SCRIPT["Tally"](runs, passed).passes(priority) is passes
 
 
 def test_every_test_belongs_to_a_case_of_the_table():
@@ -44,6 +44,6 @@ def test_every_test_belongs_to_a_case_of_the_table():
 
 
 def test_groups_and_cases_can_be_chosen():
-    assert SCRIPT["chosen"]("A6, D") == ["A6", *(f"D{number}" for number in range(1, 15))]
-    with pytest.raises(SystemExit, match="There is no case 'A99'"):
-        SCRIPT["chosen"]("A99")
+    assert SCRIPT["select_cases"]("A6, D") == ["A6", *(f"D{number}" for number in range(1, 15))]
+    with pytest.raises(SystemExit, match="A99"):
+        SCRIPT["select_cases"]("A99")

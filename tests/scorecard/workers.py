@@ -1,4 +1,4 @@
-"""Records whose reading goes wrong, for worker processes, which import this by its name."""
+"""A faulty record source, in a module that worker processes can import."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ from jax_trainer.testing import numbered_data
 class Failing:
     """200 examples; reading the 150th raises, kills the process or hangs."""
 
-    def __init__(self, trouble: str, mark: str) -> None:
-        self._data, self._trouble, self._mark = numbered_data(200), trouble, Path(mark)
+    def __init__(self, fault: str, mark: str) -> None:
+        self._data, self._fault, self._mark = numbered_data(200), fault, Path(mark)
 
     def __len__(self) -> int:
         return 200
@@ -27,7 +27,7 @@ class Failing:
         return {name: array[index] for name, array in self._data.items()}
 
     def _fail(self) -> Any:
-        match self._trouble:
+        match self._fault:
             case "raise":
                 raise OSError("the disk is gone")
             case "kill":

@@ -42,7 +42,10 @@ def version() -> str:
 
 
 def test(args: argparse.Namespace) -> Outcome:
-    """Evaluate a checkpoint of a run on its test data."""
+    """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
+
+    The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.
+    """
     changes, source = changes_of(args), select_run(args, "best")
     loaded, folder = stored(source, changes), source.folder
     if not CheckpointStore(folder.checkpoints).infos():
@@ -63,7 +66,10 @@ def test(args: argparse.Namespace) -> Outcome:
 
 
 def check(args: argparse.Namespace) -> Outcome:
-    """Read a configuration, build everything and trace one step, without training or writing files."""
+    """Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
+
+    Reports all configuration errors at once, or the parameters, shapes and classes. Writes no files.
+    """
     changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
@@ -105,7 +111,10 @@ def _sections() -> Iterator[Described]:
 
 
 def schema(args: argparse.Namespace) -> Outcome:
-    """Print a JSON schema of configurations, for validation and completion in editors."""
+    """Print the JSON Schema of configuration files, for validation and completion in editors.
+
+    It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.
+    """
     _import(args.imports)
     document = json_schema(Experiment)
     return Outcome(document, lambda console: console.print_json(data=document))

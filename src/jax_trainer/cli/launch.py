@@ -33,7 +33,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
                      help="if a process fails or is killed, restart all and resume the run, up to K times "
                      "(default: 0)")  # fmt: skip
     one.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
-                     help="heartbeat timeout, after which a silent process counts as dead "
+                     help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
 
 

@@ -59,7 +59,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer describe AdamW                                       show the keys of a class
 """
 _EXIT_CODES = """\
-exit codes: 0 success, 1 failure, 2 wrong configuration or command, 75 the run hangs (HangMonitor),
+exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 hang detected (HangMonitor),
 130 Ctrl-C, 143 SIGTERM
 """
 
@@ -86,30 +86,32 @@ def parser() -> argparse.ArgumentParser:
         one = subparsers.add_parser(name, help=help, description=description, epilog=_EXIT_CODES)
         one.set_defaults(run=run, error=one.error, secrets=set())
         one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                         help="import a module or .py file that registers your own classes")  # fmt: skip
-        one.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+                         help="import a module or .py file that registers your own classes; repeatable")  # fmt: skip
+        one.add_argument("-q", "--quiet", action="store_true", help="print errors only")
         one.add_argument("--json", action="store_true", help="print the result as one JSON object")
         return one
 
     train = command("train", training.train, "train the experiment of a YAML file, then test it")
-    check = command("check", commands.check, "dry run: find mistakes, show parameters, shapes and classes")
-    test = command("test", commands.test, "evaluate a checkpoint of a run on its test data")
+    check = command("check", commands.check, "dry run: validate a configuration, show parameters, shapes and classes")
+    test = command("test", commands.test, "evaluate a checkpoint of a run on the test set")
     resume = command("resume", training.resume, "resume a run from a checkpoint")
     ckpt = command("ckpt", checkpoints.ckpt, "list and verify the checkpoints of a run")
     describe = command("describe", commands.describe, "list the classes that a file can name, and their keys")
-    command("schema", commands.schema, "print a JSON schema of configurations, for editors")
+    command("schema", commands.schema, "print the JSON Schema of configuration files, for editors")
     launch = command("launch", launching.launch, "train in several processes on this machine")
     tune = command("tune", tuning.tune, "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
-        one.add_argument("config", metavar="CONFIG", help="a YAML file that describes the experiment")
+        one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
     for one in (test, resume, ckpt):
-        one.add_argument("folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
-    overrides = "overrides, such as trainer.train_epochs=3, and .py files with your own classes"
+        one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
+    overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
     for one in (train, check, test, resume, tune, launch):
+        example = "dataset.global_batch_size=256" if one is test else "trainer.train_epochs=3"
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
-        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py", help=overrides + more)
+        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
+                         help=overrides.format(example) + more)  # fmt: skip
     for one, default in ((test, "best"), (resume, "latest")):
-        which = f"the checkpoint: best, latest, or a step (default: {default})"
+        which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
@@ -117,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     launching.add_options(launch)
     for one in (train, resume, test):
         multihost.add_options(one)
-    named = "a class, or an interface such as Callback; .py files with your own classes"
+    named = "a class, or an interface such as Callback; .py files that register your own classes"
     describe.add_argument("names", nargs="*", default=[], metavar="NAME | FILE.py", help=named)
     return root
 

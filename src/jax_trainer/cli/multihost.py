@@ -21,11 +21,11 @@ def add_options(one: argparse.ArgumentParser) -> None:
     group.add_argument("--distributed", choices=("auto", "on", "off"), default="auto",
                        help="call `jax.distributed.initialize`: on (SLURM, Open MPI, Kubernetes, TPU), off, or auto "
                        "(only under SLURM and Open MPI; default)")  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="coordinator address: that of process 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
     group.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
-                       help="heartbeat timeout, after which a silent process counts as dead and the others exit "
+                       help="timeout after which a process without heartbeats is considered dead, and the others exit "
                        f"(default: {HEARTBEAT:g})")  # fmt: skip
 
 

@@ -5,7 +5,7 @@ rate, which `learning_rate(opt_state)` reads. `named` has the other optimizers o
 """
 
 from jax_trainer.optimizer import named, optimizer, scheduler, transforms
-from jax_trainer.optimizer.given import checked_optimizer
+from jax_trainer.optimizer.checks import checked_optimizer
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.named import NAMED
 from jax_trainer.optimizer.optimizer import (

@@ -1,4 +1,4 @@
-"""Compiles a step without running it, for devices that need not be there."""
+"""Ahead-of-time compilation of a step for devices that may be absent."""
 
 import sys
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jax_trainer.models import GPTConfig
 BUFFER_ROWS = 8  # of the metric buffer
 
 
-class Ahead(NamedTuple):
+class AotStep(NamedTuple):
     """A compiled step, and XLA's memory analysis of it."""
 
     hlo: str
@@ -25,18 +25,18 @@ class Ahead(NamedTuple):
 
 
 def eight_gpus() -> list[Any]:
-    """Eight of the kind that is here, in one node: descriptions, which can be compiled for and hold nothing."""
+    """Descriptions of eight GPUs in one node, of the kind of this machine: compilation targets only."""
     if jax.default_backend() != "gpu":
         sys.exit(
-            f"To compile for eight GPUs one must be there, which tells their kind; jax has only {jax.devices()[:1]} "
-            "and the like. Run it on a machine with a GPU and jax[cuda12], or leave out --gpus."
+            f"`--gpus` needs a GPU, whose kind is the compilation target; jax has only {jax.devices()[:1]}. Run it "
+            "on a machine with a GPU and jax[cuda12], or leave out `--gpus`."
         )
-    described = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x8")
-    return list(described.devices)
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x8")
+    return list(topology.devices)
 
 
-def compiled_ahead(case: Case, devices: list[Any], precision: str = "f32", model: GPTConfig = GPT) -> Ahead:
-    """The step as the trainer compiles it."""
+def compile_aot(case: Case, devices: list[Any], precision: str = "f32", model: GPTConfig = GPT) -> AotStep:
+    """Compiles the training step as the trainer does."""
     batch = batch_of(BATCH, case.vocabulary)
     program = trainer_for(case, devices, batch, precision=precision, model=model).prepare([batch])
     layout = program.layout
@@ -49,17 +49,17 @@ def compiled_ahead(case: Case, devices: list[Any], precision: str = "f32", model
     fmt = program.trace_train_step(state, batch).format
     rows = jax.ShapeDtypeStruct((BUFFER_ROWS, fmt.width), np.uint32, sharding=layout.replicated)
     # what `program.train_step` compiles when it is first called, which would need the devices
-    made = jax.jit(program._train, donate_argnums=0).lower(state, MetricBuffer(rows, fmt), batch).compile()
-    memory = made.memory_analysis()
+    compiled = jax.jit(program._train, donate_argnums=0).lower(state, MetricBuffer(rows, fmt), batch).compile()
+    memory = compiled.memory_analysis()
     assert memory is not None
-    return Ahead(made.as_text() or "", memory.temp_size_in_bytes, state, layout)
+    return AotStep(compiled.as_text() or "", memory.temp_size_in_bytes, state, layout)
 
 
 def state_bytes(state: PyTree) -> tuple[int, int]:
-    """Of a state or its shapes: on each device, and in all."""
+    """Bytes of a state or of its shapes: per device, and in total."""
     leaves = jax.tree.leaves(state)
-    here = sum(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int) * leaf.dtype.itemsize for leaf in leaves)
-    return int(here), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    per_device = sum(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int) * leaf.dtype.itemsize for leaf in leaves)
+    return int(per_device), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -1,19 +1,19 @@
-"""What goes wrong in the job, as the environment says: `JOB_TROUBLE=callback:7,mark:12` is trouble at these steps.
+"""Injects faults into the job, from the environment: `JOB_FAULTS=callback:7,mark:12`.
 
-| trouble | what happens |
+| fault | effect |
 |---|---|
 | `loss` | the loss raises while it is traced for the ragged last batch, at step 32 |
 | `callback:k`, `loader:k`, `val:n` | step k, the batch of step k, or the n-th validation raises |
-| `block:k` | the loader writes `marked`, and gives the batch of step k a minute later |
+| `block:k` | the loader writes `marked`, and blocks for a minute before it yields the batch of step k |
 | `nan:k`, `spike:k` | the inputs of step k are NaN, or its loss is 100 times as large |
-| `mark:k`, `mark_eval:k`, `mark_start` | `marked` is written at step k, in a validation from step k on, at the start |
-| `kill:k`, `kill_eval:k`, `kill_epoch:e` | SIGKILL at that place |
-| `usage:k` | what the process holds at step k is written to `usage.jsonl`, once no save is under way |
-| `slow_disk:ms` | bringing a file to the disk takes so many milliseconds longer |
-| `hang:k` | the k-th step that is computed never ends |
+| `mark:k`, `mark_eval:k`, `mark_start` | writes `marked` at step k, in a validation from step k on, at the start |
+| `kill:k`, `kill_eval:k`, `kill_epoch:e` | SIGKILL at this point |
+| `usage:k` | writes the memory, arrays, threads and files in use at step k to `usage.jsonl`, after pending saves |
+| `slow_disk:ms` | every `os.fsync` takes this many milliseconds longer |
+| `hang:k` | the k-th computed step hangs |
 | `term:n` | SIGTERM, n steps after the start |
 
-`JOB_PACE` is how many seconds every step takes longer.
+`JOB_PACE` is a delay in seconds that is added to every step.
 """
 
 import gc
@@ -40,53 +40,53 @@ from jax_trainer.settings import Settings
 BLOCKED_SECONDS = 60.0
 
 
-class Broken(RuntimeError):
-    """What trouble raises."""
+class InjectedError(RuntimeError):
+    """The error that a fault raises."""
 
 
-def troubles() -> dict[str, list[int]]:
-    """All trouble that the environment asks for, by kind."""
+def planned_faults() -> dict[str, list[int]]:
+    """The steps of all faults in the environment, by kind."""
     found: dict[str, list[int]] = {}
-    for word in filter(None, os.environ.get("JOB_TROUBLE", "").split(",")):
+    for word in filter(None, os.environ.get("JOB_FAULTS", "").split(",")):
         name, _, step = word.partition(":")
         found.setdefault(name, []).append(int(step or 0))
     return found
 
 
-def trouble_of(kind: str) -> list[int]:
-    """At which steps there is trouble of this kind."""
-    return troubles().get(kind, [])
+def fault_steps(kind: str) -> list[int]:
+    """The steps of the faults of this kind."""
+    return planned_faults().get(kind, [])
 
 
-def slow_down() -> None:
-    """Makes the disk slow, if asked for."""
-    fsync, pauses = os.fsync, trouble_of("slow_disk")
+def slow_down_disk() -> None:
+    """Makes `os.fsync` slow, if `slow_disk` is set."""
+    fsync, pauses = os.fsync, fault_steps("slow_disk")
 
-    def slowly(file: Any) -> None:
+    def slow_fsync(file: Any) -> None:
         time.sleep(pauses[0] / 1000)
         fsync(file)
 
     if pauses:
-        os.fsync = slowly
+        os.fsync = slow_fsync
 
 
 _computed = itertools.count(1)
 
 
 def hang_in_step(loss: Any) -> np.ndarray:
-    """Called in the middle of a step; never comes back from the one that is to hang. Adds nothing to the loss."""
-    if next(_computed) in trouble_of("hang"):
+    """Called inside a step; hangs in the one that `hang` names. Adds nothing to the loss."""
+    if next(_computed) in fault_steps("hang"):
         time.sleep(3600)
     return np.float32(0) * np.asarray(loss, np.float32)
 
 
-class TroubleMaker(Callback):
-    """Makes trouble at events."""
+class FaultInjector(Callback):
+    """Injects faults at events."""
 
     config: CallbackConfig
 
     def __init__(self, out: Path) -> None:
-        self._out, self._planned = out, troubles()
+        self._out, self._planned = out, planned_faults()
         self._pace = float(os.environ.get("JOB_PACE", "0"))
         super().__init__()
 
@@ -111,7 +111,7 @@ class TroubleMaker(Callback):
         if step in self._planned.get("kill", ()):
             os.kill(os.getpid(), signal.SIGKILL)
         if step in self._planned.get("callback", ()):
-            raise Broken(f"the callback breaks at step {step}")
+            raise InjectedError(f"the callback fails at step {step}")
         if step - self._first in self._planned.get("term", ()):
             os.kill(os.getpid(), signal.SIGTERM)
         if step in self._planned.get("mark", ()):
@@ -131,7 +131,7 @@ class TroubleMaker(Callback):
 
 
 def usage() -> dict[str, float]:
-    """What this process holds now."""
+    """What this process uses now: MB of memory, live arrays, threads, open files."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -143,12 +143,12 @@ def usage() -> dict[str, float]:
 
 
 def mark(out: Path) -> None:
-    """Tells whoever waits that the place is reached."""
+    """Signals that the process has reached the marked point."""
     (out / "marked").touch()
 
 
-class Troubled:
-    """A loader with a position that makes trouble at a batch."""
+class FaultyLoader:
+    """A loader with a position that injects faults at batches."""
 
     def __init__(self, loader: Any, out: Path, kind: str = "train") -> None:
         self._loader, self._out, self._kind, self._opened = loader, out, kind, 0
@@ -159,63 +159,61 @@ class Troubled:
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """The batches of an epoch."""
         self._opened += 1
-        if self._kind == "val" and self._opened in trouble_of("val"):
-            raise Broken("the validation set is gone")
+        if self._kind == "val" and self._opened in fault_steps("val"):
+            raise InjectedError("the validation set is gone")
         for index, batch in enumerate(self._loader.epoch(number, start), start):
-            yield self._spoilt(batch, (number - 1) * len(self) + index + 1) if self._kind == "train" else batch
+            yield self._inject(batch, (number - 1) * len(self) + index + 1) if self._kind == "train" else batch
 
-    def _spoilt(self, batch: Any, step: int) -> Any:
-        if step in trouble_of("loader"):
-            raise Broken(f"the loader breaks at step {step}")
-        if step in trouble_of("block"):
+    def _inject(self, batch: Any, step: int) -> Any:
+        if step in fault_steps("loader"):
+            raise InjectedError(f"the loader fails at step {step}")
+        if step in fault_steps("block"):
             mark(self._out)
             time.sleep(BLOCKED_SECONDS)
-        if step in trouble_of("nan"):
+        if step in fault_steps("nan"):
             return {**batch, "x": np.full_like(batch["x"], np.nan)}
-        return {**batch, "x": 100 * batch["x"]} if step in trouble_of("spike") else batch
+        return {**batch, "x": 100 * batch["x"]} if step in fault_steps("spike") else batch
 
 
 @dataclass
-class PlacedConfig(Settings):
-    """A tool that only says where the run belongs, and may misbehave.
+class FaultyToolConfig(Settings):
+    """A tool that only sets the run folder, and may fail.
 
     Args:
         save_dir: the folder of all runs.
         name: of the experiment.
         version: of the run.
-        trouble: what it does wrong: init, call, step, close, block; empty: nothing.
+        fault: where it fails: init, call, step, close, block; empty: nowhere.
     """
 
     save_dir: str = ""
     name: str = ""
     version: str = ""
-    trouble: str = ""
+    fault: str = ""
 
 
 @register
-class Placed(ToolLoggerInterface):
-    """Shows nothing; fails or blocks where configured."""
+class FaultyTool(ToolLoggerInterface):
+    """Ignores all rows; fails or blocks where configured."""
 
-    config: PlacedConfig
+    config: FaultyToolConfig
 
-    def __init__(self, config: PlacedConfig, folder: Path) -> None:
+    def __init__(self, config: FaultyToolConfig, folder: Path) -> None:
         super().__init__(config, folder)
         self._rows = 0
         self._fail("init")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a row."""
         self._rows += 1
         self._fail("call")
         if self._rows == 5:
             self._fail("step")
-        if self.config.trouble == "block":
+        if self.config.fault == "block":
             time.sleep(BLOCKED_SECONDS)
 
     def close(self, status: str) -> None:
-        """Ends."""
         self._fail("close")
 
     def _fail(self, place: str) -> None:
-        if self.config.trouble == place:
-            raise Broken(f"the tool breaks at {place}")
+        if self.config.fault == place:
+            raise InjectedError(f"the tool fails at {place}")

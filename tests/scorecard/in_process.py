@@ -1,4 +1,4 @@
-"""Jobs in this process, for cases where a process of its own adds nothing."""
+"""Runs jobs in this process, for cases that need no child process."""
 
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,28 @@ PLAIN = {"save_every": 0, "val_every": 0, "val_epochs": 0, "test": 0, "extras": 
 
 
 def options_for(folder: Path, **changes: Any) -> Options:
-    """A short job that only trains; `changes` add to that."""
+    """A short job that only trains, with `changes`."""
     return Options(out=str(folder), **{"steps": 40, "flavour": "nnx", **PLAIN, **changes})
 
 
-def trained(options: Options, train: Any = None, evals: Any = None, **more: Any) -> Job:
-    """A trainer that has run this job, on other data where some is given."""
+def run_job(options: Options, train: Any = None, evals: Any = None, **more: Any) -> Job:
+    """Runs the job, by default on its own data; returns the trainer."""
     trainer = trainer_for(options, **more)
-    given, sets, tests = data_of(options)
+    default, sets, tests = data_of(options)
     evaluated = evals if evals is not None else sets if options.val_every or options.val_epochs else None
     resume: Any = {"auto": "auto", "no": False, "yes": True}.get(options.resume, options.resume)
-    trainer.train_model(given if train is None else train, evaluated, tests if options.test else None, resume=resume)
+    trainer.train_model(default if train is None else train, evaluated, tests if options.test else None, resume=resume)
     return trainer
 
 
 def batches(count: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
-    """So many batches."""
+    """`count` batches."""
     loader = ArrayLoader(numbered_data(count * size), size)
     return list(loader.epoch(1))
 
 
 class Digests(Callback):
-    """Keeps a digest of every part of the state after each step."""
+    """Records a digest of every part of the state after each step."""
 
     config: CallbackConfig
 

@@ -1,7 +1,7 @@
 """Small states and stores, for cases that need no run.
 
-`python tests/scorecard/small.py tests/scorecard/goldens/format2` writes a checkpoint as this version does, to be kept:
-when the format changes, those of the formats before must still be read.
+`python tests/scorecard/small_stores.py tests/scorecard/goldens/format2` writes a golden checkpoint of the
+current format: later versions must still read it.
 """
 
 import logging
@@ -25,14 +25,14 @@ TX = optax.adam(1e-3)
 
 
 def state_at(step: int, params: Any = None, tx: Any = TX) -> TrainState:
-    """A state whose numbers tell its step."""
+    """A state whose parameters encode its step."""
     params = {"dense": {"kernel": jnp.full((4, 3), float(step)), "bias": jnp.arange(3.0)}} if params is None else params
     state = new_state(params, {"batch_stats": {"mean": jnp.full(3, 0.5)}}, tx, jax.random.key(1))
     return state.replace(step=jnp.asarray(step, jnp.int32), extra={"ema": {"kernel": jnp.ones((2, 2), jnp.bfloat16)}})
 
 
-def filled(folder: Path, steps: tuple[int, ...] = (5, 10, 15), **options: Any) -> CheckpointStore:
-    """A store with checkpoints of these steps, all kept."""
+def filled_store(folder: Path, steps: tuple[int, ...] = (5, 10, 15), **options: Any) -> CheckpointStore:
+    """A store with checkpoints of these steps."""
     store = CheckpointStore(folder, **{"keep_latest": len(steps), **options})
     for step in steps:
         store.save(state_at(step), Position(1, step), {"loss": 1 / step}, callbacks={"stop": {"patience": step}})
@@ -52,7 +52,7 @@ class LogCapture(logging.Handler):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All messages, one per line."""
         return "\n".join(self.messages)
 
 
@@ -76,9 +76,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:
-    """All files below a folder with what is in them."""
+    """The content of all files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in files_of(folder)}
 
 
 if __name__ == "__main__":
-    filled(Path(sys.argv[1]), (7,))
+    filled_store(Path(sys.argv[1]), (7,))

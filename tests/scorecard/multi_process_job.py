@@ -1,4 +1,4 @@
-"""The job in several processes that train together: started, disturbed, started again."""
+"""Runs the job in several processes."""
 
 import socket
 import time
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from harness import TIMEOUT, Child, Ended
+from harness import TIMEOUT, Child, ProcessResult
 from job import Options
 
-HEARTBEAT = 5.0  # seconds of silence after which a process counts as gone
+HEARTBEAT = 5.0  # seconds without a heartbeat after which a process is considered dead
 
 
-class Together:
-    """Several processes that run one job; `trouble` and `pace` are those of single ones, by number."""
+class MultiProcessJob:
+    """Several processes that run one job; `faults` and `pace` by process index."""
 
     def __init__(
         self,
         options: Options,
         *,
         count: int = 2,
-        trouble: Mapping[int, str] = {},
+        faults: Mapping[int, str] = {},
         pace: Mapping[int, str] = {},
         **environment: str,
     ) -> None:
@@ -32,19 +32,19 @@ class Together:
             Child(
                 options,
                 JOB_PROCESS=f"{index} {count} {port}",
-                JOB_TROUBLE=trouble.get(index, ""),
+                JOB_FAULTS=faults.get(index, ""),
                 JOB_PACE=pace.get(index, "0"),
                 **common,
             )
             for index in range(count)
         ]
 
-    def wait(self, timeout: float = TIMEOUT) -> list[Ended]:
-        """Waits for all of them."""
+    def wait(self, timeout: float = TIMEOUT) -> list[ProcessResult]:
+        """Waits for all processes."""
         return [child.wait(timeout) for child in self.children]
 
     def seconds_after(self, first: int, timeout: float = TIMEOUT) -> float:
-        """How long the others took to end after process `first` did."""
+        """The seconds from the exit of process `first` to the exit of the last one."""
         self.children[first].wait(timeout)
         began = time.monotonic()
         for child in self.children:
@@ -52,12 +52,12 @@ class Together:
         return time.monotonic() - began
 
 
-def done_together(options: Options, **more: object) -> None:
-    """Runs the job in two processes to its end, which must be a good one."""
-    for index, ended in enumerate(Together(options, **more).wait()):  # type: ignore[arg-type]
+def run_multi_process(options: Options, **more: object) -> None:
+    """Runs the job in two processes, which must both succeed."""
+    for index, ended in enumerate(MultiProcessJob(options, **more).wait()):  # type: ignore[arg-type]
         assert ended.code == 0, f"process {index} ended with {ended.code}:\n{ended.text[-3000:]}"
 
 
-def of_process(options: Options, index: int) -> Options:
-    """The options by which the harness finds what another process than the first has written."""
+def process_options(options: Options, index: int) -> Options:
+    """The options with which the harness reads the files of process `index`."""
     return replace(options, out=str(Path(options.out) / f"process-{index}")) if index else options
