@@ -27,8 +27,9 @@ def write_atomically(file: Path, text: str) -> None:
 
 def write_unsynced(file: Path, text: str) -> None:
     """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8", newline="") as out:
-        out.write(text)
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+        opened.write(text)
 
 
 def sync_tree(folder: Path) -> None:
