@@ -1,4 +1,4 @@
-"""The contract of all built-in callbacks: they change training by edits only, and resume exactly after an interruption."""
+"""The contract of all built-in callbacks: they change training by edits only, and resume exactly."""
 
 import json
 import os

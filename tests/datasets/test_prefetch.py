@@ -12,6 +12,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator
+from jax_trainer.datasets.prefetch import SMALL_BYTES
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
 from jax_trainer.testing import EventRecorder
 
@@ -63,6 +64,81 @@ def test_no_more_batches_are_prefetched_than_depth(depth):
         assert len(made) == used + depth
         batch_iterator.next(5)
     batch_iterator.close()
+
+
+def sized_batches(made, size):
+    for number in range(200):
+        made.append(number)
+        yield StepBatch(np.zeros(size, np.uint8), 1, False, number, None)
+
+
+def settled(made):
+    """The number of batches made once the thread makes no more."""
+    count = -1
+    while count != len(made):
+        count = len(made)
+        time.sleep(0.05)
+    return count
+
+
+def test_small_batches_are_made_in_blocks_so_that_threads_rarely_wake_each_other():
+    made = []
+    batch_iterator = PrefetchIterator(sized_batches(made, 100), never_idle, depth=4, small_depth=32, name="train")
+    assert settled(made) == 32
+    for _ in range(15):
+        batch_iterator.next(5)
+    assert settled(made) == 32  # more than half of them are left
+    batch_iterator.next(5)
+    assert settled(made) == 16 + 32
+    seen = [step_batch.number for step_batch in iter(lambda: batch_iterator.next(5), None)]
+    assert seen == list(range(16, 200))
+    batch_iterator.close()
+    assert not prefetch_threads()
+
+
+def test_large_batches_are_prefetched_to_the_usual_depth_so_that_memory_is_bounded():
+    made = []
+    size = SMALL_BYTES // 32 + 1
+    batch_iterator = PrefetchIterator(sized_batches(made, size), never_idle, depth=4, small_depth=32, name="train")
+    assert settled(made) == 4
+    batch_iterator.next(5)
+    assert settled(made) == 5
+    batch_iterator.close()
+
+
+def test_the_depth_that_the_user_sets_is_kept_also_for_small_batches(program):
+    drawn = []
+
+    def counted():
+        for number in range(100):
+            drawn.append(number)
+            yield ONES
+
+    events: Any = train_events(program, state_of(program), Data(counted, prefetch=2), Plan(max_epochs=1))
+    while not isinstance(next(events), StepEnd):
+        pass
+    assert settled(drawn) == 1 + 2
+    events.close()
+
+
+def test_a_loader_that_refills_one_buffer_trains_like_one_with_fresh_arrays(program):
+    def fresh():
+        rng = np.random.default_rng(0)
+        for _ in range(100):
+            yield rng.standard_normal((4, 2), np.float32)
+
+    def refilled():
+        buffer = np.empty((4, 2), np.float32)
+        for batch in fresh():
+            buffer[:] = batch
+            yield buffer
+
+    trained = [
+        run(program, state_of(program), Data(data, prefetch=prefetch), Plan(max_epochs=2))
+        for data in (fresh, refilled)
+        for prefetch in (None, 0, 4)
+    ]
+    assert len({np.asarray(state.params).tobytes() for state in trained}) == 1
 
 
 def broken():

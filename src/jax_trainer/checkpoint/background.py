@@ -13,7 +13,7 @@ from weakref import WeakSet, WeakValueDictionary
 _SLICE = 0.05  # seconds after which a signal interrupts a wait at the latest
 _PATIENCE = 60.0  # seconds until a warning says what is being waited for
 # the pause between jobs that no caller waits for: a multiple of the last job's time, and at most so many seconds
-_PAUSE_RATIO, _LONGEST_PAUSE = 9.0, 1.0
+_PAUSE_RATIO, _LONGEST_PAUSE = 24.0, 1.0
 _log = logging.getLogger("jax_trainer")
 
 Job = Callable[[], object]

@@ -18,7 +18,7 @@ from jax_trainer.checkpoint.arrays import (
     write_parts,
 )
 from jax_trainer.checkpoint.commit import commit
-from jax_trainer.checkpoint.durable import sync_tree, write_atomically
+from jax_trainer.checkpoint.durable import sync_tree, write_unsynced
 from jax_trainer.checkpoint.index import name_of
 from jax_trainer.checkpoint.leaves import Spec, as_stored, impl_of
 from jax_trainer.checkpoint.manifest import write_manifest
@@ -90,7 +90,7 @@ def complete(
 
 def _complete(partial: Path, path: Path, pack_index: PackIndex, record: Callable[[], Record], last_point: str) -> None:
     write_pack_index(partial, pack_index)
-    write_atomically(partial / RECORD, record().text())
+    write_unsynced(partial / RECORD, record().text())
     failpoint("before_manifest")
     write_manifest(partial)
     sync_tree(partial)

@@ -25,6 +25,13 @@ def write_atomically(file: Path, text: str) -> None:
     sync_folder(file.parent)
 
 
+def write_unsynced(file: Path, text: str) -> None:
+    """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+        opened.write(text)
+
+
 def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`."""
     for parent, _, files in os.walk(folder, topdown=False):

@@ -24,6 +24,7 @@ PLAIN = (
 )
 _TAG = "$"
 _DEEPEST = 100
+_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 DTYPES = {
     str(dtype): dtype
     for dtype in map(
@@ -53,19 +54,24 @@ def not_plain(value: Any, where: str) -> str:
 
 def _is_plain(value: Any, depth: int) -> bool:
     """Fast check without the path to a problem, since most values have none."""
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if type(value) in _ATOMS:
         return True
     if depth <= _DEEPEST and (isinstance(value, list) or type(value) is tuple):
         return all(_is_plain(item, depth + 1) for item in value)
     if isinstance(value, Fixed) and value._encoded is not None:
         return True
     if depth <= _DEEPEST and isinstance(value, dict):
-        return all(_is_plain(item, depth + 1) for item in chain(value, value.values()))
+        # a history has an item per epoch, all but the newest encoded before: those must not take time in every save
+        items = chain(value, value.values())
+        return all(
+            type(item) in _ATOMS or (type(item) is Fixed and item._encoded is not None) or _is_plain(item, depth + 1)
+            for item in items
+        )
     return not _problem(value, "", depth)
 
 
 def _problem(value: Any, where: str, depth: int) -> str:
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if type(value) in _ATOMS:
         return ""
     if isinstance(value, np.ndarray | np.generic) or _is_tensor(value):
         return _odd_numbers(value, where)
@@ -103,7 +109,11 @@ def encoded(value: Any) -> Any:
     if isinstance(value, dict):
         if _TAG not in value and not not_named(value, ""):
             return {key: encoded(item) for key, item in value.items()}
-        return {_TAG: "dict", "items": [[encoded(key), encoded(item)] for key, item in value.items()]}
+        items = [
+            [key if type(key) is int else encoded(key), (type(item) is Fixed and item._encoded) or encoded(item)]
+            for key, item in value.items()
+        ]
+        return {_TAG: "dict", "items": items}
     return _encoded_tensor(value)
 
 

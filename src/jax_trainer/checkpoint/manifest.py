@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.durable import write_unsynced
 from jax_trainer.checkpoint.names import label
 from jax_trainer.checkpoint.record import FORMAT, RECORD, CheckpointError
 from jax_trainer.checkpoint.untrusted import check_only_plain_files, read_bounded
@@ -23,7 +23,7 @@ _Entries = dict[str, tuple[Annotated[int, AtLeast(0)], str]]  # relative path: s
 def write_manifest(folder: Path) -> None:
     """Writes the manifest of the files in `folder`; the last file of a checkpoint."""
     files = {name: (size, _digest(folder / name)) for name, size in _sizes(folder)}
-    write_atomically(folder / MANIFEST, _text(files))
+    write_unsynced(folder / MANIFEST, _text(files))
 
 
 def verify_sizes(folder: Path) -> None:

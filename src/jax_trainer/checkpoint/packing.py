@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_trainer.checkpoint.arrays import placed, read_arrays
-from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.durable import write_unsynced
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.names import shown
@@ -45,7 +45,7 @@ def packed(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], PackIndex]:
 def write_pack_index(folder: Path, pack_index: PackIndex) -> None:
     """Writes the index of `packed` into `folder`."""
     if pack_index:
-        write_atomically(folder / INDEX, json.dumps(pack_index))
+        write_unsynced(folder / INDEX, json.dumps(pack_index))
 
 
 def read_pack_index(folder: Path, stored: Mapping[str, Spec]) -> PackIndex:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,21 @@ import numpy as np
 
 from jax_trainer.core.compile import copied
 
-_SMALL = 1 << 20  # bytes of a state that is copied in one dispatch
+_SMALL = 1 << 20  # bytes of a state that is copied at once
 _SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too
+
+SnapshotMethod = Literal["new_memory", "one_dispatch", "reused_memory", "devices"]
+
+
+def method_for(leaves: Mapping[str, Any]) -> SnapshotMethod:
+    """How to copy arrays like these.
+
+    A small state is copied to new memory if it is on the host, and else by one asynchronous dispatch for all arrays.
+    A larger one is copied to memory that is reused if it is on the host, and else array by array.
+    """
+    if _is_small(leaves):
+        return "new_memory" if _is_on_host(leaves) else "one_dispatch"
+    return "reused_memory" if _is_on_host(leaves) else "devices"
 
 
 class Snapshots:
@@ -23,19 +36,22 @@ class Snapshots:
 
     def allocate(self, leaves: Mapping[str, Any]) -> None:
         """Allocates buffers for a snapshot of `leaves`, so that the first one is as fast as the others."""
-        if _is_on_host(leaves) and not _is_small(leaves):
+        if method_for(leaves) == "reused_memory":
             self._free = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}]
             for buffer in self._free[0].values():
                 buffer.fill(0)  # touches the pages: np.zeros maps them lazily
         else:
             self.take(leaves)  # compiles the copies
 
-    def take(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies `leaves` to the host or, if there is enough memory, on their devices."""
-        if _is_small(leaves):
-            self._is_reused = False
+    def take(self, leaves: Mapping[str, Any], method: SnapshotMethod | None = None) -> dict[str, Any]:
+        """Copies `leaves` to the host or, if there is enough memory, on their devices; None: by `method_for` them."""
+        method = method or method_for(leaves)
+        self._is_reused = method == "reused_memory"
+        if method == "new_memory":
+            # not of the array itself, which would keep the view, and its buffer could not be donated
+            return {name: np.array(leaf.addressable_data(0)) for name, leaf in leaves.items()}
+        if method == "one_dispatch":
             return copied(dict(leaves))
-        self._is_reused = _is_on_host(leaves)
         if self._is_reused:
             reusable = self._free.pop() if self._free else {}
             snapshot = {name: _buffer(reusable.get(name), leaf) for name, leaf in leaves.items()}
@@ -62,7 +78,7 @@ def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:
 
 
 def _is_small(leaves: Mapping[str, Any]) -> bool:
-    """Whether all arrays are on one device, and small: one asynchronous dispatch that copies all is faster."""
+    """Whether all arrays are on one device, and small."""
     if not all(isinstance(leaf, jax.Array) for leaf in leaves.values()) or not leaves:
         return False
     [first, *others] = [leaf.devices() for leaf in leaves.values()]

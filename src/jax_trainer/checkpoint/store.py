@@ -37,7 +37,7 @@ from jax_trainer.checkpoint.failures import as_save_error, with_retries
 from jax_trainer.checkpoint.garbage_collection import GarbageCollector
 from jax_trainer.checkpoint.index import name_of, read_saved
 from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
-from jax_trainer.checkpoint.leaves import Spec, as_stored, impl_of, named_leaves
+from jax_trainer.checkpoint.leaves import Spec
 from jax_trainer.checkpoint.local_shards import local_shard
 from jax_trainer.checkpoint.multihost import (
     HostBarrier,
@@ -53,6 +53,7 @@ from jax_trainer.checkpoint.record import CheckpointError, Record, SavedCheckpoi
 from jax_trainer.checkpoint.restore_options import RestoreOptions
 from jax_trainer.checkpoint.retention import Better, Retention
 from jax_trainer.checkpoint.snapshot import Snapshots
+from jax_trainer.checkpoint.state_spec import StateSpec, StateSpecs
 from jax_trainer.checkpoint.weights_only import not_resumable
 from jax_trainer.core import TrainState, failpoint, step_of
 from jax_trainer.core.output import reserve_standard_streams
@@ -114,21 +115,21 @@ class CheckpointStore:
             better=better,
         )
         self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
-        self._snapshots, self._thread = Snapshots(), saving_thread(self.folder)
+        self._state_specs, self._snapshots, self._thread = StateSpecs(), Snapshots(), saving_thread(self.folder)
         self._main_barrier, self._saving = (HostBarrier(self.folder, what, patience) for what in ("main", "saving"))
         self._waited, self._has_warned_of_waiting = 0.0, False
 
     def prepare(self, state: TrainState) -> None:
         """Checks before the first step that states like this can be saved here, and allocates buffers."""
-        leaves = {name: as_stored(leaf) for name, leaf in named_leaves(state).items()}
+        spec, leaves = self._state_specs.of(state)
 
         def check() -> None:
-            check_writable(self.folder, _bytes_of(leaves))
+            check_writable(self.folder, spec.nbytes)
             self._garbage_collector.listing()  # fails on checkpoints of another library version before more are added
 
         if self._main_barrier.is_multi_process:
             probe_all(self._main_barrier, self.folder, check)
-            self._snapshot(leaves)  # compiles the copies
+            self._snapshot(leaves, spec)  # compiles the copies
         else:
             check()
             self._snapshots.allocate(leaves)
@@ -161,19 +162,15 @@ class CheckpointStore:
         """
         with self._reporting_absence():
             self._check_monitored(metrics)
-            named = named_leaves(state)
-            leaves = {name: as_stored(leaf) for name, leaf in named.items()}
-            empty = {name: Spec.of(leaf) for name, leaf in leaves.items() if not math.prod(leaf.shape)}
-            keys = {name: impl for name, leaf in named.items() if (impl := impl_of(leaf))}
-            record = Record.of(step_of(state), position, metrics, empty, callbacks, keys)
+            spec, leaves = self._state_specs.of(state)
+            record = Record.of(step_of(state), position, metrics, spec.empty, callbacks, spec.keys)
             if not callable(run):
                 record = record.with_run(run)
         # processes could not agree on which saves to skip
-        size, coalesce = _bytes_of(leaves), coalesce and not self._saving.is_multi_process
-        self._wait_for_space(size, coalesce=coalesce)
+        coalesce = coalesce and not self._saving.is_multi_process
+        self._wait_for_space(spec.nbytes, coalesce=coalesce)
         with self._reporting_absence():
-            specs = {name: Spec.of(leaf) for name, leaf in named.items()}
-            save = _Save(self, self._snapshot(leaves), specs, record, run, size)
+            save = _Save(self, self._snapshot(leaves, spec), spec.specs, record, run, spec.nbytes)
         if coalesce:
             self._thread.submit(save, self._needed)
         else:
@@ -310,10 +307,10 @@ class CheckpointStore:
                 self._saving.report_absence(error)
             raise
 
-    def _snapshot(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    def _snapshot(self, leaves: Mapping[str, Any], spec: StateSpec) -> dict[str, Any]:
         if self._saving.is_multi_process:
             return local_shard(leaves, is_primary=self._saving.is_primary)
-        return self._snapshots.take(leaves)
+        return self._snapshots.take(leaves, spec.method)
 
     def _wait_for_space(self, size: int, *, coalesce: bool) -> None:
         """Waits until nothing is being written or, with `coalesce`, until the queue has space for `size` bytes."""
@@ -465,7 +462,3 @@ class _Save:
         """As the retention policy ranks it."""
         metrics = {name: float(value) for name, value in self.record.metrics.items()}
         return SavedCheckpoint(self.record.step, Position(), metrics, self.store.folder / name_of(self.record.step))
-
-
-def _bytes_of(arrays: Mapping[str, Any]) -> int:
-    return sum(Spec.of(array).nbytes for array in arrays.values())

@@ -21,6 +21,7 @@ from jax_trainer.processes import process_group
 
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4
+SMALL_PREFETCH = 32  # small batches, on the CPU
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Data:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
         prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for
-            in-memory batches on the CPU, and 4 otherwise.
+            in-memory batches on the CPU, and 4 otherwise; on the CPU, it is 32 for batches of up to 32 KiB.
         resident: keep the training set in device memory and index batches there. "auto" does so if it takes at most
             a quarter of the free device memory. Needs an `ArrayLoader`.
         timeout: seconds to wait for a batch before raising a `DataError`; None waits forever.
@@ -234,8 +235,15 @@ class DataSource:
         """`batches`, at most `depth` of them prefetched by a thread; 0: made synchronously."""
         if not depth:
             return SyncIterator(batches, device_is_idle)
+        small_depth = SMALL_PREFETCH if self._prefetch is None and jax.default_backend() == "cpu" else 0
         return PrefetchIterator(
-            batches, device_is_idle, depth=depth, name=self.name, timeout=self._timeout, kill=self._adapter.kill
+            batches,
+            device_is_idle,
+            depth=depth,
+            small_depth=small_depth,
+            name=self.name,
+            timeout=self._timeout,
+            kill=self._adapter.kill,
         )
 
     def prefetch(self, chunk: int = 1) -> int:

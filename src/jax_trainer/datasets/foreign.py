@@ -29,11 +29,16 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
     >>> as_arrays({"x": [[1, 2], [3, 4]]}, copy=False)["x"].shape
     (2, 2)
     """
+    kind = type(batch)
+    if kind is np.ndarray:  # first what is in almost every batch: the other checks take longer than a tiny copy
+        return batch.copy() if copy else batch
+    if kind is tuple:
+        return tuple([as_arrays(value, copy=copy) for value in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         register_as_pytree(batch)
         values = {f.name: as_arrays(getattr(batch, f.name), copy=copy) for f in _data_fields(batch)}
         return dataclasses.replace(batch, **values)
-    if isinstance(batch, Mapping):
+    if kind is dict or isinstance(batch, Mapping):
         return {name: as_arrays(value, copy=copy) for name, value in batch.items()}
     if _is_numbers(batch):
         try:
@@ -42,7 +47,7 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
             raise DataError(f"A list is ragged: pad its parts to one length. numpy: {error}") from None
     if isinstance(batch, list | tuple):
         parts = [as_arrays(value, copy=copy) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
     return batch if batch is None else _as_array(batch, copy=copy)
 
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
+import jax
+
 from jax_trainer.datasets.epoch_iterator import StepBatch
 from jax_trainer.datasets.foreign import DataError
 
@@ -14,6 +16,7 @@ Result = tuple[StepBatch | None, BaseException | None]
 NOT_READY = object()  # no batch yet
 FIRST_POLL = 1e-4  # seconds until a waiting loop polls the device for the first time; later polls are further apart
 JOIN_SECONDS = 2.0
+SMALL_BYTES = 1 << 20  # of all prefetched batches, where more than usual are prefetched
 
 
 class BatchIterator(Protocol):
@@ -57,7 +60,15 @@ class SyncIterator:
 class PrefetchIterator:
     """Prefetches up to `depth` batches in a thread. `next` raises the errors of the thread.
 
-    `kill` ends the worker processes of a loader that hangs when the iterator is closed.
+    Args:
+        batches: makes the batches, in the thread.
+        device_is_idle: whether the device has nothing to do.
+        depth: the most batches that are prefetched; the thread replaces each as soon as it is used.
+        small_depth: the most batches if all of them have less than a MiB. The thread then sleeps until half of them are
+            used: for each batch of a tiny step, two threads that wake each other take longer than the step.
+        name: of the data, for messages.
+        timeout: seconds to wait for a batch before a `DataError`; None waits forever.
+        kill: ends the worker processes of a loader that hangs when the iterator is closed.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class PrefetchIterator:
         device_is_idle: Callable[[], bool],
         *,
         depth: int,
+        small_depth: int = 0,
         name: str,
         timeout: float | None = None,
         kill: Callable[[], None] = lambda: None,
@@ -73,10 +85,11 @@ class PrefetchIterator:
         self._batches, self._device_is_idle, self._name, self._timeout = batches, device_is_idle, name, timeout
         # a queue's `get(timeout)` may wait forever when a signal arrives just at the timeout (CPython 3.11)
         self._made: deque[Result] = deque()
-        self._wake = threading.Event()
-        self._capacity = threading.Semaphore(depth)
+        self._wake, self._space = threading.Event(), threading.Event()
+        self._depth, self._small_depth = depth, small_depth
+        self._refill_at = depth - 1  # the number of batches left at which the thread continues
         self._kill = kill
-        self._closing = False
+        self._waits = self._closing = False
         self._late_since: float | None = None
         self.waited = 0.0
         self._thread = threading.Thread(target=self._make, name=f"jax_trainer prefetch {name!r}", daemon=True)
@@ -87,8 +100,9 @@ class PrefetchIterator:
         if not self._made and not self._wait(patience):
             return NOT_READY
         self._late_since = None
-        self._capacity.release()
         step_batch, error = self._made.popleft()
+        if len(self._made) == self._refill_at:
+            self._space.set()
         if error is not None:
             raise error
         return step_batch
@@ -96,7 +110,7 @@ class PrefetchIterator:
     def close(self) -> None:
         """Stops the thread; warns if it hangs in the loader."""
         self._closing = True
-        self._capacity.release()
+        self._space.set()
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             self._kill()
@@ -110,8 +124,10 @@ class PrefetchIterator:
 
     def _make(self) -> None:
         try:
-            while self._acquire_capacity():
+            while self._has_space():
                 step_batch = next(self._batches, None)
+                if self._small_depth and step_batch is not None:
+                    self._deepen(step_batch)
                 self._hand_over((step_batch, None))
                 if step_batch is None:
                     return
@@ -122,17 +138,31 @@ class PrefetchIterator:
 
     def _hand_over(self, result: Result) -> None:
         self._made.append(result)
-        self._wake.set()
+        if self._waits:
+            self._wake.set()
 
-    def _acquire_capacity(self) -> bool:
-        self._capacity.acquire()
+    def _has_space(self) -> bool:
+        """Waits for space once all are made; False if the iterator is being closed."""
+        if len(self._made) >= self._depth:
+            while len(self._made) > self._refill_at and not self._closing:
+                self._space.clear()
+                if len(self._made) > self._refill_at and not self._closing:
+                    self._space.wait()
         return not self._closing
+
+    def _deepen(self, first: StepBatch) -> None:
+        """Sets the depth by the size of the `first` batch."""
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(first.batch))
+        if size * self._small_depth <= SMALL_BYTES:
+            self._depth, self._refill_at = self._small_depth, self._small_depth // 2
+        self._small_depth = 0
 
     def _wait(self, patience: float) -> bool:
         """Waits for a batch, and counts the time for which the device is idle."""
         started = now = time.perf_counter()
         self._late_since = self._late_since or started
         idle_since = started if self._device_is_idle() else None
+        self._waits = True
         while not self._made and now - started < patience:
             self._wake.clear()
             if not self._made:
@@ -140,6 +170,7 @@ class PrefetchIterator:
             now = time.perf_counter()
             if idle_since is None and not self._made and self._device_is_idle():
                 idle_since = now
+        self._waits = False
         if idle_since is not None:
             self.waited += now - idle_since
         if not self._made and self._timeout is not None and now - self._late_since >= self._timeout:
