@@ -107,4 +107,5 @@ def test_the_best_and_the_two_latest_are_left_each_with_its_own_weights_and_metr
         like = watching.states[saved.step]
         assert saved.metrics["val/loss"] == watching.losses[saved.step]
         assert_same_bits(store.restore(saved, like, only=("params",))[0].params, like.params)
-    assert store.best().step == best
+    found = store.best()
+    assert found is not None and found.step == best

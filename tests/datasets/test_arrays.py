@@ -128,7 +128,7 @@ def test_entering_an_epoch_late_costs_nothing():
     reads = []
 
     class Counted(np.ndarray):
-        def take(self, rows, *args):
+        def take(self, rows, *args):  # type: ignore[override]
             reads.append(len(rows))
             return super().take(rows, *args)
 

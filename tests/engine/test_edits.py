@@ -1,7 +1,7 @@
 """Declared edits: an observer returns a change of the state, and the loop applies it before the next save point."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class Returns:
         return self.make(event) if isinstance(event, self.kind) else None
 
 
-def halves(kind=EvalRoundEnd) -> Returns:
+def halves(kind: type[Event] = EvalRoundEnd) -> Returns:
     """Halves the learning rate at every event of a kind."""
     return Returns(
         kind, lambda event: Edit(hyperparameters={"learning_rate": rate(event.state) / 2}, reason=f"step {event.step}")
@@ -172,7 +172,9 @@ def test_an_edit_leaves_the_sharding_of_the_state():
     layout = resolve_layout(make_mesh(data=1, fsdp=4, devices=jax.devices()[:4]), Partitioning(smallest=1))
     program = compile_program(tiny_program("linen", TX), layout=layout, on_recompile="error")
     before: list[Any] = []
-    note = Returns(Edited | EpochEnd, lambda event: before.append([leaf.sharding for leaf in event.flat_state.leaves]))
+    note = Returns(
+        cast(Any, Edited | EpochEnd), lambda event: before.append([leaf.sharding for leaf in event.flat_state.leaves])
+    )
     fit(program, note, Returns(EpochEnd, lambda event: Edit(zeroed)), plan=Plan(max_epochs=2))
     assert len(before) == 4
     assert any(not sharding.is_fully_replicated for sharding in before[0])
@@ -214,7 +216,7 @@ def restarted(state):
         (Edit(rounded), ValueError, "params.*float32.*bfloat16"),
         (Edit(emptied), ValueError, r"lacks state\.params"),
         (Edit(restarted), ValueError, r"state\.step"),
-        (Edit(lambda state: None), TypeError, "NoneType"),
+        (Edit(cast(Any, lambda state: None)), TypeError, "NoneType"),
         (Edit(hyperparameters={"learning_rat": 0.1}), ValueError, "'learning_rat'.*learning_rate"),
     ],
 )

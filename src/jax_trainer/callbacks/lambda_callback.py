@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from typing import Any
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.hook_calls import FOREIGN, hooks_of
@@ -15,7 +16,7 @@ class LambdaCallback(Callback):
 
     config: CallbackConfig
 
-    def __init__(self, **hooks: Callable[..., None]) -> None:
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
         names = [*hooks_of(Callback), "finalize", "set_dataset"]
         for name, function in hooks.items():
             if name not in names:

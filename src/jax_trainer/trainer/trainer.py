@@ -309,17 +309,12 @@ class TrainerModule(CheckpointMethods):
         quiet: bool,
     ) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
-
-        def init() -> TrainState:
-            self.folder = target.folder  # now that it is locked
-            return self.state
-
         config = self.config
         return RunSpec(
             program=program,
             plan=plan,
             data=data,
-            init=init,
+            init=lambda: self._state_in(target.folder),
             tests=tests,
             test_batches=config.test_plan.eval_batches,
             observers=lambda run: [TrainerHooks(run.context, run.history, {**data.evals, **tests})],
@@ -350,6 +345,10 @@ class TrainerModule(CheckpointMethods):
             monitors=not is_custom,
             resume_call="train_model(…, resume={})",
         )
+
+    def _state_in(self, folder: RunFolder) -> TrainState:
+        self.folder = folder  # now that it is locked
+        return self.state
 
     def _open_logger(self, folder: RunFolder) -> Logger:
         self.logger = self.init_logger(folder)
