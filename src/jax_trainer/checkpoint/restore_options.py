@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_trainer.checkpoint.leaves import Spec, check_fits, field_of
 from jax_trainer.checkpoint.names import label
 from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.core.extra_args import HYPERPARAMS
 
 _MOST_NAMED = 5
 _log = logging.getLogger("jax_trainer")
@@ -46,9 +47,9 @@ class RestoreOptions:
             only: the fields of the state to restore.
             path: the checkpoint.
         """
-        named = {new: old for new, old in self._renamed(stored, path).items() if field_of(new) in only}
+        named = {new: old for new, old in self._renamed(stored, path).items() if _is_selected(new, only)}
         found = {new: stored[old] for new, old in named.items()}
-        restored = {name: spec for name, spec in wanted.items() if field_of(name) in only}
+        restored = {name: spec for name, spec in wanted.items() if _is_selected(name, only)}
         restored = {name: spec for name, spec in restored.items() if name in found or not self._leaves_out(name)}
         if self.partial:
             found, restored = _in_common(found, restored, path)
@@ -84,6 +85,11 @@ class RestoreOptions:
                 f"{', '.join(map(label, sorted(stored)[:_MOST_NAMED]))}."
             )
         return named
+
+
+def _is_selected(name: str, only: Collection[str]) -> bool:
+    # a learning rate scale belongs to the optimizer: weights are loaded without it
+    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{HYPERPARAMS}."))
 
 
 def _is_float(spec: Spec) -> bool:
