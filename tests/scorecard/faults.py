@@ -176,7 +176,7 @@ class FaultyLoader:
 
 
 @dataclass
-class FaultyToolConfig(Settings):
+class OutageToolConfig(Settings):
     """A tool that only sets the run folder, and may fail.
 
     Args:
@@ -193,12 +193,12 @@ class FaultyToolConfig(Settings):
 
 
 @register
-class FaultyTool(ToolLoggerInterface):
+class OutageTool(ToolLoggerInterface):
     """Ignores all rows; fails or blocks where configured."""
 
-    config: FaultyToolConfig
+    config: OutageToolConfig
 
-    def __init__(self, config: FaultyToolConfig, folder: Path) -> None:
+    def __init__(self, config: OutageToolConfig, folder: Path) -> None:
         super().__init__(config, folder)
         self._rows = 0
         self._fail("init")

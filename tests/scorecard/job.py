@@ -31,9 +31,9 @@ import optax
 from faults import (
     FaultInjector,
     FaultyLoader,
-    FaultyTool,
-    FaultyToolConfig,
     InjectedError,
+    OutageTool,
+    OutageToolConfig,
     fault_steps,
     hang_in_step,
     planned_faults,
@@ -69,10 +69,10 @@ from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 
 __all__ = [
-    "FaultyTool",
     "Job",
     "Ledger",
     "Options",
+    "OutageTool",
     "data_of",
     "ids_of_epoch",
     "main",
@@ -121,7 +121,7 @@ class Options:
     resume: str = "auto"
     fork: int = 0
     save_on_exception: int = 1
-    tool: str = ""  # the fault of the logging tool, see `FaultyToolConfig`
+    tool: str = ""  # the fault of the logging tool, see `OutageToolConfig`
     ledger: int = 1
     test: int = 1
 
@@ -333,7 +333,7 @@ def _callbacks(options: Options, extras: list[str]) -> dict[str, Any]:
 
 
 def _tools(options: Options, extras: list[str]) -> list[Any]:
-    tool = FaultyToolConfig(save_dir=str(Path(options.out) / "runs"), version=options.version, fault=options.tool)
+    tool = OutageToolConfig(save_dir=str(Path(options.out) / "runs"), version=options.version, fault=options.tool)
     tools: list[Any] = [tool]
     if "tensorboard" in extras:
         tools.append(TensorboardConfig())

@@ -62,10 +62,10 @@ def test_d1_a_failing_tool_costs_one_warning(place, tmp_path, undisturbed):
         trainer = run_job(options_for(tmp_path / "run", tool=place, **QUIET))
     with Score("D1") as score:
         problems = state_differences(trainer, undisturbed)
-        warnings = [text for text in log.messages if text.startswith("FaultyTool ") and "Training continues" in text]
+        warnings = [text for text in log.messages if text.startswith("OutageTool ") and "Training continues" in text]
         problems += [] if len(warnings) == 1 else [f"{len(warnings)} warnings: {log.messages}"]
         assert trainer.logger is not None
-        lost = trainer.logger.failures.get("FaultyTool", 0)
+        lost = trainer.logger.failures.get("OutageTool", 0)
         problems += [] if lost else ["no failure is counted"]
         score.add(problems, place)
         score.note(**{place: f"{lost} lost"})

@@ -148,7 +148,7 @@ def test_another_model_mode_than_that_of_the_model_is_refused(tmp_path):
 
 
 @dataclass
-class EquinoxMLPConfig(BaseModelConfig):
+class EquinoxNetConfig(BaseModelConfig):
     """An MLP of Equinox.
 
     Args:
@@ -159,10 +159,10 @@ class EquinoxMLPConfig(BaseModelConfig):
 
 
 @register
-class EquinoxMLP(BaseModelFunction):
+class EquinoxNet(BaseModelFunction):
     """Flattens images."""
 
-    config: EquinoxMLPConfig
+    config: EquinoxNetConfig
 
     def init(self, key: jax.Array, *inputs: jax.Array) -> eqx.nn.MLP:
         return eqx.nn.MLP(inputs[0][0].size, 10, self.config.width, 1, key=key)
@@ -176,7 +176,7 @@ def test_a_registered_function_model_is_trained_from_a_file(tmp_path):
     file.write_text(
         "trainer:\n  class_name: ImgClassifierTrainer\n  train_epochs: 2\n  enable_progress_bar: false\n"
         f"  logger:\n    log_dir: {tmp_path}\n  callbacks:\n    ModelCheckpoint: {{}}\n"
-        "model:\n  class_name: EquinoxMLP\n  width: 16\n"
+        "model:\n  class_name: EquinoxNet\n  width: 16\n"
         "optimizer:\n  class_name: AdamW\n  learning_rate: 0.01\n"
         "dataset:\n  class_name: DigitsDataset\n  limit_train_size: 512\n"
     )

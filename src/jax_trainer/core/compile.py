@@ -21,13 +21,18 @@ from jax_trainer.core.tracing import tracing_for
 StepFunction = Callable[[TrainState, MetricBuffer, Batch, Any], tuple[TrainState | None, MetricBuffer, Any]]
 
 
-def compiled_function(function: Callable[..., Any], *, static: tuple[str, ...] = (), donate: bool = False) -> Any:
+def compiled_function(function: Callable[..., Any], *, static: tuple[str, ...] = ()) -> Any:
     """`function` compiled with `jax.jit`, once per shape of its arrays and value of the arguments named in `static`.
 
     For computations outside training, such as sampling: pass the module as an argument, so that new weights do not
-    recompile. `donate`: the memory of its first argument is reused.
+    recompile.
     """
-    return jax.jit(function, static_argnames=static, donate_argnums=(0,) if donate else ())
+    return jax.jit(function, static_argnames=static)
+
+
+def shared_function(function: Callable[..., Any], *, donate: bool) -> "SharedFunction":
+    """`function` compiled, with executables shared by equal functions; `donate`: its first argument is reused."""
+    return SharedFunction(jax.jit(function, donate_argnums=(0,) if donate else ()))
 
 
 @jax.jit

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function
+from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.editing import edited
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer
@@ -134,7 +134,7 @@ class CompiledProgram(ProgramSetup):
                 return jax.tree.leaves(self._pinned(edited(flat.structure.unflatten(leaves), fn, values)))
 
             # with a reference to `fn`, so that its id is not reused
-            self._edits[key] = fn, compiled_function(traced, donate=self._donate)
+            self._edits[key] = fn, shared_function(traced, donate=self._donate)
             if len(self._edits) > MOST_EDITS:
                 self._edits.popitem(last=False)
         return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
