@@ -50,50 +50,42 @@ def test_entries_arrive_in_order_in_a_separate_thread():
     assert not threads_of_tools()
 
 
-<<<<<<< HEAD
+def test_entries_are_written_in_groups_so_that_the_tool_rarely_interrupts_training(monkeypatch):
+    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
+    tool = start_writer(most=1000)
+    tool.start()
+    wait_until(lambda: tool._has_nothing_to_do)
+    submit(tool, 1, 2, 3)
+    time.sleep(0.3)
+    assert tool._done == 0
+    asked = time.monotonic()
+    assert flush(tool) and time.monotonic() - asked < 5  # a caller that waits is served at once
+    submit(tool, 4)
+    assert steps(finish(tool)) == [1, 2, 3, 4]  # the end of a run does not wait either
+
+
+def test_entries_are_written_after_a_moment_without_a_flush():
+    tool = start_writer()
+    submit(tool, 1)
+    wait_until(lambda: tool._done == 1)
+    finish(tool)
+
+
+def test_a_queue_that_is_half_full_is_written_at_once(monkeypatch):
+    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
+    tool = start_writer(most=10)
+    tool.start()
+    wait_until(lambda: tool._has_nothing_to_do)
+    submit(tool, *range(6))
+    wait_until(lambda: tool._done == 6)
+    finish(tool)
+
+
 def test_entries_after_the_end_are_ignored():
     tool = start_writer()
     submit(tool, 1)
     end = finish(tool)
     submit(tool, 2)
-=======
-def test_entries_are_written_together_so_that_the_tool_rarely_takes_time_from_training(monkeypatch):
-    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
-    tool = begun(most=1000)
-    tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
-    give(tool, 1, 2, 3)
-    time.sleep(0.3)
-    assert tool._done == 0
-    asked = time.monotonic()
-    assert flushed(tool) and time.monotonic() - asked < 5  # who waits is served now
-    give(tool, 4)
-    assert steps(ended(tool)) == [1, 2, 3, 4]  # and the end of a run does not wait either
-
-
-def test_entries_are_on_their_way_after_a_moment_without_being_asked_for():
-    tool = begun()
-    give(tool, 1)
-    wait_until(lambda: tool._done == 1)
-    ended(tool)
-
-
-def test_a_queue_that_fills_up_is_written_now(monkeypatch):
-    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
-    tool = begun(most=10)
-    tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
-    give(tool, *range(6))
-    wait_until(lambda: tool._done == 6)
-    ended(tool)
-
-
-def test_what_comes_after_the_end_is_ignored():
-    tool = begun()
-    give(tool, 1)
-    end = ended(tool)
-    give(tool, 2)
->>>>>>> wt-speed
     assert (steps(end), tool.dropped.count) == ([1], 0)
 
 
