@@ -18,7 +18,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, TrainerModule, TrainState
+from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.logger import LoggerConfig
@@ -85,6 +85,17 @@ class NnxNet(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
+def trainer_keys(options: ProgramOptions) -> dict[str, Any]:
+    """The keys of a `TrainerConfig` for these options."""
+    changed = options.changed()
+    stats = {name: changed.pop(name) for name in ("param_stats", "grad_stats") if name in changed}
+    if "param_stats" in stats:
+        changed |= {"log_param_stats": True, "param_log_modes": stats["param_stats"]}
+    if "grad_stats" in stats:
+        changed |= {"log_grad_stats": True, "grad_log_modes": stats["grad_stats"]}
+    return changed
+
+
 class Outcome(NamedTuple):
     """What a training came to: the weights and the other state of the model, and the validation loss by step."""
 
@@ -101,8 +112,8 @@ class Style:
 
     flavour: str
 
-    def __init__(self, folder: Path, loss: Loss = cross_entropy) -> None:
-        self.folder, self.loss = folder, loss
+    def __init__(self, folder: Path, loss: Loss = cross_entropy, options: ProgramOptions | None = None) -> None:
+        self.folder, self.loss, self.options = folder, loss, options or ProgramOptions()
 
     def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
         """Trains to the end, from the beginning or from what an earlier training has saved."""
@@ -143,6 +154,7 @@ class Trainer(Style):
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
             callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
+            **trainer_keys(self.options),
         )
         found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
         history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
@@ -182,6 +194,7 @@ class Fit(Style):
             tensorboard=False,
             progress=False,
             resume="auto" if resume else False,
+            options=self.options,
             **options,
         )
         history = {STEPS * epoch: metrics["val/loss"] for epoch, metrics in result.history.items()}
@@ -243,7 +256,7 @@ class TrainFn(Style):
         if resume:
             restore_last(model, updater)
         options = {"n_steps": TOTAL, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], **options)
+        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], options=self.options, **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return Outcome(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), history)
@@ -265,6 +278,7 @@ class Loop(Style):
             n_steps=TOTAL,
             n_steps_per_checkpoint=1,
             stdout=False,
+            options=self.options,
         )
         evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
         write, history, last = CheckpointFileWriter(output_dir=str(self.folder)), {}, None

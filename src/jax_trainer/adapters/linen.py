@@ -139,11 +139,6 @@ def flax_state_program(
         options: see `make_program`.
     """
     specs, state = _partition_specs(state.params), nn.meta.unbox(state)
-    if options.get("clip_norm") is not None:
-        raise ValueError(
-            "`clip_norm` cannot be added to a state that already has an optimizer state. "
-            "Clip in its `tx`: `optax.chain(optax.clip_by_global_norm(…), …)`."
-        )
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return state.params, state.model_state

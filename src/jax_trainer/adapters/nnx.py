@@ -6,7 +6,7 @@ and the path of the stream in the module.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from jax_trainer.core import (
     Batch,
     GradFn,
     Metrics,
+    Precision,
     Program,
     ProgramInfo,
     PyTree,
+    StepOptions,
     TrainState,
     as_metrics,
     batch_weight,
@@ -35,7 +37,10 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
+from jax_trainer.core.accumulate import accumulate
+from jax_trainer.core.extra_args import clipped
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.user_frame import noting_definition
@@ -132,7 +137,11 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
 
 
 def nnx_step_program(
-    model: nnx.Module, optimizer: nnx.Optimizer, train_step: NnxStep, val_step: NnxStep | None = None
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    train_step: NnxStep,
+    val_step: NnxStep | None = None,
+    **options: Unpack[StepOptions],
 ) -> Program:
     """A program that trains `model` with `optimizer` and the gradients of the user's `train_step`.
 
@@ -145,15 +154,22 @@ def nnx_step_program(
         train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
         val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; None: the program cannot
             evaluate.
+        options: see `make_program`; the weights keep the dtypes that they have in `model`.
     """
+    precision = Precision.named(options.get("precision", Precision()))
+    _check_dtypes(model, optimizer, precision)
     check_call(train_step, "train_step", "model", "rng_key", "batch")
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
-    split = Split(model, optimizer.wrt)
+    split, tx, clip_norm = Split(model, optimizer.wrt), nnx_transformation(optimizer), options.get("clip_norm")
     return Program(
         lambda key, batch: nnx_state(model, optimizer, key),
-        make_train_step(_user_grads(split, train_step), nnx_transformation(optimizer)),
-        _user_eval(split, val_step),
+        make_train_step(
+            accumulate(_user_grads(split, train_step, precision), options.get("micro_batches", 1)),
+            tx if clip_norm is None else clipped(tx, clip_norm),
+            log_norms=options.get("log_norms", True),
+        ),
+        _user_eval(split, val_step, precision),
         info=ProgramInfo(
             checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
         ),
@@ -166,11 +182,22 @@ def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> Tr
     return new_state(*_arrays(model, optimizer.wrt), nnx_transformation(optimizer), key).replace(step=step)
 
 
-def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
+def _check_dtypes(model: nnx.Module, optimizer: nnx.Optimizer, precision: Precision) -> None:
+    found = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, optimizer.wrt))}
+    floats = [one for one in found if jnp.issubdtype(one, jnp.floating)]
+    if precision.param is not None and any(one != precision.param for one in floats):
+        raise ValueError(
+            f"The precision has weights in {jnp.dtype(precision.param).name}, but those of the module are "
+            f"{', '.join(sorted(map(str, found)))}. Create the module with `param_dtype`, and then its optimizer."
+        )
+
+
+def _user_grads(split: Split, train_step: NnxStep, precision: Precision) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
-        model = split.join(params, model_state, rng, train=True)
+        weights, inputs = cast_floats((params, batch), precision.compute)
+        model = split.join(weights, model_state, rng, train=True)
         with allow_sow(), explaining_shapes(batch):
-            returned = train_step(model, stream(rng, "user"), batch)
+            returned = train_step(model, stream(rng, "user"), inputs)
         with noting_definition(train_step):
             swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
             if not isinstance(returned, tuple) or len(returned) != 2 or swapped:
@@ -185,20 +212,23 @@ def _user_grads(split: Split, train_step: NnxStep) -> GradFn:
                 )
             _, new_state = split.arrays(model)
             metrics = as_metrics(reported, batch_weight(batch))
-            grads = matching_grads(returned[1], params, split.trainable)
-        return (metrics.by_name["loss"].value, (kept_state(model_state, new_state), metrics)), grads
+            grads = cast_like(matching_grads(returned[1], params, split.trainable), params)
+            # running statistics keep their dtype: in bf16 their small updates would be rounded away
+            kept = cast_like(kept_state(model_state, new_state), model_state)
+        return (metrics.by_name["loss"].value, (kept, metrics)), grads
 
     return grad_fn
 
 
-def _user_eval(split: Split, val_step: NnxStep | None) -> EvalStep:
+def _user_eval(split: Split, val_step: NnxStep | None, precision: Precision) -> EvalStep:
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         if val_step is None:
             raise ValueError("This program cannot evaluate: it was created without a `val_step`.")
         rng = stream(state.key, "eval")
-        model = split.join(state.params, state.model_state, rng, train=False)
+        weights, inputs = cast_floats((state.params, batch), precision.compute)
+        model = split.join(weights, state.model_state, rng, train=False)
         with allow_sow():
-            returned = val_step(model, stream(rng, "user"), batch)
+            returned = val_step(model, stream(rng, "user"), inputs)
         with noting_definition(val_step):
             return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
 

@@ -34,6 +34,7 @@ from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
+from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
@@ -96,6 +97,7 @@ __all__ = [
     "PredictFn",
     "Program",
     "ProgramInfo",
+    "ProgramOptions",
     "PyTree",
     "RecompileError",
     "RecompileWarning",

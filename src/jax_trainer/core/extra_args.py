@@ -45,6 +45,18 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def clipped(tx: optax.GradientTransformationExtraArgs, norm: float) -> optax.GradientTransformationExtraArgs:
+    """`tx` on gradients with a global norm of at most `norm`; its state is that of `tx`."""
+    if not norm > 0:
+        raise ValueError(f"`clip_norm` must be above 0, got {norm}. Use None to disable clipping.")
+    clip = optax.clip_by_global_norm(norm).update
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        return tx.update(clip(updates, optax.EmptyState())[0], state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 _HAS_SCALED: ContextVar[list[bool] | None] = ContextVar("whether the step being traced scales updates", default=None)
 
 

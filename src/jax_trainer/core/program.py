@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_trainer.core.accumulate import accumulate
-from jax_trainer.core.extra_args import by_signature
+from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.leaf_statistics import check_modes
 from jax_trainer.core.metric_window import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
@@ -97,12 +97,9 @@ def make_program(
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
     precision = Precision.named(options.get("precision", Precision()))
-    clip_norm = options.get("clip_norm")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"`clip_norm` must be above 0, got {clip_norm}. Use None to disable clipping.")
-    if clip_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(clip_norm), by_signature(tx))
     tx = by_signature(tx)
+    if (clip_norm := options.get("clip_norm")) is not None:
+        tx = clipped(tx, clip_norm)
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:

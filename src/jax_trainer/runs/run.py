@@ -163,6 +163,8 @@ class Run:
                 return
             except NonFiniteError as error:
                 if error.position is None or self.target is None:
+                    if self.spec.policy == "stop":
+                        raise StopTraining(str(error)) from error
                     raise
                 can_roll_back = self.spec.policy == "rollback" and rollbacks < self.spec.max_rollbacks
                 rolled_back = self._roll_back(error) if can_roll_back else None

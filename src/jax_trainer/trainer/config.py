@@ -10,6 +10,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.checkpoint.names import safe_join
 from jax_trainer.config import config_from
+from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
@@ -68,6 +69,7 @@ class TrainerConfig(Settings):
         resident: keep the training data on the device; "auto": if it fits.
         precision: f32, bf16 (compute in bf16, weights in f32) or bf16_full.
         accumulate: number of micro-batches per batch for gradient accumulation.
+        clip_norm: maximum global norm of the gradients; null: no clipping.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
@@ -106,6 +108,7 @@ class TrainerConfig(Settings):
     resident: bool | Literal["auto"] = False
     precision: Literal["f32", "bf16", "bf16_full"] = "f32"
     accumulate: Size = 1
+    clip_norm: Annotated[float, Above(0)] | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
@@ -163,6 +166,24 @@ class TrainerConfig(Settings):
         if self.on_nonfinite == "ignore":
             return None
         return self.on_nonfinite or ("raise" if self.detect_nans else None)
+
+    @property
+    def program_options(self) -> ProgramOptions:
+        """What the program computes besides the loss and the update; the learning rate is logged by its callback."""
+        return ProgramOptions(
+            precision=self.precision,
+            accumulate=self.accumulate,
+            clip_norm=self.clip_norm,
+            ema=self.ema,
+            log_norms=self.log_grad_norm,
+            param_stats=self.param_log_modes if self.log_param_stats else (),
+            grad_stats=self.grad_log_modes if self.log_grad_stats else (),
+            log_learning_rate=False,
+            on_nonfinite=self.guards or self.on_nonfinite,
+            watched=self.checked_metrics,
+            max_skipped=self.max_skipped,
+            max_rollbacks=self.max_rollbacks,
+        )
 
     @property
     def checked_metrics(self) -> tuple[str, ...]:

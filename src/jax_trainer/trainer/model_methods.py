@@ -29,11 +29,8 @@ from jax_trainer.core import (
     explaining,
     kinds_of,
     stream,
-    with_ema,
-    with_finite_check,
-    with_finite_guard,
-    with_statistics,
 )
+from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import DatasetModule, DeviceTransforms, common_transforms, transforms_of, with_transforms
@@ -255,26 +252,14 @@ class ModelMethods(TrainerBase):
         program = with_custom_steps(base, *functions, self._to_step_state, micro_batches=config.accumulate)
         program = with_needs_of((*config.callbacks.values(), *self._callback_objects.values()), program)
         program = with_transforms(program, _Transforms(self))
-        if config.ema is not None:
-            program = with_ema(program, config.ema)
-        if config.log_param_stats or config.log_grad_stats:
-            params = config.param_log_modes if config.log_param_stats else ()
-            grads = config.grad_log_modes if config.log_grad_stats else ()
-            program = with_statistics(program, params=params, grads=grads)
-        if config.guards is not None:
-            limit = config.max_skipped if config.guards == "skip" else 0
-            return with_finite_guard(program, max_consecutive=limit, watched=config.checked_metrics)
-        return program if config.on_nonfinite == "ignore" else with_finite_check(program)
+        return config.program_options.wrap(program)
 
     def _program_without_options(self) -> Program:
         if self._base is None:
             config = self.config
-            options: dict[str, Any] = {
-                "micro_batches": config.accumulate,
-                "precision": config.precision,
-                "log_norms": config.log_grad_norm,
-                "intermediates": config.interm_log_modes if config.log_intermediates else (),
-            }
+            options = config.program_options.step_options()
+            options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
+            options["clip_norm"] = None  # in `tx`, which a custom step uses, too
             with explaining(self.exmp_input):
                 program = self._model.program(getattr(self, self._model.loss_name), self.tx, **options)
             self._to_step_state = as_step_state(self._model, self.tx)
@@ -282,7 +267,8 @@ class ModelMethods(TrainerBase):
         return self._base
 
     def _use_optimizer(self, tx: optax.GradientTransformation) -> CompiledProgram:
-        self.tx, self._base = tx, None
+        norm = self.config.clip_norm
+        self.tx, self._base = tx if norm is None else clipped(by_signature(tx), norm), None
         return self.create_jitted_functions()
 
     def set_dataset(self, dataset: DatasetModule | None) -> None:

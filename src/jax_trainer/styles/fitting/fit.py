@@ -10,16 +10,12 @@ import optax
 from jax_trainer.callbacks import Callback, full_names, with_needs_of
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics
 from jax_trainer.core import (
-    CompiledProgram,
-    Layout,
     MeshLike,
     Metrics,
-    Program,
+    ProgramOptions,
     checked_int,
     compile_program,
     resolve_layout,
-    with_finite_check,
-    with_finite_guard,
 )
 from jax_trainer.datasets import Data, DataError, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
@@ -74,6 +70,7 @@ def fit(
     resident: bool | Literal["auto"] = False,
     detect_nans: bool = False,
     mesh: MeshLike | None = None,
+    options: ProgramOptions | None = None,
 ) -> FitResult:
     """Trains `model` on `train_ds`, evaluates it on `test_ds`, and records the run in a new folder.
 
@@ -120,6 +117,8 @@ def fit(
         detect_nans: skip the update of a step with a non-finite loss or gradient, and keep its batch; costs a little
             time. A non-finite loss ends the run in any case, as soon as it is read.
         mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
+        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
+            `ProgramOptions`.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
     batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
@@ -129,7 +128,9 @@ def fit(
             "`eval_step` needs `test_ds`, which is None. Pass the data to evaluate on, or leave out `eval_step`."
         )
     _check_arguments(model, test_ds, log_name, log_dir)
-    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(mesh)
+    policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
+    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
+    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
     plan = Plan(
         max_epochs=num_epochs,
         steps_per_epoch=steps_per_epoch,
@@ -144,10 +145,12 @@ def fit(
         train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
         evals = {} if test_ds is None else {VAL: _for_evaluation(test_ds, split, batch_size, plan)}
         total = _total_steps(train.data, plan)
-        options = FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example)
-        target = with_data_transforms(fit_target(model, options), transforms_of(train_ds), {VAL: test_ds})
-        needed = with_needs_of(named.values(), target.program, log_rate=True)
-        program = _compiled(needed, layout, from_arrays=train.from_arrays, guarded=detect_nans)
+        parts = FitOptions(loss_fn, eval_step, optimizer, split_batch, total, seed, train.example, options)
+        target = with_data_transforms(fit_target(model, parts), transforms_of(train_ds), {VAL: test_ds})
+        needed = with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate)
+        # the last batch of arrays may be smaller, which needs no warning
+        report: Literal["ignore", "warn"] = "ignore" if train.from_arrays else "warn"
+        program = compile_program(options.wrap(needed), layout=layout, on_recompile=report)
         # traced: mistakes in the steps or the data show before anything is written
         state, training, evaluating = program.shapes(target.key, train.example)
         evals = checked_evals(program, state, evals, train.example)
@@ -166,6 +169,7 @@ def fit(
         "seed": seed,
         "metric": saver.monitor,
         "mode": saver.best_mode,
+        "options": options.described() or None,
         "hparams": plain,
     }
     return run_fit(
@@ -176,7 +180,7 @@ def fit(
         Data(train.data, evals, resident=resident),
         plan,
         batch_size,
-        RunOutputs(metadata, saving, tensorboard, progress, writes_checkpoints=save is not False),
+        RunOutputs(metadata, saving, tensorboard, progress, options, writes_checkpoints=save is not False),
         broadcast_from_primary(lambda: resolve_target(log_dir, log_name, metadata, resume)),
     )
 
@@ -221,13 +225,6 @@ def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None
 def _total_steps(data: Any, plan: Plan) -> int | None:
     per_epoch = plan.epoch_steps(0, 0, DataSource(data, "train").length)
     return None if per_epoch is None or plan.max_epochs is None else per_epoch * plan.max_epochs
-
-
-def _compiled(program: Program, layout: Layout | None, *, from_arrays: bool, guarded: bool) -> CompiledProgram:
-    if not program.info.keeps_batches:  # a user's program may have its own guard
-        program = with_finite_guard(program, max_consecutive=0) if guarded else with_finite_check(program)
-    # the last batch of arrays may be smaller, which needs no warning
-    return compile_program(program, layout=layout, on_recompile="ignore" if from_arrays else "warn")
 
 
 def _metric(reported: Metrics, metric: str | None, callbacks: Mapping[str, Any], *, validates: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, RunContext
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
-from jax_trainer.core import CompiledProgram, TrainState
+from jax_trainer.core import CompiledProgram, ProgramOptions, TrainState
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
@@ -27,6 +27,7 @@ class RunOutputs(NamedTuple):
     callbacks: Mapping[str, Any]  # objects and configurations, with the checkpoint callback
     tensorboard: bool
     progress: bool
+    options: ProgramOptions
     writes_checkpoints: bool  # otherwise the best weights are kept in memory
 
     def recording(self, *, validates: bool) -> Recording:
@@ -87,7 +88,16 @@ def run_fit(
 ) -> FitResult:
     """Trains, and writes the run to the folder of `target`; a module that holds weights gets those that it reaches."""
     recording = outputs.recording(validates=bool(data.evals))
-    spec = RunSpec(program=program, plan=plan, data=data, init=init, progress=outputs.progress, recording=recording)
+    spec = RunSpec(
+        program=program,
+        plan=plan,
+        data=data,
+        init=init,
+        policy=outputs.options.guard or "raise",
+        max_rollbacks=outputs.options.max_rollbacks,
+        progress=outputs.progress,
+        recording=recording,
+    )
     run = Run(spec, target)
     try:
         return run.execute(lambda run: FitResult(run, fit_target, batch_size))

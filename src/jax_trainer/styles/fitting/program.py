@@ -10,7 +10,8 @@ from flax import nnx
 
 from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
-from jax_trainer.core import Batch, Program, PyTree, TrainState
+from jax_trainer.core import Batch, Program, ProgramOptions, PyTree, TrainState
+from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
 from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
@@ -45,6 +46,7 @@ class FitOptions(NamedTuple):
     total_steps: int | None
     seed: int
     example: PyTree = None  # a batch
+    program: ProgramOptions = ProgramOptions()
 
 
 def fit_target(model: Any, options: FitOptions) -> FitTarget:
@@ -59,7 +61,7 @@ def fit_target(model: Any, options: FitOptions) -> FitTarget:
     hooks = ModelHooks(to_input, key=lambda: key, example=lambda: options.example)
     handle = checked_model(model, hooks)
     loss = _loss_of(Loss.of(options.loss_fn), handle, options.split_batch)
-    program = handle.program(loss, _tx_of(options, handle))
+    program = handle.program(loss, _tx_of(options, handle), **options.program.step_options())
     return FitTarget(_with_eval_step(program, handle.evaluated, options.eval_step), handle.key, handle.name, handle)
 
 
@@ -102,6 +104,12 @@ def _of_program(program: Program, options: FitOptions) -> FitTarget:
     for name in ("loss_fn", "optimizer", "split_batch"):
         if getattr(options, name) is not None:
             raise TypeError(f"`{name}`: a `Program` has its own loss and optimizer. Leave it out.")
+    if set_here := options.program.changed(OF_THE_STEP):
+        name, value = next(iter(set_here.items()))
+        raise TypeError(
+            f"`options` has `{name}={value!r}`, but a `Program` computes its own gradients. Pass it to the function "
+            "that makes the program (`linen_program`, `nnx_program`, …)."
+        )
     program = _with_eval_step(program, lambda state: state, options.eval_step)
     return FitTarget(program, jax.random.key(options.seed), "Program", None)
 

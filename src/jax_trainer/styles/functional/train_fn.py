@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
+from jax_trainer.callbacks import with_needs_of
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
@@ -21,13 +22,12 @@ from jax_trainer.core import (
     Metrics,
     NonFiniteError,
     Program,
+    ProgramOptions,
     TrainState,
     checked_int,
     class_of,
     compile_program,
     explaining,
-    with_finite_check,
-    with_finite_guard,
 )
 from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
@@ -76,6 +76,7 @@ def train_fn(
     progress: bool = True,
     steps_per_call: int = 1,
     detect_nans: bool = False,
+    options: ProgramOptions | None = None,
 ) -> Train:
     """Returns a function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
 
@@ -100,6 +101,8 @@ def train_fn(
         steps_per_call: optimizer steps per dispatch.
         detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
             costs a little time. A non-finite loss ends training in any case.
+        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
+            `ProgramOptions`. EMA weights are in the states of hooks and checkpoints; see also `get_ema_hook`.
     """
     n_steps = checked_int("n_steps", n_steps, 1)
     eval_every_n_steps = checked_int("eval_every_n_steps", eval_every_n_steps, 1)
@@ -112,8 +115,10 @@ def train_fn(
         eval_batches=n_eval_batches,
         steps_per_call=steps_per_call,
     )
-    layout = layout_from(shardings, mesh, data_partition_spec)
-    setup = _Setup(_two_functions(fns), plan, called, training_hooks, log_to_wandb, progress, detect_nans)
+    has_mesh = mesh if shardings is None else shardings
+    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=has_mesh, policies=("raise", "stop", "skip"))
+    layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
+    setup = _Setup(_two_functions(fns), plan, called, training_hooks, log_to_wandb, progress, options)
 
     @checks_keywords
     def train(
@@ -145,7 +150,7 @@ class _Setup(NamedTuple):
     training_hooks: list[TrainingHook]
     logs_to_wandb: bool
     progress: bool
-    guarded: bool
+    options: ProgramOptions
 
     @property
     def last(self) -> int:
@@ -153,10 +158,11 @@ class _Setup(NamedTuple):
         return self.plan.max_steps
 
     def program(self, job: "_Job") -> Program:
-        program = with_transforms(nnx_step_program(job.model, job.optimizer, *self.fns), job.transforms)
+        program = nnx_step_program(job.model, job.optimizer, *self.fns, **self.options.step_options())
+        program = with_transforms(program, job.transforms)
         for one in self.training_hooks:
             program = one.wrap(program)
-        return with_finite_guard(program, max_consecutive=0) if self.guarded else with_finite_check(program)
+        return self.options.wrap(with_needs_of((), program, log_rate=self.options.log_learning_rate))
 
     def resume_point(self, state: TrainState, training: Training) -> ResumePoint | None:
         found = [one.resume_point(state, training) for one in self.training_hooks]  # each may refuse
@@ -248,6 +254,7 @@ def _train(setup: _Setup, job: _Job, layout: Layout | None) -> None:
             init=partial(compiled.init, job.key, example),
             restore=restore,
             observers=lambda run: [report, *callers, *savers, mirror],
+            policy=setup.options.guard or "raise",
             progress=setup.progress,
             in_steps=True,
         )
@@ -264,7 +271,7 @@ def _train(setup: _Setup, job: _Job, layout: Layout | None) -> None:
             end.args = (f"{end} The same call again resumes from the latest checkpoint.",)
         raise
     except NonFiniteError as error:
-        if setup.guarded:  # steps after the last finite one only advanced the step counter
+        if setup.options.guard is not None:  # steps after the last finite one only advanced the step counter
             job.optimizer.step.set_value(jnp.asarray(error.step - 1, jnp.uint32))
         raise
 

@@ -15,11 +15,13 @@ from flax.core.scope import CollectionFilter, DenyList, in_filter
 from jax.sharding import Mesh
 
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
     Batch,
     Layout,
     Metrics,
     Program,
+    ProgramOptions,
     PyTree,
     TrainState,
     check_call,
@@ -30,8 +32,8 @@ from jax_trainer.core import (
     kinds_of,
     make_program,
     readable_bytes,
+    resolve_layout,
     streams,
-    with_finite_check,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.output import OUT
@@ -89,6 +91,8 @@ class TrainLoop:
         mutable_collections: the variable collections that training updates; all others are constant.
         devices: shard batches evenly over these devices; default: one device.
         stdout: print the initialisation time and the size of the model.
+        options: precision, gradient accumulation, clipping, EMA (in `extra` of a checkpoint), statistics, and what a
+            non-finite step does; see `ProgramOptions`.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class TrainLoop:
         mutable_collections: CollectionFilter = ALL_BUT_SOWN,
         devices: Sequence[Any] | None = None,
         stdout: bool = True,
+        options: ProgramOptions | None = None,
     ) -> None:
         began = time.perf_counter()
         if not isinstance(task, TrainTask):
@@ -114,9 +119,11 @@ class TrainLoop:
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_printed_size = stdout, False
         data = Data.of(task.data)
-        program = _program(init, task, Collections.of(collections), mutable_collections)
+        options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
+        program = _program(init, task, Collections.of(collections), mutable_collections, options)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
-        program, layout = with_finite_check(program), _layout(devices)
+        program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+        layout = resolve_layout(options.mesh)
         compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
         key = jax.random.key(0) if rnkey is None else rnkey
         if input_sample is None:
@@ -237,6 +244,7 @@ def _program(
     task: TrainTask,
     collections: Collections,
     mutable: CollectionFilter,
+    options: ProgramOptions,
 ) -> Program:
     target = init.target if isinstance(init, CheckpointFileReader) else init
     call = ModelCall(task.apply, collections.apply)
@@ -267,7 +275,8 @@ def _program(
     def no_eval_step(state: TrainState, batch: Batch) -> Metrics:
         return Metrics({}, 0)
 
-    return make_program(variables, loss_fn, task.optimizer)._replace(eval_step=no_eval_step)
+    program = make_program(variables, loss_fn, task.optimizer, **options.step_options())
+    return program._replace(eval_step=no_eval_step)
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:

@@ -1,0 +1,113 @@
+"""The options of a program mean the same in every style: `ProgramOptions`."""
+
+import logging
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from style_runs import BAD, STEPS, STYLES, NnxNet, SpoiltData, cross_entropy, optimizer, train_data
+
+from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit, nnx_program, train_fn
+from jax_trainer.testing import assert_same_bits
+
+OPTIONS = {
+    "nothing": ProgramOptions(),
+    "bf16": ProgramOptions(precision="bf16"),
+    "accumulation": ProgramOptions(accumulate=2),
+    "clipping": ProgramOptions(clip_norm=0.05),
+    "EMA": ProgramOptions(ema=0.9),
+    "statistics": ProgramOptions(param_stats=("mean",), grad_stats=("max",)),
+    "guard": ProgramOptions(on_nonfinite="skip"),
+    "mesh": ProgramOptions(mesh={"data": -1}),
+}
+CHANGING = {"bf16", "accumulation", "clipping", "mesh"}  # options that change the weights
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog):
+    caplog.set_level(logging.ERROR, "jax_trainer")
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    @cache
+    def trained(name: str, option: str):
+        return STYLES[name](tmp_path_factory.mktemp("options"), options=OPTIONS[option]).train()
+
+    return trained
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "nothing"])
+@pytest.mark.parametrize("name", [name for name in STYLES if not name.startswith("TrainerModule")])
+def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option):
+    mine, other = outcome(name, option), outcome(f"TrainerModule, {STYLES[name].flavour}", option)
+    assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "nothing"])
+@pytest.mark.parametrize("name", ["fit, linen", "train_fn", "TrainLoop"])
+def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option):
+    changed, plain = outcome(name, option).params, outcome(name, "nothing").params
+    same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(plain), strict=True))
+    assert same == (option not in CHANGING)
+
+
+def loop(**options):
+    task = TrainTask(apply=lambda v, x: x @ v["params"], optimizer=optimizer(), loss=cross_entropy, data=train_data())
+    return TrainLoop(lambda rngs, x: {"params": np.zeros((6, 3), np.float32)}, task, stdout=False, **options)
+
+
+def function(**options):
+    steps = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1, "progress": False}
+    return train_fn(fns=(lambda model, rng_key, batch: None, lambda model, rng_key, batch: None), **steps, **options)
+
+
+def test_ema_is_in_the_checkpoints_of_a_loop():
+    (last,) = loop(options=ProgramOptions(ema=0.5), n_steps=2, n_steps_per_checkpoint=2)
+    assert last.extra["ema"].shape == (6, 3) and not np.array_equal(last.extra["ema"], last.model_params)
+
+
+@pytest.mark.parametrize("name", ["fit, nnx", "train_fn", "TrainLoop"])
+def test_a_skipped_step_leaves_the_others_alone(tmp_path, name):
+    found = STYLES[name](tmp_path, options=ProgramOptions(on_nonfinite="skip")).train(SpoiltData())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
+
+
+def test_a_run_of_fit_rolls_back_and_skips_the_batch(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "jax_trainer")
+    STYLES["fit, nnx"](tmp_path, options=ProgramOptions(on_nonfinite="rollback")).train(SpoiltData())
+    assert f"Step {BAD} was not finite" in caplog.text and f"batch {BAD - STEPS - 1} of epoch 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        (lambda: ProgramOptions(on_nonfinite="skipp"), "skipp"),  # type: ignore[arg-type]
+        (lambda: loop(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
+        (lambda: function(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
+        (lambda: function(options=ProgramOptions(on_nonfinite="skip"), detect_nans=True), "detect_nans.*'skip'"),
+        (lambda: function(options=ProgramOptions(mesh={"data": 2}), mesh={"data": 1}), "`mesh`.*`options`"),
+        (lambda: loop(options=ProgramOptions(mesh={"data": 2}), devices=jax.devices()[:2]), "`mesh`.*`options`"),
+        (lambda: function(options={"ema": 0.9}), "ProgramOptions.*dict"),
+    ],
+)
+def test_options_that_a_style_cannot_have_are_refused_at_once(call, fault):
+    with pytest.raises((TypeError, ValueError), match=fault):
+        call()
+
+
+def test_a_program_computes_its_own_gradients(tmp_path):
+    program = nnx_program(NnxNet(nnx.Rngs(0)), lambda model, batch, train: model(batch[0]).mean(), optax.sgd(0.1))
+    with pytest.raises(TypeError, match="`accumulate=2`.*`nnx_program`"):
+        fit(program, train_data(), options=ProgramOptions(accumulate=2), log_dir=str(tmp_path))
+
+
+def test_weights_of_a_module_keep_their_dtype():
+    model = NnxNet(nnx.Rngs(0))
+    train = function(options=ProgramOptions(precision="bf16_full"))
+    with pytest.raises(ValueError, match="bfloat16.*float32.*param_dtype"):
+        train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), train_data(), None)
