@@ -38,7 +38,7 @@ def as_arrays(batch: Any, *, copy: bool) -> Batch:
         register_as_pytree(batch)
         values = {f.name: as_arrays(getattr(batch, f.name), copy=copy) for f in _data_fields(batch)}
         return dataclasses.replace(batch, **values)
-    if kind is dict or isinstance(batch, Mapping):
+    if isinstance(batch, Mapping):
         return {name: as_arrays(value, copy=copy) for name, value in batch.items()}
     if _is_numbers(batch):
         try:
