@@ -267,7 +267,7 @@ def trainer_for(options: Options, *, callbacks: Any = (), kind: type[Job] = Job,
     model = model or (TinyLinen(0.1) if options.flavour == "linen" else TinyNNX)
     out = process_folder(options)
     own_callbacks = [*([Ledger(out)] if options.ledger else []), FaultInjector(out)]
-    mesh = None if jax.device_count() == 1 else init_ddp_mesh()
+    mesh = None if options.devices == 1 else init_ddp_mesh()
     example = {name: array[:BATCH] for name, array in numbered_data(64).items()}
     return kind(
         _config(options), model=model, exmp_input=example, mesh=mesh, callbacks=[*own_callbacks, *callbacks],

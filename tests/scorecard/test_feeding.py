@@ -58,10 +58,20 @@ def test_c6_too_little_training_data_is_reported_before_anything_is_compiled(tmp
         score.check(int(one.state.step) == 2, "one example is not enough")
 
 
-def test_c6_an_empty_validation_set_costs_a_warning_and_no_checkpoint(tmp_path):
+def test_c6_an_empty_validation_set_is_refused_before_anything_is_compiled(tmp_path):
     options = options_for(tmp_path / "run", steps=12, val_every=5, save_every=5)
+    with Score("C6") as score:
+        text, _ = caught_error(DataError, lambda: run_job(options, evals={"val": []}))
+        score.check("'val'" in text and "empty" in text, f"the message is {text!r}")
+        score.check(not (tmp_path / "run" / "progress").exists(), "it trained steps")
+
+
+def test_c6_a_validation_set_that_becomes_empty_costs_a_warning_and_no_checkpoint(tmp_path):
+    options = options_for(tmp_path / "run", steps=12, val_every=5, save_every=5)
+    left = [batches(1)]  # for the check before training
+
     with Score("C6") as score, captured_log() as log:
-        run_job(options, evals={"val": []})
+        run_job(options, evals={"val": lambda: iter(left.pop() if left else [])})
         score.check(max(committed(options)) == 12, f"the checkpoints are {committed(options)}")
     with Score("C6") as score:
         messages = [text for text in log.messages if "empty" in text]

@@ -21,6 +21,7 @@ from jax_trainer.datasets import (
     nearby_multiples,
     with_transforms,
 )
+from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine.gathered_batches import GatheredBatches
 from jax_trainer.engine.lockstep import LocalShards, LockstepBatches, Where
 from jax_trainer.engine.plan import Plan
@@ -135,6 +136,9 @@ def place_fn_for(program: CompiledProgram, where: Where, *, ahead: bool) -> Plac
             )
         except LayoutError as error:
             raise DataError(f"The {where(step_batch.number)} cannot be placed on the devices: {error}") from error
+        except TypeError:
+            check_batch(step_batch.batch, where(step_batch.number))
+            raise
         return step_batch._replace(batch=placed)
 
     return place if ahead or program.layout is not None else _unplaced

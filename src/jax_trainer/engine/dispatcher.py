@@ -35,7 +35,7 @@ from jax_trainer.datasets import (
     describe_batch,
     resident_loader,
 )
-from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.datasets.foreign import as_arrays, check_batch
 from jax_trainer.engine.batches import PlaceFn, check_divides, step_batches, steps_per_call, train_batches
 from jax_trainer.engine.plan import Plan
 
@@ -240,6 +240,8 @@ def with_context(error: Exception, where: str, batch: Batch) -> Exception:
         changed = DataError(f"The {where} differs from those before it: {error}")
         changed.__cause__ = error
         return changed
+    if isinstance(error, TypeError):
+        check_batch(batch, where)  # an entry that is not numeric, which JAX reports as an argument of a function
     with_user_frame(error, batch).add_note(f"This happened on {where}.")
     return error
 
