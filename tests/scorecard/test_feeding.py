@@ -136,7 +136,7 @@ def test_c8_doubles_are_converted_to_floats(tmp_path):
 def test_c9_batches_of_twenty_lengths_are_reported_three_times(tmp_path):
     data = numbered_data(64)
     lengths = [{name: array[: 10 + n] for name, array in data.items()} for n in range(20)]
-    with Score("C9") as score, warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_job(options_for(tmp_path / "run", steps=20, ledger=0), lengths)
     messages = [str(one.message) for one in caught if issubclass(one.category, RecompileWarning)]
