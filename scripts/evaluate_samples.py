@@ -40,7 +40,7 @@ def load_classifier(run: Path) -> Any:
     trainer: Any = ImgClassifierTrainer.load_from_checkpoint(run)
     accuracy = trainer.test_model(trainer.dataset.test_loader)["test/acc"]
     show(f"The classifier {run} recognises {accuracy:.1%} of the real test images.")
-    return trainer.bind_model()
+    return trainer.bind_model(transforms=False)  # samples are like transformed images
 
 
 def evaluated(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:

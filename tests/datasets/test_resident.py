@@ -89,7 +89,7 @@ def test_a_batch_class_has_its_size_inside_the_step():
     ("data", "message"),
     [
         ([np.zeros(3)], "it is a list. Put the arrays into an `ArrayLoader`"),
-        (ArrayLoader(np.zeros(3), 1, batch_transform=lambda batch, rng: batch), "transforms on the host"),
+        (ArrayLoader(np.zeros(3), 1, batch_transform=lambda batch, rng: batch), "host transforms.*device transforms"),
     ],
 )
 def test_what_cannot_live_on_the_device_is_refused_or_left_alone(data, message):

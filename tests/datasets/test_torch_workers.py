@@ -83,10 +83,10 @@ def test_a_worker_that_is_killed_is_an_error(program):
     # what torch raises depends on where the batch was just then
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
         trained(program, "kill")
-    assert "of the 'train' data was made" in caught.value.__notes__[0]
+    assert "of the 'train' data was loaded" in caught.value.__notes__[0]
 
 
-@pytest.mark.filterwarnings("ignore:The loader of the 'train' data does not answer")  # or it just does
+@pytest.mark.filterwarnings("ignore:The loader of the 'train' data hangs")  # or it just does
 def test_a_worker_that_hangs_is_an_error_after_the_timeout(program):
     with pytest.raises(DataError, match="gave no batch for .* one may hang"):
         trained(program, "hang", timeout=3.0)
