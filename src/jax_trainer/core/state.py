@@ -7,7 +7,6 @@ from typing import Any, Self, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jax_trainer.core.extra_args import OFFERED, by_signature, scale_updates
@@ -158,7 +157,7 @@ class FlatState:
 
 def step_of(state: TrainState) -> int:
     """The step as a Python int; waits for the device."""
-    return int(np.asarray(state.step))
+    return int(jax.device_get(state.step))
 
 
 def copy_state(state: Arrays) -> Arrays:
