@@ -161,10 +161,13 @@ def test_a_wrong_return_value_of_a_loss_is_an_error_that_names_the_right_one(ret
         short_run(program)
 
 
-def test_clipping_with_an_existing_optimizer_is_an_error_that_names_the_fix():
-    mine = TrainState.create(apply_fn=TinyLinen().apply, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
-    with pytest.raises(ValueError, match="`clip_norm`.*`tx`"):
-        flax_state_program(mine, linen_loss, clip_norm=1.0)
+def test_clipping_keeps_the_state_of_an_existing_optimizer():
+    plain, clipped, wide = (
+        short_run(flax_state_program(flax_state(), linen_loss, clip_norm=norm), 2)[0] for norm in (None, 1e-3, 1e9)
+    )
+    assert jax.tree.structure(clipped.opt_state) == jax.tree.structure(plain.opt_state)
+    assert_close(wide.params, plain.params)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (clipped.params, plain.params)), strict=True))
 
 
 def test_init_variables_replaces_model_init(key):
