@@ -207,9 +207,9 @@ def test_files_are_read_in_the_order_they_are_given(files):
     [
         ("nowhere.array_record", {}, FileNotFoundError, "No ArrayRecord file at 'nowhere.array_record' .1 of 1"),
         ([Path("a"), "b"], {}, FileNotFoundError, "'a' .2 of 2 missing"),
-        ([], {"shuffle": True}, ValueError, "holds no examples"),
+        ([], {"shuffle": True}, ValueError, "empty.* 0 examples"),
         (range(5), {"drop_last": True}, ValueError, "5 examples.* batch of 8"),
-        (iter([1]), {}, TypeError, "has `__len__` and `__getitem__`; list_iterator has not both"),
+        (iter([1]), {}, TypeError, "`__len__` and `__getitem__`.*list_iterator"),
         (range(9), {"workers": -1}, ValueError, "`workers` must be .*at least 0, got -1"),
         (range(9), {"read_ahead": 1.5}, ValueError, "`read_ahead` must be"),
         (range(9), {"timeout": 3}, ValueError, "`timeout` .here 3. must be above 0, and needs `workers`"),
@@ -233,7 +233,7 @@ def test_epochs_count_from_one_and_batches_from_zero(number, start):
 
 @pytest.mark.parametrize("decode", [lambda _: None, lambda _: object()])
 def test_records_that_are_no_arrays_are_refused(decode):
-    with pytest.raises(LoaderError, match="holds arrays of numbers or text"):
+    with pytest.raises(LoaderError, match="arrays of numbers.*`decode`"):
         next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
 
 
@@ -339,7 +339,7 @@ def test_an_unreferenced_loader_ends_its_workers():
 def test_an_error_in_a_worker_arrives_with_its_traceback():
     loader = GrainLoader(range(34), 4, decode=broken, workers=1)
     received = []
-    with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 could not be made") as caught:
+    with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1.*the record is torn") as caught:
         received.extend(loader)
     assert "ValueError: the record is torn" in str(caught.value) and "in broken" in str(caught.value)
     assert not workers_of_now()
@@ -365,7 +365,7 @@ def test_a_killed_worker_is_an_error_soon():
 
 def test_a_worker_that_hangs_is_an_error_after_the_timeout():
     loader = GrainLoader(range(34), 4, decode=hanging, workers=1, timeout=0.5)  # starting takes longer than that
-    with pytest.raises(LoaderError, match=r"Batch 5 .* did not come within 0.5 s: a worker hangs.*`timeout`"):
+    with pytest.raises(LoaderError, match=r"Batch 5 .* 0.5 s.*worker hangs.*`timeout`"):
         list(loader)
     assert not workers_of_now()
 

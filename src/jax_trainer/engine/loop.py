@@ -420,7 +420,9 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """The metrics of `state` on each of the evaluation sets, by name; a `DataError` where a set is empty."""
     check_compiled(program)
-    sources = {name: DataSource(source, name) for name, source in evals.items()}
+    # one of several processes may have no example of a set
+    options = {"may_be_empty": process_group().is_multi_process}
+    sources = {name: DataSource(source, name, **options) for name, source in evals.items()}
     at, plan = Event(step_of(state), 0, FlatState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
     metrics = {e.name: e.metrics for e in eval_events(program, at, sources, plan) if isinstance(e, EvalEnd)}
     for name, source in sources.items():
