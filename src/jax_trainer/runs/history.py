@@ -23,9 +23,14 @@ class Validation(NamedTuple):
 
 
 class History:
-    """Collects the metrics of a run by full name; part of every checkpoint."""
+    """Collects the metrics of a run by full name; part of every checkpoint.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_training: also keep the training metrics of every epoch.
+    """
+
+    def __init__(self, *, keeps_training: bool = True) -> None:
+        self._keeps_training = keeps_training
         self.training: dict[int, dict[str, Any]] = {}  # by epoch
         self.validations: list[Validation] = []
         self.tests: dict[str, Any] = {}
@@ -35,7 +40,7 @@ class History:
     def handle(self, event: Event) -> None:
         """Adds the metrics of `event`."""
         match event:
-            case EpochEnd():
+            case EpochEnd() if self._keeps_training:
                 self.training[event.epoch] = Fixed(full_names(event.metrics, "train"))
             case EvalEnd():
                 self._add(event, full_names(event.metrics, event.name), is_test=event.name.startswith(TEST))

@@ -68,7 +68,8 @@ class Run:
         self.flat_state: FlatState | None = None
         self.at: Position | LoopState = Position()
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self.history, self.is_training, self.is_resumed = History(), False, False
+        self.history = History(keeps_training=spec.recording is not None and spec.recording.keeps_training)
+        self.is_training = self.is_resumed = False
         self.tested: Weights | None = None
         self.logger: Logger | None = None
         self.best_in_memory: BestInMemory | None = None

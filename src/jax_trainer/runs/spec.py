@@ -29,6 +29,7 @@ class Recording:
         hparams: the hyperparameters that a completed run logs with its final metrics.
         saver: the configuration of the checkpoint callback; None: the run saves none, and keeps the best in memory.
         ranking: compares weights; None: by the metric that `saver` monitors.
+        keeps_training: keep the training metrics of every epoch in the history, for the result.
         is_ranked: whether the run reports what ranks its checkpoints.
         dataset, trainer, transforms, monitors: what callbacks see of the run, see `RunContext`.
         resume_call: the call that resumes the run, with "{}" for its folder.
@@ -40,6 +41,7 @@ class Recording:
     hparams: Mapping[str, Any]
     saver: ModelCheckpointConfig | None
     ranking: Ranking | None = None
+    keeps_training: bool = True
     is_ranked: bool = True
     dataset: DatasetModule | None = None
     trainer: Any = None

@@ -338,6 +338,7 @@ class TrainerModule(CheckpointMethods):
             hparams=hparams_of(configs),
             saver=config.saver,
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=is_custom or must_rank),
+            keeps_training=False,
             is_ranked=validates,
             dataset=self.dataset,
             trainer=self,
