@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_trainer.core import CompiledProgram, LayoutError, leaf_path
+from jax_trainer.core import Batch, CompiledProgram, LayoutError, leaf_path
 from jax_trainer.datasets import NOT_READY, BatchIterator, DataError, StepBatch
 from jax_trainer.processes import ProcessGroup, ProcessGroupError
 
@@ -27,6 +27,11 @@ class LocalShard(NamedTuple):
 
     step_batch: StepBatch
     signature: str
+
+    @property
+    def batch(self) -> Batch:
+        """The part itself."""
+        return self.step_batch.batch
 
 
 class LocalShards:
