@@ -1,16 +1,16 @@
-"""What each style costs per step, and at the end of an epoch, next to a loop written by hand.
+"""The cost of a step and of an epoch end in each style, compared with a hand-written loop.
 
     PYTHONPATH=src python benchmarks/styles.py [--rounds 5] [--case tiny | medium | limits]
 
-All train the same perceptron with Adam on the same arrays, in the same order. Every run compiles in its first epoch,
-which is left out; the median of the others counts. Runs take turns; a ratio is the median over rounds of the ratio
-within a round. `|params|` is the norm of the parameters at the end: where it is equal, the same was computed. Styles
-look for losses that are not finite and log, and `fit` writes TensorBoard; loops by hand do not. Nobody saves: an epoch
-takes less time than writing it to the disk.
+All train the same MLP with Adam on the same arrays, in the same order. Every run compiles in its first epoch, which is
+not counted; the result is the median of the others. Runs alternate; a ratio is the median over rounds of the ratio
+within a round. Equal `|params|`, the norm of the final parameters, shows that variants compute the same. Styles check
+for non-finite losses and log, and `fit` writes TensorBoard; hand-written loops do not. In `tiny` and `medium` no
+variant saves: an epoch is shorter than writing a checkpoint.
 
-`limits` is the tiny case with everything on (`fit` saves after every epoch), held against limits: with our loader, with
-a class of the user and with a generator function, each next to a loop by hand that reads the same data; and what the
-end of an epoch costs, as the time of an epoch of 20 steps less that of 20 steps by hand. A report, not a test.
+`limits` is the tiny case with everything on (`fit` saves after every epoch), against limits: with an `ArrayLoader`,
+with a class of the user and with a generator function, each compared with a hand-written loop over the same data; and
+the cost of an epoch end, the time of an epoch of 20 steps minus that of 20 hand-written steps. A report, not a test.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def loss_of(model: Any, batch: Any) -> jax.Array:
 
 
 def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
-    """A dispatch per step, parameters and optimizer state donated; nothing is fetched."""
+    """One dispatch per step, with donated parameters and optimizer state; no metrics are fetched."""
     seconds, params = hand_epochs(sizes, loader.epoch, EPOCHS)
     return statistics.median(seconds), float(optax.tree.norm(params))
 
@@ -61,7 +61,7 @@ def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
 def hand_epochs(
     sizes: tuple[int, ...], open_epoch: Callable[[int], Iterable[Any]], epochs: int, *, evaluates: bool = False
 ) -> tuple[list[float], Any]:
-    """Trains by hand; the seconds of every epoch but the first, which compiles, and the parameters at the end."""
+    """A hand-written loop: the seconds of every epoch but the first, which compiles, and the final parameters."""
     model = Mlp(sizes)
     params = model.init(jax.random.key(0), np.zeros((1, sizes[0]), np.float32))
     opt_state = TX.init(params)
@@ -79,11 +79,11 @@ def hand_epochs(
 
     seconds = []
     for epoch in range(1, epochs + 1):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for x, y in open_epoch(epoch):
             params, opt_state, _ = step(params, opt_state, x, y)
         jax.block_until_ready([evaluate(params, x, y) for x, y in open_epoch(epoch)] if evaluates else params)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return seconds[1:], params
 
 
@@ -100,11 +100,11 @@ def nnx_by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
 
     seconds = []
     for epoch in range(1, EPOCHS + 1):
-        began = time.perf_counter()
+        started = time.perf_counter()
         for batch in loader.epoch(epoch):
             step(model, optimizer, batch)
         jax.block_until_ready(nnx.state(model))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:]), _norm(model)
 
 
