@@ -68,6 +68,7 @@ def test_entries_are_written_after_a_moment_without_a_flush():
     tool = start_writer()
     submit(tool, 1)
     wait_until(lambda: tool._done == 1)
+    assert steps(FaultyTool.latest) == [1]  # before the end of the run
     finish(tool)
 
 
@@ -78,6 +79,7 @@ def test_a_queue_that_is_half_full_is_written_at_once(monkeypatch):
     wait_until(lambda: tool._has_nothing_to_do)
     submit(tool, *range(6))
     wait_until(lambda: tool._done == 6)
+    assert steps(FaultyTool.latest) == list(range(6))  # long before it would have waited for more
     finish(tool)
 
 

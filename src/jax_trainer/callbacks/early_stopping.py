@@ -2,17 +2,15 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback
-from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
-from jax_trainer.callbacks.run import RunContext
+from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.engine import StopTraining
-from jax_trainer.settings import AtLeast, Problem, checked
+from jax_trainer.settings import AtLeast, Problem
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -57,39 +55,16 @@ class EarlyStoppingConfig(MonitoringConfig):
 
 
 @register
-class EarlyStopping(Callback):
+class EarlyStopping(MetricWatcher):
     """Stops training when the monitored metric no longer improves, is good enough, or diverges."""
 
     config: EarlyStoppingConfig
 
-    def attach(self, run: RunContext) -> None:
-        config = self.config
-        if not (run.validates or config.check_on_train_epoch_end or config.every_n_epochs == 0):
-            raise ValueError(
-                f"`EarlyStopping` cannot monitor {config.monitor!r}: this run has no validation. Give it validation "
-                "data, or set `check_on_train_epoch_end: true` and `monitor: train/loss`."
-            )
-        super().attach(run)
+    kept: ClassVar[dict[str, Any]] = {**MetricWatcher.kept, "stopped": str}
 
     def reset(self) -> None:
-        self.best: float | None = None
-        self.waited = 0  # validations since the best one
+        super().reset()
         self.stopped = ""  # why
-        self._evaluated_step = -1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value, the validations since, the reason of a stop, and the last checked step."""
-        return {
-            "best": self.best,
-            "waited": self.waited,
-            "stopped": self.stopped,
-            "evaluated_step": self._evaluated_step,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        checked(state, {"best": float | None, "waited": int, "stopped": str, "evaluated_step": int})
-        self.best, self.waited, self.stopped = state["best"], state["waited"], state["stopped"]
-        self._evaluated_step = state["evaluated_step"]
 
     def on_training_start(self) -> None:
         """Stops a resumed run that had already stopped, unless `patience` was increased."""
@@ -99,19 +74,8 @@ class EarlyStopping(Callback):
             LOG.info(f"This run had already stopped. {self.stopped}")
             raise StopTraining(self.stopped)
 
-    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        if self.config.check_on_train_epoch_end:
-            self._evaluate(train_metrics)
-
-    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        if not self.config.check_on_train_epoch_end:
-            self._evaluate(eval_metrics)
-
-    def _evaluate(self, metrics: Mapping[str, Any]) -> None:
-        value = monitored(metrics, self.config.monitor)
-        if self.event.step == self._evaluated_step:  # a resumed run may repeat the last validation
-            return
-        self._evaluated_step = self.event.step
+    def check(self, value: float) -> None:
+        """Stops training if there is a reason to."""
         if reason := self._reason(value):
             self.stopped = f"EarlyStopping after step {self.event.step}: `{self.config.monitor}` {reason}."
             LOG.info(self.stopped)
@@ -134,5 +98,4 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited < config.patience:
             return ""
-        best = "no value was finite" if self.best is None else f"the best was {self.best:.6g}"
-        return f"has not improved in {self.waited} validations in a row; {best}"
+        return f"has not improved in {self.waited} validations in a row; {self.describe_best()}"

@@ -1,22 +1,21 @@
 """Reduces the learning rate when a monitored metric no longer improves."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitor import LearningRateMonitorConfig
-from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
-from jax_trainer.callbacks.run import RunContext
+from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.core import Program
 from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.engine import Edit
 from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate, with_learning_rate_scale
-from jax_trainer.settings import Above, AtLeast, Below, checked
+from jax_trainer.settings import Above, AtLeast, Below
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
 
@@ -52,7 +51,7 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
 
 
 @register
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(MetricWatcher):
     """Multiplies the learning rate by `factor` when the monitored metric no longer improves.
 
     It works with every optimizer: one with a constant `learning_rate` in its state (`optax.inject_hyperparams`) gets a
@@ -62,34 +61,11 @@ class ReduceLROnPlateau(Callback):
 
     config: ReduceLROnPlateauConfig
 
-    def attach(self, run: RunContext) -> None:
-        config = self.config
-        if not (run.validates or config.check_on_train_epoch_end or config.every_n_epochs == 0):
-            raise ValueError(
-                f"`ReduceLROnPlateau` cannot monitor {config.monitor!r}: this run has no validation. Give it "
-                "validation data, or set `check_on_train_epoch_end: true` and `monitor: train/loss`."
-            )
-        super().attach(run)
+    kept: ClassVar[dict[str, Any]] = {**MetricWatcher.kept, "cooling": int}
 
     def reset(self) -> None:
-        self.best: float | None = None
-        self.waited = 0  # validations since the best one or the last reduction
+        super().reset()  # a reduction also resets `waited`
         self.cooling = 0  # validations left of the cooldown
-        self._evaluated_step = -1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value, the validations since, the rest of the cooldown, and the last checked step."""
-        return {
-            "best": self.best,
-            "waited": self.waited,
-            "cooling": self.cooling,
-            "evaluated_step": self._evaluated_step,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        checked(state, {"best": float | None, "waited": int, "cooling": int, "evaluated_step": int})
-        self.best, self.waited, self.cooling = state["best"], state["waited"], state["cooling"]
-        self._evaluated_step = state["evaluated_step"]
 
     def on_training_start(self) -> None:
         """Checks that the learning rate of this optimizer can be reduced, and compared with `min_lr`."""
@@ -100,22 +76,12 @@ class ReduceLROnPlateau(Callback):
                 "`jax_trainer.optimizer`, or leave out `min_lr`."
             )
 
-    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
-        return self._check(train_metrics) if self.config.check_on_train_epoch_end else None
-
-    def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
-        return None if self.config.check_on_train_epoch_end else self._check(eval_metrics)
-
-    def _check(self, metrics: Mapping[str, Any]) -> Edit | None:
-        value = monitored(metrics, self.config.monitor)
-        if self.event.step == self._evaluated_step:  # a resumed run may repeat the last validation
-            return None
-        self._evaluated_step = self.event.step
+    def check(self, value: float) -> Edit | None:
+        """Reduces the learning rate on a plateau."""
         if not self._is_plateau(value):
             return None
-        best = "no value was finite" if self.best is None else f"the best was {self.best:.6g}"
-        count = self.config.patience
-        return self._reduced(f"`{self.config.monitor}` has not improved in {count} validations in a row; {best}")
+        monitor, count = self.config.monitor, self.config.patience
+        return self._reduced(f"`{monitor}` has not improved in {count} validations in a row; {self.describe_best()}")
 
     def _is_plateau(self, value: float) -> bool:
         """Updates the state with `value`; returns whether the learning rate is to be reduced."""

@@ -52,9 +52,7 @@ class Recording:
     def store(self, folder: RunFolder) -> CheckpointStore:
         """The checkpoints of the run."""
         better = None if self.ranking is None or not self.ranking.is_custom else self.ranking.is_better
-        saver, is_ranked = self.saver, self.is_ranked
-        options = {} if saver is None else saver.store_options(validates=is_ranked, monitors=better is None)
-        return CheckpointStore(folder.checkpoints, **options, better=better if is_ranked else None)
+        return store_in(folder, self.saver, better, is_ranked=self.is_ranked)
 
     def in_memory(self, *, validates: bool) -> BestInMemory | None:
         """Keeps the best weights of a run without checkpoints; None if nothing ranks them."""
@@ -67,6 +65,14 @@ class Recording:
         """The metric that ranks checkpoints, and "min" or "max"; None: a user's function does."""
         is_custom = self.ranking is not None and self.ranking.is_custom
         return None if self.saver is None or is_custom else (self.saver.monitor, self.saver.best_mode)
+
+
+def store_in(
+    folder: RunFolder, saver: ModelCheckpointConfig | None, better: Callable[..., bool] | None, *, is_ranked: bool
+) -> CheckpointStore:
+    """The checkpoints of a run folder, ranked by the metric that `saver` monitors, or by `better`."""
+    options = {} if saver is None else saver.store_options(validates=is_ranked, monitors=better is None)
+    return CheckpointStore(folder.checkpoints, **options, better=better if is_ranked else None)
 
 
 @dataclass(frozen=True, kw_only=True)

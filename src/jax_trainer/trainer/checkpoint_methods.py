@@ -16,6 +16,7 @@ from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.processes import process_group
 from jax_trainer.runs import WEIGHTS, run_and_step
+from jax_trainer.runs.spec import store_in
 from jax_trainer.trainer.base import TrainerBase
 from jax_trainer.trainer.experiment import build, stored_run, trainer_class
 from jax_trainer.trainer.model_methods import ModelMethods
@@ -61,14 +62,9 @@ class CheckpointMethods(ModelMethods):
             raise ValueError(f"This trainer has no run folder to {purpose}. Train first, or pass `folder`.")
         return self.folder
 
-    def _store(self, folder: RunFolder, *, validates: bool = True) -> CheckpointStore:
-        saver = self.config.saver
-        options = (
-            {} if saver is None else saver.store_options(validates=validates, monitors=not self.has_custom_comparison)
-        )
-        if self.has_custom_comparison and validates:
-            options["better"] = self.is_new_model_better
-        return CheckpointStore(folder.checkpoints, **options)
+    def _store(self, folder: RunFolder) -> CheckpointStore:
+        better = self.is_new_model_better if self.has_custom_comparison else None
+        return store_in(folder, self.config.saver, better, is_ranked=True)
 
     def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
         """Saves the current state as a checkpoint of its run, with `metrics`.
