@@ -171,8 +171,14 @@ class CompiledProgram(ProgramSetup):
     # what is compiled
 
     def _train(self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: None = None) -> Stepped:
+        return self._train_into(MetricBuffer.append, state, buffer, batch)
+
+    def _train_into(
+        self, write: Callable[..., tuple[MetricBuffer, Loose]], state: TrainState, buffer: MetricBuffer, batch: Batch
+    ) -> Stepped:
+        """One step, whose metrics `write(buffer, metrics)` writes."""
         state, report = self._train_step(state, self._batch(batch))
-        buffer, loose = self._replicated(buffer.append(train_metrics(report)))
+        buffer, loose = self._replicated(write(buffer, train_metrics(report)))
         return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
 
     def _train_on_all(
@@ -185,14 +191,17 @@ class CompiledProgram(ProgramSetup):
 
         def body(index: jax.Array, carry: Stepped) -> Stepped:
             state, buffer, kept = carry
-            state, buffer, new = self._train(state, buffer, at(index))
+            write = partial(MetricBuffer.write, at=first + index, number=number + index.astype(number.dtype) + 1)
+            state, buffer, new = self._train_into(write, state, buffer, at(index))
             kept = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0), kept, new)
             return state, buffer, kept
 
-        length = _length(batches)
+        length, number = _length(batches), buffer.rows_written
+        steps = length if steps is None else steps
+        first = len(buffer.rows) - steps
         shapes = jax.eval_shape(lambda state, buffer: self._train(state, buffer, at(0))[2], state, buffer)
         kept = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
-        return lax.fori_loop(0, length if steps is None else steps, body, (state, buffer, kept))
+        return lax.fori_loop(0, steps, body, (state, buffer.shifted(steps), kept))
 
     def _evaluate(
         self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: None

@@ -103,6 +103,21 @@ class MetricBuffer:
 
     def append(self, metrics: Metrics) -> "tuple[MetricBuffer, dict[str, jax.Array]]":
         """The buffer with one more step, and the metrics that do not fit into it."""
+        row, loose = self._row(metrics, self.rows_written + 1)
+        # a select, not a concatenation, into which the compiler would fuse the reductions of the row (5 % of a step)
+        is_last = jnp.arange(len(self.rows))[:, None] == len(self.rows) - 1
+        return MetricBuffer(jnp.where(is_last, row, jnp.roll(self.rows, -1, axis=0)), self.format), loose
+
+    def shifted(self, steps: Any) -> "MetricBuffer":
+        """The buffer with space for the rows of `steps` steps at its end, for `write`."""
+        return MetricBuffer(jnp.roll(self.rows, -steps, axis=0), self.format)
+
+    def write(self, metrics: Metrics, at: Any, number: Any) -> "tuple[MetricBuffer, dict[str, jax.Array]]":
+        """As `append`, with the row at index `at` and its `number`: a loop writes it without copying the buffer."""
+        row, loose = self._row(metrics, number)
+        return MetricBuffer(lax.dynamic_update_index_in_dim(self.rows, row, at, 0), self.format), loose
+
+    def _row(self, metrics: Metrics, number: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         found = MetricBufferFormat.of(metrics)
         if found != self.format:
             raise ValueError(
@@ -113,12 +128,8 @@ class MetricBuffer:
         for metric in metrics.by_name.values():
             words += [_words(metric.value)] if _fits(metric) else []
             words += [] if metric.weight is None else [_words(metric.weight)]
-        rows = self.rows
-        row = jnp.concatenate([*words, rows[-1, -1:] + 1])
         loose = {name: jnp.asarray(metrics.by_name[name].value) for name in found.off_buffer}
-        # a select, not a concatenation, into which the compiler would fuse the reductions of the row (5 % of a step)
-        is_last = jnp.arange(len(rows))[:, None] == len(rows) - 1
-        return MetricBuffer(jnp.where(is_last, row, jnp.roll(rows, -1, axis=0)), self.format), loose
+        return jnp.concatenate([*words, jnp.reshape(number, 1)]), loose
 
     @property
     def rows_written(self) -> jax.Array:

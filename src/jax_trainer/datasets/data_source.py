@@ -1,6 +1,7 @@
 """`Data` and `DataSource`: data of any supported kind, as epochs that can be opened at a position."""
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from jax_trainer.processes import process_group
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4
 SMALL_PREFETCH = 32  # small batches, on the CPU
+SMALL_BYTES = 1 << 20  # of one dispatch: in memory, it is made faster than a thread hands it over
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Data:
     Args:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
-        prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for
-            in-memory batches on the CPU, and 4 otherwise; on the CPU, it is 32 for batches of up to 32 KiB.
+        prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for in-memory
+            batches on the CPU, or of up to a MiB per dispatch, and 4 otherwise; on the CPU, it is 32 for batches of up
+            to 32 KiB.
         resident: keep the training set in device memory and index batches there. "auto" does so if it takes at most
             a quarter of the free device memory. Needs an `ArrayLoader`.
         timeout: seconds to wait for a batch before raising a `DataError`; None waits forever.
@@ -246,12 +249,22 @@ class DataSource:
             kill=self._adapter.kill,
         )
 
-    def prefetch(self, chunk: int = 1) -> int:
-        """The number of dispatches of `chunk` batches to prefetch."""
+    def prefetch(self, chunk: int = 1, *, is_sharded: bool = False) -> int:
+        """The number of dispatches of `chunk` batches to prefetch; batches that are sharded take longer to place."""
         depth = self._prefetch
         if depth is None:
-            depth = 0 if self.in_memory and jax.default_backend() == "cpu" else DEFAULT_PREFETCH
+            is_quick = jax.default_backend() == "cpu" or (not is_sharded and chunk * self._batch_bytes <= SMALL_BYTES)
+            depth = 0 if self.in_memory and is_quick else DEFAULT_PREFETCH
         return -(-max(depth, 0 if self._timeout is None else 1) // chunk)
+
+    @property
+    def _batch_bytes(self) -> float:
+        """Bytes of a full batch in memory, infinite if unknown."""
+        if isinstance(self._data, list | tuple) and self._data:
+            return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self._data[0]))
+        leaves = jax.tree.leaves(getattr(self._data, "arrays", None))
+        rows = self.full_batch or 1
+        return sum(leaf.nbytes * rows / max(1, len(leaf)) for leaf in leaves) if leaves else math.inf
 
     def empty_notice(self) -> str:
         """The notice for an evaluation set that gave no batch."""

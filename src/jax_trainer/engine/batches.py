@@ -89,7 +89,7 @@ def train_batches(
 ) -> BatchIterator:
     """The batches of a training epoch, prefetched where that helps; `generate` yields them, placed on the devices."""
     depth, where = (
-        0 if program.debug else data_source.prefetch(chunk),
+        0 if program.debug else data_source.prefetch(chunk, is_sharded=program.layout is not None),
         partial(describe_batch, epoch=epoch, name=data_source.name),
     )
     if not feeds_local_shards(program) or data_source.is_shared:
@@ -105,7 +105,7 @@ def eval_batch_iterator(
 ) -> BatchIterator:
     """The batches of an evaluation, at most `limit` of them, prefetched where that helps."""
     depth, where = (
-        0 if program.debug else data_source.prefetch(),
+        0 if program.debug else data_source.prefetch(is_sharded=program.layout is not None),
         partial(describe_batch, epoch=1, name=data_source.name),
     )
     is_gathered = feeds_local_shards(program) and not _is_evenly_shared(program, data_source)

@@ -40,6 +40,7 @@ from jax_trainer.engine.batches import PlaceFn, check_divides, step_batches, ste
 from jax_trainer.engine.plan import Plan
 
 READ_AFTER = 8  # steps between the end of a window of metrics and its read: by then the device has written it
+CHUNKS_AHEAD = 2  # as `READ_AFTER`, in chunks: one is running while the host reads and logs, and one is to follow it
 
 
 class StepDispatcher:
@@ -186,9 +187,8 @@ class StepDispatcher:
             self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
             self._trace.check_indices(self._train_data.arrays)
-        self._reader = MetricReader(
-            self._trace.format, self._every, max(1, READ_AFTER // self._chunk), adapts=jax.process_count() == 1
-        )
+        lag = max(CHUNKS_AHEAD, READ_AFTER // self._chunk)
+        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=jax.process_count() == 1)
         return self._reader
 
     def _sample(self, step_batch: StepBatch) -> Batch:
