@@ -10,9 +10,10 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import LogMetrics
-from jax_trainer.core import Layout, NonFiniteError, compile_program, examine, with_finite_guard
+from jax_trainer.core import Layout, NonFiniteError, compile_program, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch
 from jax_trainer.engine import Event, Every, Plan, StepEnd, StepMetrics, run
+from jax_trainer.runs.nonfinite import examine
 from jax_trainer.testing import EventRecorder, assert_same_bits
 
 EXAMPLES, SIZE = 44, 8  # five full batches and one of 4

@@ -37,12 +37,11 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.extra_args import clipped
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep
+from jax_trainer.core.steps import EvalStep, accumulate
 from jax_trainer.core.user_frame import noting_definition
 
 _METADATA = {

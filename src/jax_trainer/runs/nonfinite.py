@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
+from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, TrainState, leaf_path, thawed
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.dispatcher import batch_faults
@@ -94,6 +94,51 @@ def explain_nonfinite(
         "`on_nonfinite: skip` skips such updates."
     )
     return NonFiniteError(text, step=error.step, batch=error.batch, position=error.position)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The non-finite values of one step: names of metrics and paths of leaves, each in the order of its tree.
+
+    Args:
+        metrics: of the step.
+        gradients: of the loss on the batch, before clipping.
+        parameters: as they were before the step.
+        batch: of the step.
+    """
+
+    metrics: tuple[str, ...]
+    gradients: tuple[str, ...]
+    parameters: tuple[str, ...]
+    batch: tuple[str, ...]
+
+
+def examine(program: CompiledProgram, state: TrainState, batch: Batch, step: int) -> Examination:
+    """Replays step number `step` on `batch` and returns its non-finite values; `state` is not changed.
+
+    `state` is the one before the step, or a later one if `with_finite_guard` skipped all steps in between, which
+    changes the step count only.
+    """
+    before = thawed(state).replace(step=jnp.full_like(state.step, step - 1))
+    report = program.report(before, batch)
+    return Examination(
+        metrics=_not_finite({name: metric.value for name, metric in report.metrics.by_name.items()}),
+        gradients=_not_finite(report.grads),
+        parameters=_not_finite(state.params),
+        batch=_not_finite(batch),
+    )
+
+
+def _not_finite(tree: PyTree) -> tuple[str, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(leaf_path(path) or "the array" for path, leaf in leaves if not _is_finite(leaf))
+
+
+def _is_finite(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # all processes call this: some shards are theirs
+        return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
+    array = np.asarray(jax.device_get(leaf))
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(array).all())
 
 
 def _sentence(found: Examination) -> str:
