@@ -5,7 +5,7 @@ A style translates its arguments into a `RunSpec`, and reads the `Run` when it h
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -80,7 +80,7 @@ class Run:
         After Ctrl-C or SIGTERM, the exception has the result so far, and names the call that resumes the run.
         """
         spec = self.spec
-        with self._locked():
+        with nullcontext() if self.target is None else self.target.locked():
             try:
                 with before_first_step():
                     self.open()
@@ -97,9 +97,6 @@ class Run:
             finally:
                 self._close()
             return result(self)
-
-    def _locked(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.target is None else self.target.locked()
 
     def open(self) -> None:
         """Opens the store and the logger, creates the callbacks, and restores or initialises the state."""
@@ -135,9 +132,7 @@ class Run:
 
     @contextmanager
     def _notifying(self) -> Iterator[Driver]:
-        """Notifies the observers of the start, of what the driver consumes, which are the events of training, and of
-        the end.
-        """
+        """Notifies the observers of the start, of the events of training that the driver consumes, and of the end."""
         observers = self._observers()
         self.plan = self.plan.with_observers(observers)
         with driving(observers, self.state, self.at) as driver, closing(self.training()) as self._events:  # type: ignore[type-var]
@@ -164,7 +159,8 @@ class Run:
         if self.spec.recording is None or self.logger is None:
             return
         if self.history.status in ("completed", "stopped"):
-            self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **self._best_metric()})
+            best = {} if self.kept_best is None else self.kept_best.best.logged
+            self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **best})
         self.logger.close(self.history.status)
 
     # what the loop runs
@@ -273,9 +269,3 @@ class Run:
             return self.best_in_memory.kept(self.state)
         self.store.wait()
         return best_in(self.store, self.state, self.spec.recording.ranked_by, validated=bool(self.spec.data.evals))
-
-    def _best_metric(self) -> dict[str, float]:
-        best = None if self.kept_best is None else self.kept_best.best
-        if best is None or best.monitor is None:
-            return {}
-        return {f"best/{best.monitor}": float(best.metrics[best.monitor])}
