@@ -159,7 +159,8 @@ class _Training:
         expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
         yield EpochStart(*self._at, expected)
         clock.resume_epoch()
-        now, training, idle_timer = clock.now(), Phase.TRAINING, self.idle_timer
+        now, training = clock.now(), Phase.TRAINING
+        idle_timer, is_multi_process = self.idle_timer, self._process_group.is_multi_process
         with closing(dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)) as batches:
             clock.track(batches)
             while now < clock.deadline and (step_batch := batches.next(PATIENCE)) is not None:
@@ -168,10 +169,12 @@ class _Training:
                     now = clock.now()
                     continue
                 steps = step_batch.steps
-                idle_timer.before_dispatch()
+                if is_multi_process:
+                    idle_timer.before_dispatch()
                 self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, progress.step)
-                idle_timer.after_dispatch(dispatcher.last_dispatched)
-                clock.dispatched()
+                if is_multi_process:
+                    idle_timer.after_dispatch(dispatcher.last_dispatched)
+                    clock.dispatched()
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
                 progress.data_state, progress.phase = step_batch.state, training
@@ -197,7 +200,8 @@ class _Training:
                     with clock.epoch_paused():
                         yield from self.evaluate(saves=saves) if due else self.save_point(due=True)
                     now = clock.now()
-                self._preemption.check()
+                if is_multi_process:
+                    self._preemption.check()
         in_time = clock.now() < clock.deadline
         if progress.phase is Phase.STARTED:
             if in_time:
