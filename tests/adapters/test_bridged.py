@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_trainer import TrainerModule
 from jax_trainer.adapters import nnx_program
-from jax_trainer.adapters.bridged import lacks_variables
+from jax_trainer.adapters.nnx import lacks_variables
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import fit, train_fn
 

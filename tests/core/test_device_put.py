@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_trainer.adapters import nnx_program
 from jax_trainer.core import compile_program, make_mesh
-from jax_trainer.core.device_put import device_put
+from jax_trainer.core.placement import device_put
 
 TWO_BY_TWO = """
 import json

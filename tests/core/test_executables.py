@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import RecompileWarning, TrainState, compile_program, executables
+from jax_trainer.core import RecompileWarning, TrainState, compile, compile_program
 
 BATCH = {"x": np.arange(24, dtype=np.float32).reshape(8, 3), "y": np.ones(8, np.float32)}
 
@@ -20,8 +20,8 @@ BATCH = {"x": np.arange(24, dtype=np.float32).reshape(8, 3), "y": np.ones(8, np.
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """The cache of executables, initially empty."""
-    monkeypatch.setattr(executables, "_kept", type(executables._kept)())
-    return executables._kept
+    monkeypatch.setattr(compile, "_kept", type(compile._kept)())
+    return compile._kept
 
 
 def trained(
@@ -69,7 +69,7 @@ def test_a_different_program_has_its_own_executable(other, kept, monkeypatch):
     shared = trained(**other)
     count = len(kept)
     assert count > 2
-    monkeypatch.setattr(executables, "_shared", lambda key, lowered: lowered.compile())
+    monkeypatch.setattr(compile, "_shared", lambda key, lowered: lowered.compile())
     np.testing.assert_array_equal(trained(**other).params["w"], shared.params["w"])
 
 
@@ -121,7 +121,7 @@ def test_the_cache_keeps_no_reference_to_the_program(kept):
 
 
 def test_the_cache_is_bounded_and_drops_the_least_recently_used(kept, monkeypatch):
-    monkeypatch.setattr(executables, "MOST", 3)
+    monkeypatch.setattr(compile, "MOST", 3)
     for rate in (0.1, 0.2, 0.3, 0.4):
         trained(rate=rate)
         trained(rate=0.1)

@@ -25,8 +25,7 @@ from jax_trainer.core import (
     as_metrics,
     compile_program,
 )
-from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER
-from jax_trainer.core.metric_window import FOLD_AFTER
+from jax_trainer.core.metric_buffer import FOLD_AFTER, LARGEST_IN_BUFFER
 from jax_trainer.testing import assert_close
 
 
@@ -87,7 +86,7 @@ def spans(windows: Any) -> list[tuple[int, int]]:
 )
 def test_metrics_of_slow_steps_arrive_about_every_second(monkeypatch, seconds, sizes):
     now = [0.0]
-    monkeypatch.setattr("jax_trainer.core.metric_window.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("jax_trainer.core.metric_buffer.time", SimpleNamespace(perf_counter=lambda: now[0]))
     writer, windows = Writer(every=50, lag=0, length=64, adapts=True), []
     for step in range(1, 101):
         now[0] += seconds
@@ -298,7 +297,7 @@ def test_a_state_has_all_steps_and_loading_one_discards_the_others():
 
 
 def test_large_arrays_do_not_accumulate(monkeypatch):
-    monkeypatch.setattr("jax_trainer.core.metric_window.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
+    monkeypatch.setattr("jax_trainer.core.metric_buffer.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
     metrics = as_metrics({"big": np.ones(LARGEST_IN_BUFFER + 1, np.float32)}, 1)
     fmt, accumulator = MetricBufferFormat.of(metrics), WindowAccumulator(LogMode.TRAIN)
     words, seen = np.asarray(fmt.blank(1).append(metrics)[0].rows), []

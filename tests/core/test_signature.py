@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_trainer.core.signature import Change, changes, signature_of
+from jax_trainer.core.recompile import Change, changes, signature_of
 
 X = np.zeros((4, 3), np.float32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Program, TrainState, make_program
-from jax_trainer.core.steps import global_norm
+from jax_trainer.core.steps import global_norm, reporting
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
@@ -248,3 +248,17 @@ def test_the_global_norm_is_that_of_all_elements(dtype):
     flat = np.concatenate([np.asarray(x, np.complex128).ravel() for x in tree.values()])
     assert float(global_norm(tree)) == pytest.approx(np.linalg.norm(flat), rel=1e-6)
     assert global_norm({}) == 0
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_report_of_the_state_is_a_metric_of_the_step(is_wrapped):
+    program = function_program(init, squares, optax.sgd(0.1))
+    step = (lambda state, batch: program.train_step(state, batch)) if is_wrapped else program.train_step
+    reported = reporting(reporting(step, lambda state: {"w": state.params["w"][0]}), lambda state: {"at": state.step})
+    start = program.init(jax.random.key(0), BATCH)
+    (plain, before), (state, after) = program.train_step(start, BATCH), reported(start, BATCH)
+    assert [*after.metrics.by_name] == [*before.metrics.by_name, "w", "at"]
+    assert_same_bits(
+        (state, after.grads, after.metrics.by_name["w"].value), (plain, before.grads, plain.params["w"][0])
+    )
+    assert int(after.metrics.by_name["at"].value) == 1

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import LogMetrics
-from jax_trainer.core import Layout, NonFiniteError, compile_program, examine, with_finite_guard
-from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch
-from jax_trainer.engine import Event, Every, Plan, StepEnd, StepMetrics, run
+from jax_trainer.core import Layout, NonFiniteError, compile_program, copy_state, with_finite_guard
+from jax_trainer.datasets import ArrayLoader, Data, Position, SupervisedBatch
+from jax_trainer.engine import Event, Every, Plan, StepEnd, StepMetrics, drive, run, train_events
+from jax_trainer.runs.nonfinite import examine
 from jax_trainer.testing import EventRecorder, assert_same_bits
 
 EXAMPLES, SIZE = 44, 8  # five full batches and one of 4
@@ -208,3 +210,21 @@ def test_few_batches_are_kept_and_none_without_a_guard(guarded):
     run(program, state, Data(Source(), prefetch=0), Plan(max_epochs=1), [Count()])
     assert max(alive) <= (18 if guarded else 2)
     assert not guarded or max(alive) >= 8
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_training_continues_where_recover_says(steps_per_call):
+    program, loader, seen = compiled(), bad_loader(9), []
+    start = program.init(jax.random.key(0), arrays()[:SIZE])
+    plan = Plan(max_epochs=2, steps_per_call=steps_per_call, metrics_every=1)
+
+    def recover(error):
+        seen.append(error.position)
+        return copy_state(start), dataclasses.replace(plan, skipped_batches=frozenset(seen)), Position()
+
+    last = drive(train_events(program, copy_state(start), loader, plan, recover=recover), [], start)
+    expected = run(program, copy_state(start), loader, dataclasses.replace(plan, skipped_batches=frozenset(seen)))
+    assert seen and int(last.step) == 12 - len(seen)
+    assert_same_bits(last.params, expected.params)
+    with pytest.raises(NonFiniteError):
+        drive(train_events(program, copy_state(start), loader, plan), [], start)

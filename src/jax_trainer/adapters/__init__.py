@@ -1,7 +1,13 @@
 """Adapters: a linen, nnx or functional model and a loss → `Program`. No other package depends on the model library."""
 
-from jax_trainer.adapters.function_handle import FunctionHandle, FunctionModel
-from jax_trainer.adapters.functions import PureLoss, StatefulLoss, function_program, stateful_program
+from jax_trainer.adapters.functions import (
+    FunctionHandle,
+    FunctionModel,
+    PureLoss,
+    StatefulLoss,
+    function_program,
+    stateful_program,
+)
 from jax_trainer.adapters.handle import ModelHandle
 from jax_trainer.adapters.handles import handle_of
 from jax_trainer.adapters.linen import LinenLoss, LinenView, flax_state_program, linen_program

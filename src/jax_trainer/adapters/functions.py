@@ -1,13 +1,21 @@
-"""A `Program` from functions of a pytree of parameters: for plain JAX and Equinox."""
+"""Plain functions and callable pytrees, such as Equinox modules: their programs and their handle."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Unpack
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, loss_and_metrics, make_program
+from jax_trainer.adapters.calls import arguments, requested
+from jax_trainer.adapters.handle import ModelHandle, ModelHooks
+from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, leaf_path, loss_and_metrics, make_program, stream
 from jax_trainer.core.user_frame import attribute_to
+
+_CONSTANTS = "constants"  # the arrays of a model that are not trained: integers, keys
 
 
 class PureLoss(Protocol):
@@ -75,3 +83,115 @@ def stateful_program(
 
     attribute_to(loss_fn, loss)
     return make_program(init, loss_fn, tx, **options)
+
+
+class FunctionModel(NamedTuple):
+    """A model of two functions, for plain JAX and for model libraries other than Flax.
+
+    Args:
+        init: `init(key, *inputs) -> params`, any pytree; its float arrays are trained.
+        apply: `apply(params, *inputs)`. It may have a parameter `train` (or another name of the mode), and `key` or
+            `rng` for a random key. None: the pytree itself is called.
+
+    >>> model = FunctionModel(
+    ...     init=lambda key, x: {"w": jax.random.normal(key, (x.shape[-1], 3)), "b": jnp.zeros(3)},
+    ...     apply=lambda params, x: x @ params["w"] + params["b"],
+    ... )
+    """
+
+    init: Callable[..., PyTree]
+    apply: Callable[..., Any] | None = None
+
+
+class FunctionHandle(ModelHandle):
+    """A callable pytree with its initial weights; or an object with `init` and `apply`, or the configuration of one.
+
+    The float arrays of the pytree are the parameters, its other arrays are part of the state, and the rest is static.
+    """
+
+    mode = "function"
+
+    def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
+        super().__init__(model, hooks)
+        self.has_weights = self.config is None and not hasattr(model, "init")
+        self._static: dict[bool, PyTree] = {}  # what is not an array, in training and in evaluation
+        self._calls: dict[bool, Callable[..., Any]] = {}
+
+    def init(self, batch: Batch, key: jax.Array) -> PyTree:
+        model = self.module
+        return model.init(key, *arguments(self.hooks.to_input(batch))) if hasattr(model, "init") else model
+
+    def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
+        if not self._static:
+            jax.eval_shape(lambda: self._arrays(self._init_example()))
+        first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
+        constants = (model_state[_CONSTANTS],) if model_state else ()
+        tree = jax.tree.map(first, params, *constants, self._static[train], is_leaf=lambda leaf: leaf is None)
+        apply = self._apply
+        if apply is None:
+            return tree
+        if train not in self._calls:  # kept, so that functions compiled with it are compiled once
+            self._calls[train] = partial(apply, **mode_flags(apply, train=train))
+        keys = requested(apply, dict.fromkeys(("key", "rng"), stream(rng, "model")))
+        return jax.tree_util.Partial(self._calls[train], tree, **keys)
+
+    def apply(self, model: Any, inputs: Any, train: bool | None = None, **options: Any) -> Any:
+        if train is None:
+            return model(*arguments(inputs), **options)
+        function = self._apply
+        if function is None:
+            model, function = _in_mode(model, train=train), type(model).__call__
+        return model(*arguments(inputs), **{**mode_flags(function, train=train), **options})
+
+    def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
+        leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model) if _is_array(leaf)]
+        # the wrapper of `apply` and its parameters has a path of its own
+        start = 0 if self._apply is None else 2
+        lines = [f"{leaf_path(path[start:])}  {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+        outputs = jax.eval_shape(lambda: self.apply(model, inputs, train=False))
+        shapes = [
+            ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(t)) for t in (inputs, outputs)
+        ]
+        total = sum(leaf.size for _, leaf in leaves if _is_trained(leaf))
+        return "\n".join([f"{self.name}: {shapes[0]} -> {shapes[1]}", *lines, f"Total parameters: {total:,}"])
+
+    @property
+    def _apply(self) -> Callable[..., Any] | None:
+        return getattr(self.module, "apply", None)
+
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return self._arrays(self._init(batch, key))
+
+    def _arrays(self, tree: PyTree) -> tuple[PyTree, PyTree]:
+        """The parameters and the model state of `tree`, with None for everything else."""
+        params = jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, tree)
+        if not jax.tree.leaves(params):
+            raise ValueError(f"{self.name} has no parameters to train: no leaf is a float array.")
+        static = jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, tree)
+        self._static = {train: _in_mode(static, train=train) for train in (True, False)}
+        constants = jax.tree.map(lambda leaf: leaf if _is_array(leaf) and not _is_trained(leaf) else None, tree)
+        return params, {_CONSTANTS: constants} if jax.tree.leaves(constants) else {}
+
+
+def is_function_model(model: Any) -> bool:
+    """Whether `model` has `init` and `apply`, or is a callable pytree with arrays."""
+    if isinstance(model, type):
+        return False
+    if callable(getattr(model, "init", None)) and hasattr(model, "apply"):
+        return True
+    is_tree = callable(model) and not jax.tree_util.all_leaves([model])
+    return is_tree and any(map(_is_array, jax.tree.leaves(model)))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_trained(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _in_mode(tree: PyTree, *, train: bool) -> PyTree:
+    """`tree` with its flags `inference`, as those of Equinox, set for training or evaluation."""
+    is_flag = lambda path, leaf: isinstance(leaf, bool) and leaf_path(path[-1:]) == "inference"
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: not train if is_flag(path, leaf) else leaf, tree)

@@ -8,7 +8,7 @@ from typing import Any
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.function_handle import FunctionHandle, is_function_model
+from jax_trainer.adapters.functions import FunctionHandle, is_function_model
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.adapters.linen_handle import FlaxStateHandle, LinenHandle, is_flax_state, is_linen
 from jax_trainer.adapters.nnx_handle import NnxHandle

@@ -3,6 +3,8 @@
 The module is split: its graph is static, its arrays are in `TrainState` as nested dicts, and it is merged inside the
 traced step only. Random streams are not part of the state: every step derives their keys from the root key, the step
 and the path of the stream in the module.
+
+Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a first call, see `with_variables`.
 """
 
 from collections.abc import Mapping
@@ -14,8 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.bridged import lacks_variables
-from jax_trainer.adapters.calls import allow_sow
+from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.core import (
     Batch,
@@ -37,14 +38,14 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.extra_args import clipped
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep
+from jax_trainer.core.steps import EvalStep, accumulate
 from jax_trainer.core.user_frame import noting_definition
 
+_OWN = ("to_nnx__", "_pytree__")  # prefixes of attributes of `ToNNX` that are not variables
 _METADATA = {
     "out_sharding",
     "sharding_names",
@@ -263,3 +264,30 @@ def matching_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
             "Differentiate with respect to the `model` argument of the step and the variables of the optimizer's `wrt`."
         )
     return found
+
+
+def lacks_variables(module: nnx.Module) -> bool:
+    """Whether `module` contains a linen module without variables, because it was never called."""
+    return bool(_bare(module))
+
+
+def with_variables(module: Any, inputs: Any, key: jax.Array) -> Any:
+    """`module`, with the missing variables of its linen modules initialised by a call with `inputs`.
+
+    Args:
+        module: changed in place.
+        inputs: of the call; a tuple is several arguments.
+        key: for linen modules created without `rngs`.
+    """
+    bare = _bare(module)
+    if not bare:
+        return module
+    for node in bare:
+        if node.to_nnx__rngs is None:
+            node.to_nnx__rngs = nnx.data(nnx.Rngs(key))
+    return nnx.bridge.lazy_init(module, *jax.tree.map(jnp.asarray, arguments(inputs)))
+
+
+def _bare(module: nnx.Module) -> list[nnx.bridge.ToNNX]:
+    bridged = [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.bridge.ToNNX)]
+    return [node for node in bridged if all(name.startswith(_OWN) for name in vars(node))]

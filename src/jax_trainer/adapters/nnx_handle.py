@@ -8,11 +8,18 @@ import jax
 import optax
 from flax import nnx
 
-from jax_trainer.adapters.bridged import lacks_variables, with_variables
 from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
 from jax_trainer.adapters.mode import mode_flags
-from jax_trainer.adapters.nnx import NnxLoss, Split, kept_state, matching_grads, write_back
+from jax_trainer.adapters.nnx import (
+    NnxLoss,
+    Split,
+    kept_state,
+    lacks_variables,
+    matching_grads,
+    with_variables,
+    write_back,
+)
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
 
 

@@ -3,19 +3,21 @@
 Independent of epochs, files and model libraries. Imports no other package of this library.
 """
 
-from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
-from jax_trainer.core.examine import Examination, examine
 from jax_trainer.core.failpoints import FaultInjected, failpoint
-from jax_trainer.core.integers import checked_int
 from jax_trainer.core.layout import Layout, replicate
-from jax_trainer.core.leaf_statistics import STATISTICS, check_modes, leaf_statistics
+from jax_trainer.core.leaves import STATISTICS, check_modes, leaf_path, leaf_statistics
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
-from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
-from jax_trainer.core.metric_window import MetricReader, MetricWindow, WindowAccumulator
+from jax_trainer.core.metric_buffer import (
+    MetricBuffer,
+    MetricBufferFormat,
+    MetricReader,
+    MetricWindow,
+    WindowAccumulator,
+)
 from jax_trainer.core.metrics import (
     Batch,
     LogFreq,
@@ -31,14 +33,13 @@ from jax_trainer.core.metrics import (
 )
 from jax_trainer.core.optional_import import lazy_import
 from jax_trainer.core.partitioning import Partitioning
-from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
-from jax_trainer.core.returned import check_call, checked_loss, class_of, kinds_of, loss_and_metrics
+from jax_trainer.core.returned import check_call, checked_int, checked_loss, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.setup import TrainTrace
 from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
@@ -47,6 +48,7 @@ from jax_trainer.core.steps import (
     LossFn,
     PredictFn,
     StepReport,
+    accumulate,
     grad_of,
     make_eval_step,
     make_predict_step,
@@ -69,7 +71,6 @@ __all__ = [
     "Column",
     "Columns",
     "CompiledProgram",
-    "Examination",
     "FaultInjected",
     "FlatState",
     "FlaxState",
@@ -119,7 +120,6 @@ __all__ = [
     "compiled_function",
     "copied",
     "copy_state",
-    "examine",
     "explaining",
     "failpoint",
     "grad_of",

@@ -1,13 +1,21 @@
-"""How functions are compiled and called: the only module that calls `jax.jit`."""
+"""How functions are compiled and called: the only module that calls `jax.jit`.
 
+Executables are shared: functions that lower to the same text are compiled once per process. A model, a loss and an
+optimizer created again for another seed, fold or trial are new functions to JAX, which would compile them again,
+although their lowered text is identical.
+"""
+
+import hashlib
+import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_trainer.core.executables import kind_of, shared_executable
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
@@ -15,6 +23,19 @@ from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.tracing import tracing_for
+
+MOST = 64  # executables in the cache
+MOST_CONSTANT_BYTES = 1 << 24  # of constants in the code: larger ones are not worth comparing
+_OPTIONS = (  # of JAX that change compilation without showing in the lowered text
+    "jax_default_device",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+)
+_kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # least recently used first
+_lock = threading.Lock()
 
 # (state, metric buffer, batch, number) -> (new state or None, new buffer, anything else). The number is that of the
 # steps of a chunk, or of the batch.
@@ -155,7 +176,7 @@ class SharedFunction:
     """A `jax.jit` function whose executables, one for each kind of arguments, are shared with equal functions."""
 
     def __init__(self, jitted: Any, out_shardings: Any = None) -> None:
-        self._jitted, self._out_shardings, self._is_shared = jitted, out_shardings, True
+        self._jitted, self._outputs, self._is_shared = jitted, out_shardings, True
         self._by_kind: dict[Any, Callable[..., Any]] = {}
 
     @property
@@ -169,24 +190,78 @@ class SharedFunction:
         return next(iter(self._by_kind.values())) if self._is_shared and len(self._by_kind) == 1 else None
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the function with positional arguments."""
-        tried = None
-        for find in (lambda: self.only_one, lambda: self._selected(*args)):
-            executable = find() if self._is_shared else None
-            if executable is not tried and executable is not None:
+        """Runs the function with positional arguments; compiles it first for a new kind of them."""
+        only = self.only_one
+        if only is not None:
+            try:
+                return only(*args)
+            except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
+                pass
+        if self._is_shared:
+            kind = kind_of(*args)
+            executable = self._by_kind.get(kind)
+            if executable is None:
+                executable = self._by_kind[kind] = shared_executable(self._jitted, *args, out_shardings=self._outputs)
+                self._is_shared = executable is not self._jitted
+            if self._is_shared and executable is not only:
                 try:
                     return executable(*args)
-                except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
-                    tried = executable
+                except (TypeError, ValueError):
+                    pass
         return self._jitted(*args)
 
-    def _selected(self, *args: Any) -> Callable[..., Any] | None:
-        """The executable for such arguments, compiled if there is none; None: it cannot be shared."""
-        kind = kind_of(*args)
-        if kind not in self._by_kind:
-            self._by_kind[kind] = shared_executable(self._jitted, *args, out_shardings=self._out_shardings)
-            self._is_shared = self._by_kind[kind] is not self._jitted
-        return self._by_kind[kind] if self._is_shared else None
+
+def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Callable[..., Any]:
+    """The executable of a `jax.jit` function for such arguments, shared with functions of the same lowered text.
+
+    It raises a TypeError or ValueError for other arguments than those of the function that was compiled first. Returns
+    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, several processes.
+    """
+    config: Any = jax.config
+    debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
+    if debugs or jax.process_count() > 1:
+        return jitted
+    traced = jitted.trace(*args)
+    constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
+    if traced.jaxpr.effects or constants > MOST_CONSTANT_BYTES:
+        return jitted
+    lowered = traced.lower()
+    text = lowered.as_text()
+    # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
+    if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
+        return jitted
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+    options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
+    digest = hashlib.sha256(text.encode()).digest()
+    outputs = jax.tree.leaves(out_shardings)
+    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered)
+
+
+def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
+    """The shapes and shardings of arguments. All arrays of a list `first`, a state, are on the same devices."""
+    kind: list[Any] = [_committed(first[0] if type(first) is list else first)]
+    for leaf in jax.tree.leaves(more):
+        is_numpy = type(leaf) is np.ndarray
+        kind.append(leaf.shape if is_numpy else (getattr(leaf, "shape", None), _committed(leaf)))
+    return tuple(kind)
+
+
+def _committed(leaf: Any) -> Any:
+    return getattr(leaf, "committed", False) and leaf.sharding
+
+
+def _shared(key: Hashable, lowered: Any) -> Callable[..., Any]:
+    with _lock:
+        found = _kept.get(key)
+        if found is not None:
+            _kept.move_to_end(key)
+            return found
+    compiled = lowered.compile()
+    with _lock:
+        _kept[key] = compiled
+        while len(_kept) > MOST:
+            _kept.popitem(last=False)
+    return compiled
 
 
 class DebugStep:

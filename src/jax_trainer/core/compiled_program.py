@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
-from jax_trainer.core.editing import edited
+from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.metrics import Batch, PyTree

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.partitioning import Partitioning, Specs, checked_spec
-from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.placement import BatchPlacement, spans_processes
 from jax_trainer.core.state import TrainState
 

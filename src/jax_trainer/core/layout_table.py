@@ -10,9 +10,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_trainer.core.layout import Layout
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.memory import readable_bytes
 from jax_trainer.core.metrics import PyTree
-from jax_trainer.core.paths import leaf_path
 from jax_trainer.core.state import TrainState
 
 _PARTS = ("params", "opt_state", "model_state", "extra")

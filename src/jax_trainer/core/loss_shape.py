@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metrics import Batch, PyTree
-from jax_trainer.core.paths import leaf_path
 
 _OF_JAX = re.compile(r"only defined for scalar-output functions\. Output had shape: \(([\d, ]+)\)")
 _PRIMES = (1009, 1013)  # numbers of rows that no array of a model has by chance

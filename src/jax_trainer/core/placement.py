@@ -1,4 +1,4 @@
-"""Placement of batches on devices of several processes."""
+"""Placement of arrays on devices, also those of several processes."""
 
 import itertools
 import math
@@ -9,13 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.mesh import LayoutError
 from jax_trainer.core.metrics import Batch, PyTree, resized
-from jax_trainer.core.paths import leaf_path
 
 
 @dataclass(frozen=True)
@@ -187,3 +188,22 @@ def all_rows(batch: Batch) -> Batch:
 
 def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def device_put(tree: PyTree, shardings: PyTree) -> PyTree:
+    """`tree` with the given shardings; arrays that already have theirs are returned unchanged.
+
+    With several processes, each must pass the same complete host array, or its shards of a global array; each process
+    transfers the shards of its own devices.
+    """
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if sharding.is_fully_addressable or is_global:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    array = np.asarray(leaf)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

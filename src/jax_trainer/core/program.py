@@ -8,10 +8,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.accumulate import accumulate
 from jax_trainer.core.extra_args import by_signature, clipped
-from jax_trainer.core.leaf_statistics import check_modes
-from jax_trainer.core.metric_window import MetricWindow
+from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
@@ -23,6 +22,7 @@ from jax_trainer.core.steps import (
     PredictFn,
     PredictStep,
     TrainStep,
+    accumulate,
     grad_of,
     in_precision,
     make_eval_step,

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.compile import computed_state, copied, traced_for
-from jax_trainer.core.device_put import device_put
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
-from jax_trainer.core.placement import primary_example
+from jax_trainer.core.placement import device_put, primary_example
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState, copy_state
 from jax_trainer.core.user_frame import explaining

@@ -1,4 +1,6 @@
-"""Training, evaluation and prediction steps, from a loss function and an optimizer."""
+"""Training, evaluation and prediction steps, from a loss function and an optimizer: precision, gradients in
+micro-batches, update.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,15 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jax_trainer.core.extra_args import scale_updates
 from jax_trainer.core.loss_shape import check_loss
-from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight
+from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_loss
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.tracing import gathered, like_params
+from jax_trainer.core.tracing import gathered, like_params, split_rows
 from jax_trainer.core.user_frame import IN_UPDATE, noting, noting_definition
 
 PARAMS_NORM, GRAD_NORM = "optimizer/params_global_norm", "optimizer/grad_global_norm"
@@ -72,6 +75,7 @@ class GradFn(Protocol):
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
+StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
 EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
@@ -104,14 +108,95 @@ def grad_of(loss_fn: CastLossFn) -> GradFn:
     return jax.value_and_grad(partial(loss_fn, train=True), has_aux=True)
 
 
-def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
-    """A step of one optimizer update. For extra arguments of the optimizer (`value=`, …) see `by_signature`."""
+def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
+    """`grad_fn` evaluated on micro-batches: the same gradients with less memory.
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    Each micro-batch is weighted by its number of examples (or by the loss's own `count`), so a smaller last one is
+    weighted correctly.
+    """
+    if micro_batches < 1:
+        raise ValueError(f"`micro_batches` must be at least 1, got {micro_batches}.")
+    if micro_batches == 1:
+        return grad_fn
+
+    def accumulated(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+        length = _length(batch)
+        micro = -(-length // micro_batches)
+        full = length // micro  # micro-batches of full size
+
+        def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
+            total, weight, model_state = carry
+            index, rows = part
+            rows = resized(rows, _length(rows))
+            key = jax.random.fold_in(rng, index)
+            (_, (model_state, metrics)), grads = grad_fn(params, model_state, rows, key, step=step)
+            count = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
+            # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
+            total = jax.tree.map(
+                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, like_params(grads)
+            )
+            return (total, weight + count, model_state), metrics
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        carry = (like_params(zeros), jnp.zeros((), jnp.float32), model_state)
+        even = full * micro
+        parts = jax.tree.map(lambda x: x[:even].reshape(full, micro, *x.shape[1:]), batch)
+        parts = split_rows(parts, axis=1)  # sliced from a batch sharded by rows, each would be on a few devices only
+        carry, stacked = lax.scan(add, carry, (jnp.arange(full), parts))
+        rest = None
+        if even < length:
+            carry, rest = add(carry, (jnp.asarray(full), jax.tree.map(lambda x: x[even:], batch)))
+        total, weight, model_state = carry
+        counted = jnp.where(weight > 0, weight, 1)
+        grads = cast_like(jax.tree.map(lambda t: t / counted, total), params)
+        metrics = merge_micro(stacked, rest)
+        return (metrics.by_name["loss"].value, (model_state, metrics)), grads
+
+    return accumulated
+
+
+def _length(batch: Batch) -> int:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+    lengths = {shape[0] if shape else -1 for shape in shapes}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            "Gradient accumulation splits every array of the batch along its first axis, "
+            f"but their shapes are {shapes}. Give all arrays the same first axis."
+        )
+    return lengths.pop()
+
+
+class UpdateStep:
+    """A step of one optimizer update: the gradients of a batch, the update, and the metrics of both.
+
+    Args:
+        grad_fn: computes the gradients.
+        tx: the optimizer. For its extra arguments (`value=`, …) see `by_signature`.
+        log_norms: log the norms of gradients and parameters.
+        reports: functions of the state after the step that return further metrics.
+    """
+
+    __name__ = "train_step"  # as JAX shows it
+
+    def __init__(
+        self,
+        grad_fn: GradFn,
+        tx: optax.GradientTransformationExtraArgs,
+        *,
+        log_norms: bool = True,
+        reports: tuple[StateReport, ...] = (),
+    ) -> None:
+        self._grad_fn, self._tx, self._log_norms, self._reports = grad_fn, tx, log_norms, reports
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        """The state after the step, its metrics and gradients."""
+        grad_fn = self._grad_fn
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
         # without it, on a GPU, gradient statistics change the fusion of the update, and its last bits
-        grads = jax.lax.optimization_barrier(like_params(grads))
+        grads = lax.optimization_barrier(like_params(grads))
 
         def gradients_at(params: PyTree) -> tuple[jax.Array, PyTree]:
             (_, (_, metrics)), grads = grad_fn(params, state.model_state, batch, rng, step=state.step)
@@ -124,12 +209,33 @@ def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, 
             "grad_fn": lambda params, *_: gradients_at(params)[1],
         }
         with noting(IN_UPDATE):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params, **offered)
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **offered)
             params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
-        if log_norms:
+        if self._log_norms:
             metrics = metrics.adding(**_norms(grads, params))
-        state = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
-        return state, StepReport(metrics, grads)
+        new = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+        for report in self._reports:
+            metrics = metrics.adding(**report(new))
+        return new, StepReport(metrics, grads)
+
+    def reporting(self, report: StateReport) -> "UpdateStep":
+        """The step with the metrics of another report."""
+        return UpdateStep(self._grad_fn, self._tx, log_norms=self._log_norms, reports=(*self._reports, report))
+
+
+def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
+    """A step of one optimizer update."""
+    return UpdateStep(grad_fn, tx, log_norms=log_norms)
+
+
+def reporting(step: TrainStep, report: StateReport) -> TrainStep:
+    """`step` that also reports the metrics that `report` returns for the state after it."""
+    if isinstance(step, UpdateStep):
+        return step.reporting(report)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        state, found = step(state, batch)
+        return state, found._replace(metrics=found.metrics.adding(**report(state)))
 
     return train_step
 
@@ -144,7 +250,7 @@ def global_norm(tree: PyTree) -> jax.Array:
         # a dot product uses all cores; a sum of squares runs on one, which takes 8 % of a step on a CPU.
         # over all dimensions at once: flattening would gather a leaf that is sharded along a later one
         axes = tuple(range(leaf.ndim))
-        return jax.lax.dot_general(leaf.conj(), leaf, ((axes, axes), ((), ()))).real
+        return lax.dot_general(leaf.conj(), leaf, ((axes, axes), ((), ()))).real
 
     return jnp.sqrt(sum(map(square, jax.tree.leaves(tree)), start=jnp.zeros(())))
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core.leaf_statistics import check_modes, leaf_statistics
-from jax_trainer.core.metric_window import MetricWindow
+from jax_trainer.core.leaves import check_modes, leaf_statistics
+from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState

@@ -5,6 +5,7 @@ The loops write no files and print nothing; side effects belong into observers o
 
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.edits import Edit
+from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predictions
 from jax_trainer.engine.events import (
     Edited,
     EpochEnd,
@@ -23,11 +24,9 @@ from jax_trainer.engine.events import (
     StepMetrics,
     Waiting,
 )
-from jax_trainer.engine.first_batches import checked_evals
-from jax_trainer.engine.loop import eval_events, evaluate, train_events
+from jax_trainer.engine.loop import Recover, train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
-from jax_trainer.engine.predictions import predictions
 from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
@@ -49,6 +48,7 @@ __all__ = [
     "Notice",
     "Observer",
     "Plan",
+    "Recover",
     "SavePoint",
     "Status",
     "StepEnd",

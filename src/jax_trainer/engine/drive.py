@@ -82,9 +82,11 @@ def driving(
 
     With several processes, each monitors the others, and a failure of one ends all.
     """
-    with _signals() as stop, Watchdog(process_group()) as watch:
+    group = process_group()
+    with _signals() as stop, Watchdog(group) as watch:
         epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
-        driver = Driver(observers, FitStart(step_of(state), epoch, FlatState.of(state)), stop, watch)
+        first = FitStart(step_of(state), epoch, FlatState.of(state))
+        driver = Driver(observers, first, stop, watch if group.is_multi_process else None)
         status: Status = "failed"
         try:
             driver.start()
@@ -111,7 +113,7 @@ def driving(
 class Driver:
     """Notifies observers of events, in portions that the caller chooses. `event` is the last one."""
 
-    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watchdog) -> None:
+    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watchdog | None) -> None:
         self.event, self.stopped = first, None
         self._observers, self._stop, self._watch = observers, stop, watch
 
@@ -139,9 +141,10 @@ class Driver:
                     _notify(self._observers, event)
                     if self._stop.signal is not None:
                         raise Interruption(self._stop.signal)
-                    self._watch.check()
-                    if type(event) is StepEnd:
-                        self._watch.report_progress(event.step, event.idle)
+                    if self._watch is not None:
+                        self._watch.check()
+                        if type(event) is StepEnd:
+                            self._watch.report_progress(event.step, event.idle)
                 except BaseException as reason:
                     self.close_early(events, reason)
                     raise

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_trainer.core import Batch, Program, StepReport, TrainState
 from jax_trainer.core.extra_args import HYPERPARAMS, LEARNING_RATE, LEARNING_RATE_SCALE, noting_scaled
 from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.steps import reporting
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded
 
@@ -24,13 +25,11 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     `optimizer/lr_<group>`. `log_freq` is that of the metric.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, report = program.train_step(state, batch)
-        rates = rates_in(state)
-        metrics = {name: {**_OPTIONS, "value": rates[name], "log_freq": log_freq} for name in rates}
-        return state, report._replace(metrics=report.metrics.adding(**metrics))
+    def rates(state: TrainState) -> dict[str, Any]:
+        options = {**_OPTIONS, "log_freq": log_freq}
+        return {name: {**options, "value": rate} for name, rate in rates_in(state).items()}
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, rates))
 
 
 def with_learning_rate_scale(program: Program) -> Program:

@@ -37,6 +37,11 @@ class Best(NamedTuple):
             return at
         return f"{at}: {self.monitor} {float(self.metrics[self.monitor]):.6g}, {describe_mode(self.mode)}"
 
+    @property
+    def logged(self) -> dict[str, float]:
+        """The metric that ranked them, as it is logged with the hyperparameters; empty if there is none."""
+        return {} if self.monitor is None else {f"best/{self.monitor}": float(self.metrics[self.monitor])}
+
     def data(self) -> dict[str, Any]:
         """The description as plain data."""
         value = None if self.monitor is None else self.metrics.get(self.monitor)

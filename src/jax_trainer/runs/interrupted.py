@@ -1,6 +1,6 @@
 """The one-line message after Ctrl-C: the step reached, and how to resume."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.info import checkpoint_infos
 from jax_trainer.engine import is_by_ctrl_c
 from jax_trainer.engine.stopping import by_ctrl_c
+from jax_trainer.processes import process_group
 
 
 @contextmanager
@@ -28,16 +29,25 @@ def resumable_step(folder: RunFolder) -> int | None:
     return steps[-1] if steps else None
 
 
-def interrupted(
-    end: KeyboardInterrupt | SystemExit, result: Any, folder: RunFolder, call: str
+def with_result(
+    end: KeyboardInterrupt | SystemExit, run: Any, result: Callable[[Any], Any]
 ) -> KeyboardInterrupt | SystemExit:
-    """`end` with the partial `result`; for Ctrl-C the message has the `call` that resumes the run."""
+    """`end` with the `result` of the `Run` so far; for Ctrl-C, the message has the call that resumes it.
+
+    Before the first step and without a folder, `end` itself.
+    """
+    recording, target = run.spec.recording, run.target
+    if recording is None or target is None or not run.has_started:
+        return end
+    if process_group().is_multi_process:
+        run.kept_best = None  # other processes may have ended, and the store would wait for them
+    reached = result(run) if run.has_state else None
     if isinstance(end, KeyboardInterrupt):
         if not is_by_ctrl_c(end):
             return end
-        step = resumable_step(folder)
+        step, call = resumable_step(target.folder), recording.resume_call.format(repr(str(target.folder.path)))
         how = "Nothing was saved." if step is None else f"Resume from step {step} with `{call}`."
         end.args = (f"{end} {how} The partial result is the `result` of this KeyboardInterrupt.",)
         end.__traceback__ = None  # no error in the library
-    end.result = result  # type: ignore[union-attr]  # exceptions take any attribute
+    end.result = reached  # type: ignore[union-attr]  # exceptions take any attribute
     return end

@@ -1,7 +1,9 @@
-"""Reports a non-finite loss or gradient, with the batch and the state before the step."""
+"""What a non-finite loss or gradient does: a report of its batch and the state before it, a stop, or a rollback."""
 
 import json
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,14 +13,51 @@ import numpy as np
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import CompiledProgram, Examination, NonFiniteError, TrainState, examine, leaf_path, thawed
-from jax_trainer.datasets import Position
-from jax_trainer.engine import EvalRoundEnd, Event, StopTraining
+from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, TrainState, leaf_path, thawed
+from jax_trainer.datasets import DataSource, Position
+from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.dispatcher import batch_faults
 from jax_trainer.processes import process_group
+from jax_trainer.runs.target import loop_state_of, record_mark, resumable
 
+LOG = logging.getLogger("jax_trainer")
 FOLDER = "nonfinite"
 Policy = Literal["raise", "stop", "skip", "rollback"]
+
+
+def recover(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position | LoopState]:
+    """Applies the policy of the `Run` to a non-finite step: the state, plan and position to continue with, or raises.
+
+    Without the position of the step, which only the guard finds, there is nothing to report and no batch to skip.
+    """
+    policy, explained = run.spec.policy, error
+    if error.position is not None and run.target is not None:
+        rollbacks = len(run.plan.skipped_batches - run.spec.plan.skipped_batches)
+        if policy == "rollback" and rollbacks < run.spec.max_rollbacks and _can_roll_back(run):
+            return _rolled_back(run, error)
+        before, folder = Position(*error.position), run.target.folder.path
+        explained = explain_nonfinite(error, run.spec.program, run.state, before, folder)
+    if policy == "stop":
+        raise StopTraining(str(explained)) from error
+    raise explained from (None if explained is error else error)
+
+
+def _can_roll_back(run: Any) -> bool:
+    run.store.wait()
+    return run.store.latest() is not None and DataSource(run.spec.data.train, "train").can_rewind
+
+
+def _rolled_back(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position | LoopState]:
+    """Restores the latest checkpoint, and skips the batch from now on."""
+    assert error.position is not None
+    run.state, saved = resumable(run.store, "latest", run.state, run.load_states)
+    run.logger.cut(record_mark(saved))
+    run.plan = replace(run.plan, skipped_batches=run.plan.skipped_batches | {error.position})
+    LOG.warning(
+        f"Step {error.step} was not finite. Rolled back to the checkpoint of step {saved.step}; batch "
+        f"{error.position[1]} of epoch {error.position[0]} is skipped from now on."
+    )
+    return run.state, run.plan, loop_state_of(saved)
 
 
 def explain_nonfinite(
@@ -55,6 +94,51 @@ def explain_nonfinite(
         "`on_nonfinite: skip` skips such updates."
     )
     return NonFiniteError(text, step=error.step, batch=error.batch, position=error.position)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The non-finite values of one step: names of metrics and paths of leaves, each in the order of its tree.
+
+    Args:
+        metrics: of the step.
+        gradients: of the loss on the batch, before clipping.
+        parameters: as they were before the step.
+        batch: of the step.
+    """
+
+    metrics: tuple[str, ...]
+    gradients: tuple[str, ...]
+    parameters: tuple[str, ...]
+    batch: tuple[str, ...]
+
+
+def examine(program: CompiledProgram, state: TrainState, batch: Batch, step: int) -> Examination:
+    """Replays step number `step` on `batch` and returns its non-finite values; `state` is not changed.
+
+    `state` is the one before the step, or a later one if `with_finite_guard` skipped all steps in between, which
+    changes the step count only.
+    """
+    before = thawed(state).replace(step=jnp.full_like(state.step, step - 1))
+    report = program.report(before, batch)
+    return Examination(
+        metrics=_not_finite({name: metric.value for name, metric in report.metrics.by_name.items()}),
+        gradients=_not_finite(report.grads),
+        parameters=_not_finite(state.params),
+        batch=_not_finite(batch),
+    )
+
+
+def _not_finite(tree: PyTree) -> tuple[str, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(leaf_path(path) or "the array" for path, leaf in leaves if not _is_finite(leaf))
+
+
+def _is_finite(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # all processes call this: some shards are theirs
+        return not jnp.issubdtype(leaf.dtype, jnp.inexact) or bool(jnp.isfinite(leaf).all())
+    array = np.asarray(jax.device_get(leaf))
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(array).all())
 
 
 def _sentence(found: Examination) -> str:

@@ -4,17 +4,15 @@ notified, what ends it, and how it closes.
 A style translates its arguments into a `RunSpec`, and reads the `Run` when it has ended.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
-from functools import cached_property
+from contextlib import closing, contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 from jax_trainer.callbacks import Callback, Progress, ProgressBar, RunContext, logger_observers
 from jax_trainer.callbacks.log_metrics import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
-from jax_trainer.core import FlatState, NonFiniteError, TrainState, step_of
+from jax_trainer.core import FlatState, TrainState, step_of
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import (
     Driver,
@@ -27,22 +25,18 @@ from jax_trainer.engine import (
     Plan,
     SavePoint,
     StepEnd,
-    StopTraining,
     driving,
     eval_events,
     train_events,
 )
 from jax_trainer.logger import Logger
-from jax_trainer.processes import process_group
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import TEST, History
-from jax_trainer.runs.interrupted import before_first_step, interrupted
-from jax_trainer.runs.nonfinite import FiniteEvaluations, explain_nonfinite
+from jax_trainer.runs.interrupted import before_first_step, with_result
+from jax_trainer.runs.nonfinite import FiniteEvaluations, recover
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
-from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, record_mark, restore_run, resumable
-
-LOG = logging.getLogger("jax_trainer")
+from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
 
 
 class Run:
@@ -55,6 +49,7 @@ class Run:
         history: all metrics so far, and how the run ended.
         is_training: whether the loop owns the state.
         is_resumed: whether it continues an earlier run.
+        has_started: whether it has emitted an event.
         tested: which weights were tested; None: no test.
         store, logger, callbacks, context: of a run with a recording, once it is open.
     """
@@ -73,7 +68,7 @@ class Run:
         self.tested: Weights | None = None
         self.logger: Logger | None = None
         self.best_in_memory: BestInMemory | None = None
-        self._has_started = self._is_testing = False
+        self.has_started = self._is_testing = False
         self._driver: Driver | None = None
         self._events: Iterator[Event] = iter(())
 
@@ -84,19 +79,24 @@ class Run:
 
         After Ctrl-C or SIGTERM, the exception has the result so far, and names the call that resumes the run.
         """
-        with self._locked():
+        spec = self.spec
+        with nullcontext() if self.target is None else self.target.locked():
             try:
                 with before_first_step():
                     self.open()
-                self._train()
+                with self._notifying() as driver:
+                    if spec.train_epoch is None and driver.is_running:
+                        driver.consume(self._events)
+                    while spec.train_epoch and driver.is_running and driver.consume(self._events, until=EpochStart):
+                        with self._user_epoch(driver):
+                            spec.train_epoch(driver.event.epoch)
+                    if spec.tests and (driver.stopped is None or driver.stopped.then is None):
+                        driver.consume(self._testing(driver.event.epoch))
             except (KeyboardInterrupt, SystemExit) as end:
-                raise self._with_result(end, result) from None
+                raise with_result(end, self, result) from None
             finally:
                 self._close()
             return result(self)
-
-    def _locked(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.target is None else self.target.locked()
 
     def open(self) -> None:
         """Opens the store and the logger, creates the callbacks, and restores or initialises the state."""
@@ -126,81 +126,48 @@ class Run:
     def _restored(self, recording: Recording, logger: Logger) -> Restored | None:
         assert self.target is not None
         saves = recording.saver is not None and recording.saver.saves_at_all
-        options: dict[str, Any] = {"saves": saves, "logger": logger, "load_states": self._load_states}
+        options: dict[str, Any] = {"saves": saves, "logger": logger, "load_states": self.load_states}
         found = restore_run(self.target, self.store, self.state, **options)
         return None if found is None else (found[0], loop_state_of(found[1]))
 
-    def _train(self) -> None:
-        """Notifies the observers of all events of the training, and of the test of the best weights."""
+    @contextmanager
+    def _notifying(self) -> Iterator[Driver]:
+        """Notifies the observers of the start, of the events of training that the driver consumes, and of the end."""
         observers = self._observers()
         self.plan = self.plan.with_observers(observers)
         with driving(observers, self.state, self.at) as driver, closing(self.training()) as self._events:  # type: ignore[type-var]
             self._driver, self.is_training = driver, True
             try:
-                if self.spec.train_epoch is None and driver.is_running:
-                    driver.consume(self._events)
-                while self.spec.train_epoch and driver.is_running and driver.consume(self._events, until=EpochStart):
-                    self._train_one(driver, self.spec.train_epoch)
-                if self.spec.tests and (driver.stopped is None or driver.stopped.then is None):
-                    driver.consume(self._testing(driver.event.epoch))
+                yield driver
             finally:
                 self._driver, self.is_training = None, False
+
+    @contextmanager
+    def _user_epoch(self, driver: Driver) -> Iterator[None]:
+        """Ends the training if the user's `train_epoch` fails, or does not train."""
+        try:
+            yield
+            # an epoch whose time was up before its first step has no end event, and the run has ended
+            if driver.is_running and isinstance(driver.event, EpochStart):
+                name = type(self.context.trainer).__name__
+                raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
+        except Exception as reason:  # of the user's code; the events already know of others
+            driver.close_early(self._events, reason)
+            raise
 
     def _close(self) -> None:
         if self.spec.recording is None or self.logger is None:
             return
         if self.history.status in ("completed", "stopped"):
-            self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **self._best_metric()})
+            best = {} if self.kept_best is None else self.kept_best.best.logged
+            self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **best})
         self.logger.close(self.history.status)
 
     # what the loop runs
 
     def training(self) -> Iterator[Event]:
-        """Trains to the end of the plan. At a non-finite step that the guard has found, applies the policy."""
-        at = self.at
-        for rollbacks in range(self.spec.max_rollbacks + 1):
-            try:
-                yield from train_events(self.spec.program, self.state, self.spec.data, self.plan, at)
-                return
-            except NonFiniteError as error:
-                if error.position is None or self.target is None:
-                    if self.spec.policy == "stop":
-                        raise StopTraining(str(error)) from error
-                    raise
-                can_roll_back = self.spec.policy == "rollback" and rollbacks < self.spec.max_rollbacks
-                rolled_back = self._roll_back(error) if can_roll_back else None
-                if rolled_back is None:
-                    before, folder = Position(*error.position), self.target.folder.path
-                    explained = explain_nonfinite(error, self.spec.program, self.state, before, folder)
-                    raise (StopTraining(str(explained)) if self.spec.policy == "stop" else explained) from error
-                at = rolled_back
-
-    def _roll_back(self, error: NonFiniteError) -> Position | LoopState | None:
-        """Restores the latest checkpoint, and skips the batch from now on; None if that is impossible."""
-        assert error.position is not None
-        self.store.wait()
-        if self.store.latest() is None or not DataSource(self.spec.data.train, "train").can_rewind:
-            return None
-        assert self.logger is not None
-        self.state, saved = resumable(self.store, "latest", self.state, self._load_states)
-        self.logger.cut(record_mark(saved))
-        self.plan = replace(self.plan, skipped_batches=self.plan.skipped_batches | {error.position})
-        LOG.warning(
-            f"Step {error.step} was not finite. Rolled back to the checkpoint of step {saved.step}; batch "
-            f"{error.position[1]} of epoch {error.position[0]} is skipped from now on."
-        )
-        return loop_state_of(saved)
-
-    def _train_one(self, driver: Driver, train_epoch: Callable[[int], object]) -> None:
-        try:
-            train_epoch(driver.event.epoch)
-            # an epoch whose time was up before its first step has no end event, and the run has ended
-            if driver.is_running and isinstance(driver.event, EpochStart):
-                name = type(self.context.trainer).__name__
-                raise RuntimeError(f"`{name}.train_epoch` did not train. Call `super().train_epoch(…)` in it.")
-        except Exception as reason:  # from the user's `train_epoch`; the events already know of others
-            driver.close_early(self._events, reason)
-            raise
+        """The events of training to the end of the plan, with the policy for non-finite steps."""
+        return train_events(self.spec.program, self.state, self.spec.data, self.plan, self.at, partial(recover, self))
 
     def train_epoch(self) -> dict[str, Any]:
         """Trains the rest of the current epoch; returns its metrics, none if it was cut off."""
@@ -236,7 +203,7 @@ class Run:
 
     def handle(self, event: Event) -> None:
         """Follows the state of training; a test may use other weights."""
-        self._has_started = True
+        self.has_started = True
         self._is_testing |= isinstance(event, EvalStart) and event.name.startswith(TEST)
         if self._is_testing:
             return
@@ -266,7 +233,8 @@ class Run:
             transforms=recording.transforms,
         )
 
-    def _load_states(self, saved: SavedCheckpoint) -> None:
+    def load_states(self, saved: SavedCheckpoint) -> None:
+        """Restores the states of callbacks and loggers; a `CheckpointError` if that fails."""
         check_data_state(saved, self.spec.data.train)
         self.callbacks.load_states(saved)
 
@@ -301,21 +269,3 @@ class Run:
             return self.best_in_memory.kept(self.state)
         self.store.wait()
         return best_in(self.store, self.state, self.spec.recording.ranked_by, validated=bool(self.spec.data.evals))
-
-    def _best_metric(self) -> dict[str, float]:
-        best = None if self.kept_best is None else self.kept_best.best
-        if best is None or best.monitor is None:
-            return {}
-        return {f"best/{best.monitor}": float(best.metrics[best.monitor])}
-
-    def _with_result(
-        self, end: KeyboardInterrupt | SystemExit, result: "Callable[[Run], Any]"
-    ) -> KeyboardInterrupt | SystemExit:
-        """`end` with the result so far; before the first step and without a folder, `end` itself."""
-        recording, target = self.spec.recording, self.target
-        if recording is None or target is None or not self._has_started:
-            return end
-        if process_group().is_multi_process:
-            self.kept_best = None  # other processes may have ended, and the store would wait for them
-        reached = result(self) if self.has_state else None
-        return interrupted(end, reached, target.folder, recording.resume_call.format(repr(str(target.folder.path))))

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import CompiledProgram, Examination, TrainState, compile_program, examine, with_finite_guard
+from jax_trainer.core import CompiledProgram, TrainState, compile_program, with_finite_guard
+from jax_trainer.runs.nonfinite import Examination, examine
 from jax_trainer.testing import assert_same_bits, numbered_data, tiny_program
 
 NORMS = tuple(f"optimizer/{name}" for name in ("grad_global_norm", "grad_global_norm_max", "params_global_norm"))

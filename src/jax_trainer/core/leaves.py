@@ -1,4 +1,4 @@
-"""Statistics of every leaf of a tree of arrays: min, max, mean, std."""
+"""Leaves of a tree of arrays: their dotted paths (`encoder.layers.0.kernel`) and statistics (min, max, mean, std)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.metrics import PyTree
-from jax_trainer.core.paths import leaf_path
 
 _NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "min": jnp.min,
@@ -18,6 +17,22 @@ _NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 _FOLDED = {"min": "min", "max": "max"}  # how values of several steps are aggregated; the others are averaged
 STATISTICS = tuple(_NUMBERS)
+
+
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """The dotted path of a leaf.
+
+    >>> leaf_path(jax.tree_util.tree_leaves_with_path({"a": [1, 2]})[1][0])
+    'a.1'
+    """
+    return ".".join(_name(entry) for entry in path)
+
+
+def _name(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
 
 
 def check_modes(name: str, modes: Sequence[str]) -> None:

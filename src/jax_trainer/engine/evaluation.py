@@ -1,0 +1,212 @@
+"""Evaluation and prediction, and the check of evaluation sets before training."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    FlatState,
+    LogMode,
+    MetricReader,
+    PyTree,
+    TrainState,
+    WindowAccumulator,
+    failpoint,
+    step_of,
+)
+from jax_trainer.core.user_frame import describe_shapes, noting
+from jax_trainer.datasets import NOT_READY, ArrayLoader, DataError, DataSource, StepBatch, describe_batch
+from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.engine.batches import eval_batch_iterator, shorter, with_data_transforms
+from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, with_context
+from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
+from jax_trainer.engine.plan import Plan
+from jax_trainer.processes import process_group
+
+EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
+PATIENCE = 1.0  # seconds of waiting for a batch between two `Waiting` events
+
+
+def eval_events(
+    program: CompiledProgram, at: Event, evals: Mapping[str, Any], plan: Plan
+) -> Iterator[EvalStart | EvalStep | EvalEnd | EvalRoundEnd | Waiting | Notice]:
+    """The evaluation loop: evaluates `at.state` on every evaluation set, up to `plan.eval_batches` batches of each.
+
+    A set without any batch yields a `Notice` only.
+    """
+    evaluated: dict[str, dict[str, Any]] = {}
+    for name, source in evals.items():
+        data_source = source if isinstance(source, DataSource) else DataSource(source, name, may_be_empty=True)
+        evaluated_program = with_data_transforms(program, data_source.transforms)
+        reader, accumulator = None, WindowAccumulator(LogMode.TEST if name.startswith("test") else LogMode.VAL)
+        in_flight = InFlight(evaluated_program, plan)
+        buffer, done = None, 0
+        with closing(
+            eval_batch_iterator(evaluated_program, data_source, plan.eval_batches, in_flight.is_empty)
+        ) as batches:
+            while (step_batch := batches.next(PATIENCE)) is not None:
+                if step_batch is NOT_READY:
+                    yield Waiting(at.step, at.epoch, at.flat_state, name)
+                    continue
+                if not done:
+                    yield EvalStart(
+                        at.step, at.epoch, at.flat_state, name, shorter(data_source.length, plan.eval_batches)
+                    )
+                evaluated_program.describe_batch = partial(describe_batch, step_batch.number, 1, name)
+                try:
+                    if reader is None:
+                        buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
+                        reader = MetricReader(buffer.format, EVAL_WINDOW, READ_AFTER, adapts=jax.process_count() == 1)
+                    buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, step_batch.batch)
+                except Exception as error:
+                    raise with_context(error, describe_batch(step_batch.number, 1, name), step_batch.batch)  # noqa: B904 - the same error, with a note
+                done += 1
+                reader.record(buffer, loose, done, 1, stacked=False)
+                in_flight.add(buffer)
+                arrived = [*reader.ready()] if reader.has_ready else ()
+                for rows in arrived:
+                    accumulator.add(rows)
+                failpoint("eval_step")
+                yield EvalStep(at.step, at.epoch, at.flat_state, name, done, arrived)
+        if reader is None:
+            yield _empty_set_notice(data_source, at)
+            continue
+        for rows in reader.flush():
+            accumulator.add(rows)
+        evaluated[name] = accumulator.compute()
+        if np.isnan(evaluated[name].get("loss", 0.0)).any():
+            text = f"The loss on the {name!r} data is NaN. Check that data for NaN and infinite values."
+            yield Notice(at.step, at.epoch, at.flat_state, text)
+        yield EvalEnd(at.step, at.epoch, at.flat_state, name, evaluated[name])
+    if evaluated:
+        yield EvalRoundEnd(at.step, at.epoch, at.flat_state, evaluated)
+
+
+def _empty_set_notice(data_source: DataSource, at: Event) -> Notice:
+    if data_source.is_one_shot:
+        raise data_source.exhausted_error(max(1, at.epoch))
+    return Notice(at.step, at.epoch, at.flat_state, data_source.empty_notice())
+
+
+def evaluate(
+    program: CompiledProgram, state: TrainState, evals: Mapping[str, Any], *, max_batches: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """The metrics of `state` on each of the evaluation sets, by name; a `DataError` where a set is empty."""
+    check_compiled(program)
+    # one of several processes may have no example of a set
+    options = {"may_be_empty": process_group().is_multi_process}
+    sources = {name: DataSource(source, name, **options) for name, source in evals.items()}
+    at, plan = Event(step_of(state), 0, FlatState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
+    metrics = {e.name: e.metrics for e in eval_events(program, at, sources, plan) if isinstance(e, EvalEnd)}
+    for name, source in sources.items():
+        if name not in metrics:
+            raise source.exhausted_error(1)
+    return metrics
+
+
+def check_compiled(program: Any) -> None:
+    """Raises if `program` is not compiled."""
+    if not isinstance(program, CompiledProgram):
+        raise TypeError(f"A {type(program).__name__} cannot run: it is not compiled. Use `compile_program(…)`.")
+
+
+def predictions(
+    program: CompiledProgram, state: TrainState, source: Any, max_batches: int | None = None
+) -> Iterator[PyTree]:
+    """Yields the outputs of the model for every batch of `source`, as numpy arrays, in the order of the data.
+
+    A batch is dispatched before the outputs of the previous one are fetched, so the device does not wait for the
+    consumer.
+
+    Args:
+        source: any data that can be evaluated.
+        max_batches: at most this many batches; None: all.
+    """
+    check_compiled(program)
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
+    data_source = source if isinstance(source, DataSource) else DataSource(source, "predict")
+    return _outputs(
+        with_data_transforms(program, data_source.transforms), FlatState.of(state), data_source, max_batches
+    )
+
+
+def _outputs(
+    program: CompiledProgram, flat_state: FlatState, data_source: DataSource, limit: int | None
+) -> Iterator[PyTree]:
+    pending: deque[PyTree] = deque()
+    is_empty = True
+    with closing(eval_batch_iterator(program, data_source, limit, lambda: not pending)) as batches:
+        while (step_batch := batches.next(PATIENCE)) is not None:
+            if step_batch is not NOT_READY:
+                pending.append(_dispatch(program, flat_state, step_batch, data_source.name))
+                is_empty = False
+            # if the next batch is not ready, do not hold back the outputs
+            while len(pending) > (step_batch is not NOT_READY):
+                yield jax.device_get(pending.popleft())
+    if is_empty:
+        raise data_source.exhausted_error(1)
+    yield from map(jax.device_get, pending)
+
+
+def _dispatch(program: CompiledProgram, flat_state: FlatState, step_batch: StepBatch, name: str) -> PyTree:
+    where = partial(describe_batch, step_batch.number, 1, name)
+    program.describe_batch = where
+    try:
+        outputs = program.flat_predict_step(flat_state, step_batch.batch, step_batch.number)
+    except Exception as error:
+        raise with_context(error, where(), step_batch.batch)  # noqa: B904 - the same error, with a note
+    for leaf in jax.tree.leaves(outputs):
+        if isinstance(leaf, jax.Array):
+            with jax.transfer_guard_device_to_host("allow"):  # explicit, though JAX counts it as implicit
+                leaf.copy_to_host_async()
+    return outputs
+
+
+def checked_evals(
+    program: CompiledProgram, state: TrainState, sets: Mapping[str, Any], example: Batch, plan: Plan | None = None
+) -> dict[str, Any]:
+    """Traces an evaluation of the first batch of each set; returns the sets, with all of their batches.
+
+    Raises a `DataError` for a set without a batch, and for an iterator that would be exhausted before the last
+    evaluation. With several processes, each of which may have a part of a set or none, nothing is traced here.
+
+    Args:
+        state: the state to evaluate, or its shapes.
+        sets: evaluation sets by name.
+        example: a batch of the training data, for the message.
+        plan: how often the sets are evaluated; None: once.
+    """
+    if program.debug or process_group().is_multi_process:
+        return dict(sets)
+    checked = {}
+    for name, data in sets.items():
+        _check_reuse(DataSource(data, name), name, plan)
+        batch, checked[name] = peeked(data, name)
+        check_batch(batch, f"first batch of the {name!r} data")
+        note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
+        with noting(f"{note}The training data has {describe_shapes(example)}."):
+            evaluating = with_data_transforms(program, DataSource(data, name).transforms)
+            evaluating.eval_shapes(state, batch)
+        if isinstance(data, ArrayLoader) and data.in_memory:
+            with noting(f"This happened on the {name!r} data: {describe_shapes(batch)}."):
+                evaluating.check_eval_indices(state, batch, data.arrays)
+    return checked
+
+
+def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:
+    if plan is None or not data_source.is_one_shot or plan.eval_batches is not None or not plan.eval_every.epochs:
+        return
+    if (plan.max_epochs or 0) > plan.eval_every.epochs:
+        raise DataError(
+            f"The {name!r} data is an iterator that can be used only once, but it is evaluated more than once. Pass "
+            "a list, a loader, or a function that returns a fresh iterator."
+        )
