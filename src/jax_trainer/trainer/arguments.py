@@ -24,12 +24,12 @@ from jax_trainer.trainer.config import TrainerConfig
 
 
 def resolve(
-    trainer: Any, base: type[Any], config: Any, callbacks: CallbacksLike, settings: Mapping[str, Any]
+    trainer: type[Any], base: type[Any], config: Any, callbacks: CallbacksLike, settings: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Callback]]:
-    """The configuration of `trainer` with all configured callbacks, and the callback objects by name.
+    """The configuration of a trainer with all configured callbacks, and the callback objects by name.
 
     Args:
-        trainer: the new trainer.
+        trainer: the trainer's class.
         base: the class whose constructor has the other keywords.
         config: its configuration; None: make it from `settings`.
         callbacks: passed in Python, objects or configurations.
@@ -39,14 +39,15 @@ def resolve(
         raise TypeError(
             f"`config` and keywords are both set: put {', '.join(settings)} into `config`, or leave out `config`."
         )
-    kind, others = config_of(type(trainer)), [name for name in inspect.signature(base).parameters if name != "settings"]
+    kind, others = config_of(trainer), [name for name in inspect.signature(base).parameters if name != "settings"]
     if config is not None and not isinstance(config, TrainerConfig):
         raise TypeError(
             f"`config` must be a {kind.__name__}, got a {type(config).__name__}. Pass the model and the optimizer "
             "by keyword: `model=…, optimizer=…`."
         )
-    check_keywords(type(trainer).__name__, settings, [*(keywords_of(kind) or settings), *others])
-    configured = _default_callbacks(kind) if config is None else config.callbacks
+    check_keywords(trainer.__name__, settings, [*(keywords_of(kind) or settings), *others])
+    default: Any = next(one.default_factory for one in fields(kind) if one.name == "callbacks")
+    configured = default() if config is None else config.callbacks
     named = named_callbacks(callbacks, configured)
     objects = {name: one for name, one in named.items() if isinstance(one, Callback)}
     # the configuration must know what saves: it chooses the best checkpoint, and `rollback` needs one
@@ -54,11 +55,6 @@ def resolve(
     configs = {name: one for name, one in named.items() if isinstance(one, CallbackConfig)} | savers
     merged = {"callbacks": {**configured, **configs}} if configs else {}
     return (kind(**settings, **merged) if config is None else replace(config, **merged)), objects
-
-
-def _default_callbacks(kind: type[Any]) -> dict[str, Any]:
-    (field,) = (one for one in fields(kind) if one.name == "callbacks")
-    return field.default_factory()  # type: ignore[misc]  # a dict has one
 
 
 def one_of(config: Any, value: Any, names: tuple[str, str]) -> Any:

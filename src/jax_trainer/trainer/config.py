@@ -204,16 +204,6 @@ class TrainerConfig(Settings):
         )
 
     @property
-    def run_options(self) -> dict[str, Any]:
-        """The options of a `RunSpec` about non-finite values and tests."""
-        return {
-            "policy": self.guards or "raise",
-            "max_rollbacks": self.max_rollbacks,
-            "finite_metrics": self.checked_eval_metrics if self.guards else (),
-            "test_batches": self.test_plan.eval_batches,
-        }
-
-    @property
     def checked_metrics(self) -> tuple[str, ...]:
         """The training metrics among `nan_keys`, without the prefix "train/"."""
         return tuple(key.removeprefix("train/") for key in self.nan_keys if not _is_evaluated(key))

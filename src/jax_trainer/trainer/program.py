@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Self
 
 import flax.struct
@@ -27,12 +28,14 @@ from jax_trainer.core import (
     compile_program,
     explaining,
     kinds_of,
+    noting,
     stream,
 )
 from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import with_transforms
+from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.trainer.config import TrainerConfig
 
 Step = Callable[[Any, Batch], Any]
@@ -63,8 +66,9 @@ class ProgramBuilder:
         self._base: Program | None = None
 
     def with_optimizer(self, tx: optax.GradientTransformation) -> "ProgramBuilder":
-        """The same for another optimizer."""
-        return ProgramBuilder(self._model, self._config, self._layout, tx)
+        """The same for an optimizer that `init_optimizer` has returned."""
+        with noting("This is the return value of `init_optimizer`."):
+            return ProgramBuilder(self._model, self._config, self._layout, checked_optimizer(tx))
 
     def base(self, loss: Any, example: Batch, *, has_custom_steps: bool) -> Program:
         """The program without what the configuration adds, made once; custom steps may call its steps."""
@@ -97,7 +101,8 @@ class ProgramBuilder:
         program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=config.accumulate)
         program = with_needs_of(callbacks, program)
         if transform is not None:
-            program = with_transforms(program, _Transforms(transform))
+            adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
+            program = with_transforms(program, adapted)
         options = {"debug": config.debug, "eval_seed": config.seed_eval}
         return compile_program(config.program_options.wrap(program), layout=self._layout, **options)
 
@@ -113,14 +118,28 @@ class ProgramBuilder:
         return to_step_state
 
 
-class _Transforms:
-    """The `transform_batch` of a trainer, in the form that `with_transforms` takes."""
+class LoaderTransforms:
+    """The device transforms that the loaders of a trainer carry, for a trainer without a dataset.
 
-    def __init__(self, transform: Callable[..., Batch]) -> None:
-        self._transform = transform
+    Attributes:
+        current: the transforms; none before any data.
+    """
 
-    def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
-        return self._transform(key, batch, train)
+    def __init__(self) -> None:
+        self.current, self._are_known = DeviceTransforms(), False
+
+    def update(self, sets: Mapping[str, Any], train_loader: Any = None) -> bool:
+        """Uses the transforms of the training data, or of the first evaluation set that has any, if none are known.
+
+        All `sets` must share them. Returns whether they have changed.
+        """
+        found = [transforms_of(train_loader) or DeviceTransforms()] if train_loader is not None else []
+        found += [self.current] if self._are_known else []
+        found += [one for one in map(transforms_of, sets.values()) if one is not None]
+        before = self.current
+        if found:
+            self.current, self._are_known = common_transforms(found[0], sets), True
+        return self.current != before
 
 
 class StepState(FlaxState):

@@ -17,6 +17,7 @@ from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.processes import process_group
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
+from jax_trainer.runs.spec import store_in
 from jax_trainer.trainer.experiment import stored_run
 
 LOG = logging.getLogger("jax_trainer")
@@ -29,7 +30,7 @@ def resolve_target(
     resume: Resume,
     folder: RunFolder | None,
     where: tuple[Path, str, str | None],
-    configs: Callable[[], Mapping[str, Any]],
+    configs: Mapping[str, Any],
     *,
     fork: bool,
 ) -> RunTarget:
@@ -39,7 +40,7 @@ def resolve_target(
         resume, fork: arguments of `train_model`.
         folder: the trainer's folder.
         where: the folder of all runs, the name of this one, and its version.
-        configs: returns all configurations of the trainer.
+        configs: all configurations of the trainer.
     """
 
     def find() -> RunTarget:
@@ -47,7 +48,7 @@ def resolve_target(
             raise ValueError("`fork` resumes into a new folder: pass `resume`, the run to resume from.")
         found, step = folder if resume else None, None
         if resume == "auto":
-            found = RunFolder.find(*where, config_text=dump_config(configs()))
+            found = RunFolder.find(*where, config_text=dump_config(configs))
         elif isinstance(resume, str | Path):
             found, step = run_and_step(Path(resume))
         elif resume and folder is None:
@@ -57,8 +58,14 @@ def resolve_target(
     return broadcast_from_primary(find)
 
 
-def existing(folder: RunFolder | None, purpose: str) -> RunFolder:
-    """The run folder of a trainer, which must have one to save or load."""
+def open_store(
+    folder: RunFolder | None, purpose: str, saver: ModelCheckpointConfig | None, better: Callable[..., bool] | None
+) -> CheckpointStore:
+    """The checkpoints of a trainer's folder, ranked by the metric that `saver` monitors, or by `better`."""
+    return store_in(_existing(folder, purpose), saver, better, is_ranked=True)
+
+
+def _existing(folder: RunFolder | None, purpose: str) -> RunFolder:
     if folder is None:
         raise ValueError(f"This trainer has no run folder to {purpose}. Train first, or pass `folder`.")
     return folder
@@ -129,4 +136,4 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **op
 def write_metrics(folder: RunFolder | None, filename: str, metrics: Mapping[str, Any]) -> None:
     """Writes metrics to a file of the run folder, in the primary process."""
     if process_group().is_primary:
-        save_metrics(existing(folder, "write to").path, filename, metrics)
+        save_metrics(_existing(folder, "write to").path, filename, metrics)

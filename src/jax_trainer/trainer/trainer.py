@@ -1,12 +1,12 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 import optax
 from compoconf import register, register_interface
 
@@ -17,22 +17,19 @@ from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
-from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, noting, stream, streams
+from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.output import safe_console
-from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms, common_transforms, transforms_of
-from jax_trainer.engine import Edit, Plan, evaluate
-from jax_trainer.interfaces import ModelMode
+from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
+from jax_trainer.engine import Edit, Plan, evaluate, predictions
 from jax_trainer.logger import Logger, run_path_parts
-from jax_trainer.optimizer import checked_optimizer
-from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step
-from jax_trainer.runs.spec import store_in
+from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
 from jax_trainer.trainer.layout import layout_for
-from jax_trainer.trainer.program import ProgramBuilder
+from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder
 from jax_trainer.trainer.run_folder import Resume, Which
 from jax_trainer.trainer.training import TrainResults, named_sets
 
@@ -83,16 +80,16 @@ class TrainerModule(BaseTrainer):
     ) -> None:
         has_own_step = self._overrides("create_training_function", "create_functions")
         training.check_methods(self, TrainerModule, has_own_step=has_own_step)
-        self.config, self._given_callbacks = arguments.resolve(self, TrainerModule, config, callbacks, settings)
+        self.config, self._given_callbacks = arguments.resolve(type(self), TrainerModule, config, callbacks, settings)
         model = arguments.one_of(model_config, model, ("model_config", "model"))
         optimizer = arguments.one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer"))
-        self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
         self.exmp_input, self.dataset, self.folder = arguments.example_of(exmp_input, dataset), dataset, folder
         made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
         inputs = lambda: self.batch_to_input(self.exmp_input)
         hooks = ModelHooks(self.batch_to_input, lambda: self._key, self._transformed_example, inputs, **made)
         self._model, self._build_optimizer = handle_of(model, hooks), arguments.optimizer_of(optimizer)
-        self.model_mode: ModelMode = arguments.mode_of(self._model, self.config.model_mode)
+        self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
+        self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
         self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
         self.other_configs = experiment.storable(other_configs or {})
         self.logger: Logger | None = None  # of the last run; closed when the run ends
@@ -100,29 +97,33 @@ class TrainerModule(BaseTrainer):
         self._program: CompiledProgram | None = None
         self._has_optimizer = False  # whether the program can train
         self._weights = weights.CurrentWeights()
-        self._carried: DeviceTransforms | None = None  # transforms of the data; None: no data yet
+        self._transforms = LoaderTransforms()  # used without a dataset
         self._known_metrics: dict[str, Metrics] = {}  # of the evaluation in progress, which must not be repeated
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise training.no_attribute(self, name)
+            hint = f" {training.ELSEWHERE[name]}" if name in training.ELSEWHERE else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     # the loss, which a subclass implements, and what it may call
 
     def batch_to_input(self, batch: Any) -> Any:
         """Returns the model inputs of a batch; a tuple is passed as several arguments."""
-        raise training.not_implemented(self, "`batch_to_input`, which returns the model inputs of a batch")
+        raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
         """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
-        raise training.not_implemented(self, f"`loss_function` to train a model of kind {self.model_mode}")
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
+        )
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
         """Returns the loss of a linen model on a batch, its updated collections, and a dict of metrics."""
-        raise training.not_implemented(self, "`loss_function_linen` to train a linen model")
+        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
 
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
         """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
@@ -257,7 +258,7 @@ class TrainerModule(BaseTrainer):
     @property
     def device_transforms(self) -> DeviceTransforms:
         """The transforms of the dataset; without one, those of the training data."""
-        return (self._carried or DeviceTransforms()) if self.dataset is None else self.dataset.transforms
+        return self._transforms.current if self.dataset is None else self.dataset.transforms
 
     @property
     def has_transforms(self) -> bool:
@@ -301,10 +302,9 @@ class TrainerModule(BaseTrainer):
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """Builds the program that trains on this data, without running it."""
-        self._use_transforms({}, transforms_of(train_loader) or DeviceTransforms())
+        self._use_transforms({}, train_loader)
         made = self.init_optimizer(*self.config.run_length(train_loader, num_epochs))
-        with noting("This is the return value of `init_optimizer`."):
-            self._builder = self._builder.with_optimizer(checked_optimizer(made))
+        self._builder = self._builder.with_optimizer(made)
         return self.create_jitted_functions()
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
@@ -326,7 +326,11 @@ class TrainerModule(BaseTrainer):
 
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Creates the callbacks of a run, by name."""
-        return training.create_callbacks(run, self.config.callbacks, self._given_callbacks)
+        given, configs = self._given_callbacks, self.config.callbacks
+        made = {name: config.instantiate(Callback, run) for name, config in configs.items() if name not in given}
+        for callback in given.values():
+            callback.attach(run)
+        return {**made, **given}
 
     @checks_keywords
     def train_model(
@@ -358,8 +362,10 @@ class TrainerModule(BaseTrainer):
         Ctrl-C ends it after the current step, saved if the run has a `ModelCheckpoint`: the `KeyboardInterrupt` says
         how to resume, and its `result` is what would have been returned.
         """
-        training.check_initialised(self)
-        plan = training.checked_plan(self.config, train_loader, num_epochs)
+        if "config" not in vars(self):
+            kind = type(self).__name__
+            raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
+        plan = training.plan_of(self.config, train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         with before_first_step():
@@ -367,9 +373,10 @@ class TrainerModule(BaseTrainer):
             self._use_transforms({**evals, **tests})
             evals, tests = self._checked(program, evals, tests, plan)
             where = run_path_parts(self.config.logger, self.model_name)
-            target = run_folder.resolve_target(resume, self.folder, where, lambda: self.configs, fork=fork)
+            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
             self._start(program, resume=target.resumes is not None)
-        spec = self._spec(program, plan, self._data(train_loader, evals), tests, quiet=quiet)
+        data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
+        spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)
         try:
             return self._weights.run.execute(self._results)
@@ -387,7 +394,8 @@ class TrainerModule(BaseTrainer):
             program = self.prepare(train_loader)
             self._checked(program, {}, {}, None)
             self._start(program, resume=False)
-        data, plan = self._data(train_loader, {}), self.config.plan(epoch_idx)
+        data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
+        plan = self.config.plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
         return metrics
 
@@ -409,29 +417,24 @@ class TrainerModule(BaseTrainer):
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
         """Sets `program` and the initial state; an existing state keeps its weights."""
-        keeps = self._weights.last is not None and not resume
         self._program, self._has_optimizer = program, True
-        self._weights.restart(keep=keeps)
+        keeps = self._weights.restart(resume=resume)
         if keeps:
             program.init(self._key, self.exmp_input)  # also builds the nnx model
         state = self.state
         if keeps or (self._overrides("init_model") and not resume):
             self.state = weights.with_new_optimizer(program, self._key, state)
 
-    def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, quiet: bool) -> RunSpec:
+    def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
-        config, is_custom, shown = (
-            self.config,
-            self.has_custom_comparison,
-            self.config.enable_progress_bar and not quiet,
-        )
+        config, is_custom = self.config, self.has_custom_comparison
         monitor = (lambda metrics: None) if is_custom else self.compared_by
         # a test uses the best weights: without a saver, what ranks them must be reported
         must_rank = is_custom or bool(tests and config.saver is None)
         eval_model = self.eval_model if self._overrides("eval_model") else None
         hooks = partial(training.TrainerHooks, {**data.evals, **tests}, eval_model, self._known_metrics)
         recording = Recording(
-            logger=self._open_logger,
+            logger=self.init_logger,
             callbacks=self._create_callbacks,
             saver=config.saver,
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
@@ -455,25 +458,21 @@ class TrainerModule(BaseTrainer):
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,
-            **config.run_options,
+            policy=config.guards or "raise",
+            max_rollbacks=config.max_rollbacks,
+            finite_metrics=config.checked_eval_metrics if config.guards else (),
+            test_batches=config.test_plan.eval_batches,
         )
 
-    def _data(self, train_loader: Any, evals: Sets) -> Data:
-        data = Data(train_loader) if self.dataset is None else self.dataset.data()
-        return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
-
-    def _open_logger(self, folder: RunFolder) -> Logger:
-        self.folder, self.logger = folder, self.init_logger(folder)  # the folder is locked now
-        return self.logger
-
     def _create_callbacks(self, run: RunContext) -> dict[str, Callback]:
+        self.folder, self.logger = RunFolder(run.folder), run.logger  # the folder is locked now
         self.callbacks = self.init_callbacks(run)
         return self.callbacks
 
     def _results(self, run: Run) -> TrainResults:
         self._weights.leave_run()
         self._weights.best = run.kept_best
-        return TrainResults(run.history, None if run.kept_best is None else run.kept_best.best, run.tested)
+        return TrainResults(run)
 
     # evaluation and prediction; `which`: "best" or "last" weights, see `bind_model`
 
@@ -526,7 +525,8 @@ class TrainerModule(BaseTrainer):
         """
         self._use_transforms({"predict": data_loader})
         state = self._weights_of(which)  # first: an nnx model is built while it is made
-        return weights.predicted(self.program, state, data_loader, max_batches)
+        outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
     def bind_model(
         self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
@@ -555,7 +555,11 @@ class TrainerModule(BaseTrainer):
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
     def _weights_of(self, which: Weights | None, state: TrainState | None = None) -> TrainState:
-        return self._weights.select(which, lambda: self.state, state)
+        if state is None:
+            return select_weights(which, self.state, self._weights.best)
+        if which is not None:
+            raise TypeError("Pass either `state` or `which`, not both.")
+        return state
 
     # checkpoints
 
@@ -656,7 +660,7 @@ class TrainerModule(BaseTrainer):
 
     def _store(self, purpose: str) -> CheckpointStore:
         better = self.is_new_model_better if self.has_custom_comparison else None
-        return store_in(run_folder.existing(self.folder, purpose), self.config.saver, better, is_ranked=True)
+        return run_folder.open_store(self.folder, purpose, self.config.saver, better)
 
     # what the methods above share
 
@@ -675,11 +679,7 @@ class TrainerModule(BaseTrainer):
     def _transformed_example(self) -> Batch:
         return self.transform_batch(self._key, self.exmp_input, False)
 
-    def _use_transforms(self, sets: Sets, train: DeviceTransforms | None = None) -> None:
-        """Uses the transforms of the data, which all `sets` must share, unless the trainer has a dataset."""
-        known = (train, self._carried, *map(transforms_of, sets.values()))
-        found = next((one for one in known if one is not None), None)
-        if self.dataset is None and found is not None:
-            before, self._carried = self.device_transforms, common_transforms(found, sets)
-            if self._carried != before:
-                self._program = None
+    def _use_transforms(self, sets: Sets, train_loader: Any = None) -> None:
+        """Uses the transforms of the data, unless the trainer has a dataset."""
+        if self.dataset is None and self._transforms.update(sets, train_loader):
+            self._program = None

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
 from jax_trainer.core.layout_table import LayoutTable
-from jax_trainer.datasets import Data, DataSource, DeviceTransforms, Position
+from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position
 from jax_trainer.datasets.transforms import describe_transforms
-from jax_trainer.engine import Edit, EpochEnd, EvalRoundEnd, Event, Plan, eval_events, run
+from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
 from jax_trainer.processes import process_group
@@ -51,40 +52,17 @@ def check_methods(trainer: Any, base: type[Any], *, has_own_step: bool) -> None:
     check_hooks(trainer, base, LOADERS, FOREIGN if has_own_step else {**FOREIGN, **FOREIGN_STEPS})
 
 
-def check_initialised(trainer: Any) -> None:
-    """Raises an error if a subclass forgot to call the constructor of its base class."""
-    if "config" not in vars(trainer):
-        kind = type(trainer).__name__
-        raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
-
-
-def not_implemented(trainer: Any, what: str) -> NotImplementedError:
-    """The error of a method that a subclass must implement."""
-    return NotImplementedError(f"{type(trainer).__name__} must implement {what}.")
-
-
-def no_attribute(trainer: Any, name: str) -> AttributeError:
-    """The error of an unknown attribute, which may be a method of Lightning or Keras."""
-    hint = f" {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-    text = f"{type(trainer).__name__!r} object has no attribute {name!r}.{hint}"
-    return AttributeError(text, name=name, obj=trainer)
-
-
-def checked_plan(config: TrainerConfig, train_loader: Any, num_epochs: int | None) -> Plan:
+def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None) -> Plan:
     """The plan of a training; refuses data that cannot be iterated, or is too short."""
     plan = config.plan(None if num_epochs is None else checked_int("num_epochs", num_epochs, 1))
     train_source(Data(train_loader), plan)
     return plan
 
 
-def create_callbacks(
-    run: RunContext, configs: Mapping[str, Any], objects: Mapping[str, Callback]
-) -> dict[str, Callback]:
-    """Creates the configured callbacks, and attaches those that were passed as objects."""
-    made = {name: config.instantiate(Callback, run) for name, config in configs.items() if name not in objects}
-    for callback in objects.values():
-        callback.attach(run)
-    return {**made, **objects}
+def data_of(dataset: DatasetModule | None, train_loader: Any, evals: Mapping[str, Any], *, resident: Any) -> Data:
+    """The data of a training, with the options of the dataset."""
+    data = Data(train_loader) if dataset is None else dataset.data()
+    return replace(data, train=train_loader, evals=evals, resident=resident)
 
 
 def describe(transforms: DeviceTransforms) -> str:
@@ -134,61 +112,47 @@ class TrainerHooks(Callback):
         call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
-        before = dict(eval_metrics)
-        eval_metrics |= self._custom_eval_metrics(epoch)
-        loader = {"val_loader": self._loader()}
-        edit = call_hook(self.trainer.on_validation_epoch_end, loader, eval_metrics=eval_metrics, epoch_idx=epoch)
-        self._add(before, eval_metrics)
+        with self._adding_metrics(eval_metrics, epoch) as loader:
+            values = {"eval_metrics": eval_metrics, "epoch_idx": epoch}
+            edit = call_hook(self.trainer.on_validation_epoch_end, {"val_loader": loader}, **values)
         return self._by_trainer(edit)
 
     def on_test_epoch_start(self, epoch: int) -> None:
         call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)
 
     def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
-        before = dict(test_metrics)
-        test_metrics |= self._custom_eval_metrics(epoch)
-        loader = {"test_loader": self._loader()}
-        call_hook(self.trainer.on_test_epoch_end, loader, test_metrics=test_metrics, epoch_idx=epoch)
-        self._add(before, test_metrics)
+        with self._adding_metrics(test_metrics, epoch) as loader:
+            values = {"test_metrics": test_metrics, "epoch_idx": epoch}
+            call_hook(self.trainer.on_test_epoch_end, {"test_loader": loader}, **values)
 
     def _by_trainer(self, edit: Edit | None) -> Edit | None:
-        name = type(self.trainer).__name__
-        return replace(edit, by=edit.by or name) if isinstance(edit, Edit) else edit
+        return replace(edit, by=edit.by or type(self.trainer).__name__) if isinstance(edit, Edit) else edit
 
-    def _loader(self) -> Any:
-        """The evaluated loader, or several by name."""
-        assert isinstance(self.event, EvalRoundEnd)
-        loaders = {name.partition("_")[2] or name: self._loaders[name] for name in self.event.metrics}
-        return next(iter(loaders.values())) if len(loaders) == 1 else loaders
-
-    def _custom_eval_metrics(self, epoch: int) -> dict[str, Any]:
-        """The metrics that an overridden `eval_model` adds."""
-        event, found = self.event, {}
-        if self._eval_model is None or not isinstance(event, EvalRoundEnd):
-            return {}
-        self._known.update({name: full_names(one, name) for name, one in event.metrics.items()})
-        try:
-            for name in event.metrics:
-                found |= self._eval_model(self._loaders[name], name, epoch)
-        finally:
-            self._known.clear()
-        return found
-
-    def _add(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        added = {name: value for name, value in now.items() if name not in before}
-        if not added:
-            return
-        event = self.event
+    @contextmanager
+    def _adding_metrics(self, metrics: dict[str, Any], epoch: int) -> Iterator[Any]:
+        """Yields the evaluated loader, or several by name; logs and keeps what is added to `metrics` meanwhile."""
+        event, before = self.event, dict(metrics)
         assert isinstance(event, EvalRoundEnd)
+        if self._eval_model is not None:
+            self._known.update({name: full_names(one, name) for name, one in event.metrics.items()})
+            try:
+                for name in event.metrics:
+                    metrics |= self._eval_model(self._loaders[name], name, epoch)
+            finally:
+                self._known.clear()
+        loaders = {name.partition("_")[2] or name: self._loaders[name] for name in event.metrics}
+        yield next(iter(loaders.values())) if len(loaders) == 1 else loaders
+        added = {name: value for name, value in metrics.items() if name not in before}
         if bare := [name for name in added if "/" not in name]:
             raise ValueError(
                 f"Metrics that a hook adds need full names, such as 'val/{bare[0]}'; got {', '.join(bare)}."
             )
-        # later callbacks, such as ModelCheckpoint, see them
-        event.metrics[next(iter(event.metrics))].update(added)
-        self._history.add(event, added)
-        scalars = {name: float(value) for name, value in added.items() if np.ndim(value) == 0}
-        self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
+        if added:
+            # later callbacks, such as ModelCheckpoint, see them
+            event.metrics[next(iter(event.metrics))].update(added)
+            self._history.add(event, added)
+            scalars = {name: float(value) for name, value in added.items() if np.ndim(value) == 0}
+            self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
 
 
 class TrainResults(dict[int | str, dict[str, Any]]):
@@ -203,16 +167,16 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         tested: which weights were tested, "best" or "last"; None: no test.
     """
 
-    def __init__(self, history: History, best: Best | None, tested: Weights | None) -> None:
-        super().__init__()
-        for epoch, metrics in history.validated().items():
-            self[epoch] = metrics
+    def __init__(self, run: Run) -> None:
+        history = run.history
+        super().__init__(history.validated().items())
         if history.tests:
             self["test"] = history.tests
         self.validations: list[Validation] = history.validations
         self.status: Status = history.status
         self.reason = history.reason
-        self.best, self.tested = best, tested
+        self.best: Best | None = None if run.kept_best is None else run.kept_best.best
+        self.tested: Weights | None = run.tested
 
 
 def named_sets(kind: str, loaders: Any) -> dict[str, Any]:
@@ -240,24 +204,13 @@ def report_start(run: Run, table: LayoutTable | None, *, shown: bool) -> None:
         progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
 
-class _EpochMetrics:
-    """Collects the metrics of an epoch."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, Any] = {}
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, EpochEnd):
-            self.metrics = event.metrics
-
-
 def train_one_epoch(
     program: CompiledProgram, state: TrainState, data: Data, plan: Plan, epoch: int
 ) -> tuple[TrainState, dict[str, Any]]:
     """Trains one epoch outside of a run; returns the state and the metrics of the epoch."""
-    observer = _EpochMetrics()
-    state = run(program, state, data, replace(plan, max_steps=None), [observer], Position(epoch - 1))
-    return state, full_names(observer.metrics, "train")
+    history = History()
+    state = run(program, state, data, replace(plan, max_steps=None), [history], Position(epoch - 1))
+    return state, dict(history.training.get(epoch, {}))
 
 
 def tested_with_callbacks(

@@ -14,8 +14,8 @@ from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state
 from jax_trainer.datasets import Batch as SizedBatch
 from jax_trainer.datasets import Position
-from jax_trainer.engine import LoopState, predictions
-from jax_trainer.runs import KeptBest, Run, Weights, select_weights
+from jax_trainer.engine import LoopState
+from jax_trainer.runs import KeptBest, Run
 
 Metrics = Mapping[str, Any]
 DEFAULT_MONITORS: dict[str, Direction] = {
@@ -54,27 +54,18 @@ class CurrentWeights:
             self.run.state = state  # the first step will use it
         self._flat_state, self.best = FlatState.of(state), None
 
-    def restart(self, *, keep: bool) -> None:
-        """Sets the position to the start of a run; `keep` keeps the state."""
+    def restart(self, *, resume: bool) -> bool:
+        """Sets the position to the start of a run; returns whether it starts from the weights that are here."""
         self._at, self._evaluated, self.best = Position(), (-1, {}), None
-        if not keep:
+        if resume:
             self._flat_state = None
+        return self._flat_state is not None
 
     def leave_run(self) -> None:
         """Takes over the state that the run has reached."""
         run, self.run = self.run, None
         if run is not None and run.flat_state is not None:
             self._flat_state, self._at, self._evaluated = run.flat_state, run.at, run.evaluated
-
-    def select(
-        self, which: Weights | None, last: Callable[[], TrainState], state: TrainState | None = None
-    ) -> TrainState:
-        """`state`, or the best or last weights; `last` returns, or initialises, the last ones."""
-        if state is None:
-            return select_weights(which, last(), self.best)
-        if which is not None:
-            raise TypeError("Pass either `state` or `which`, not both.")
-        return state
 
     def position(self, step: int) -> tuple[LoopState, dict[str, Any]]:
         """The position of the state at `step`, and the metrics of its last evaluation, if it was evaluated."""
@@ -119,12 +110,6 @@ def is_better(
         return True
     value, before = float(new[monitor]), float(old[monitor])
     return (value < before if mode == "min" else value > before) or (math.isnan(before) and not math.isnan(value))
-
-
-def predicted(program: CompiledProgram, state: TrainState, loader: Any, max_batches: int | None) -> Any:
-    """The concatenated model outputs of all batches."""
-    outputs = list(predictions(program, state, loader, max_batches=max_batches))
-    return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
 
 
 class BoundModel:
