@@ -22,7 +22,7 @@ from jax_trainer.models import CNN, CNNConfig
 from jax_trainer.registration import NameTakenError, full_name, implementation_of
 from jax_trainer.settings import classes_in, config_of
 from jax_trainer.trainer import Experiment, ImgClassifierTrainer, TrainerModule, stored_run
-from jax_trainer.trainer.stored import stored_as
+from jax_trainer.trainer.experiment import stored_as
 
 OWN = """
 from dataclasses import dataclass

@@ -19,8 +19,12 @@ from jax_trainer.interfaces import (
 )
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.testing import digest
-from jax_trainer.trainer import AugmentedImgClassifierTrainer, AugmentedImgClassifierTrainerConfig, CropAndFlipConfig
-from jax_trainer.trainer.augmented import CropAndFlip
+from jax_trainer.trainer import (
+    AugmentedImgClassifierTrainer,
+    AugmentedImgClassifierTrainerConfig,
+    CropAndFlip,
+    CropAndFlipConfig,
+)
 
 
 @dataclass

@@ -18,13 +18,13 @@ from jax_trainer.generative import (
     EDMConfig,
     FlowMatchingConfig,
 )
+from jax_trainer.generative.distilled import are_alike
 from jax_trainer.interfaces import build_model
 from jax_trainer.models import ConditionalMLPConfig, DiTConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 from jax_trainer.trainer import GenerativeTrainer, GenerativeTrainerConfig
-from jax_trainer.trainer.generative_model import are_alike
 
 OBJECTIVES = {
     "flow": FlowMatchingConfig(steps=2, guidance=1.5),

@@ -1,5 +1,6 @@
 """Every method of the documents can be overridden, and what is written there happens."""
 
+import inspect
 import json
 from typing import Any
 
@@ -236,6 +237,46 @@ def test_epochs_one_by_one_are_the_epochs_of_a_run(flavour, tmp_path):
     metrics = [single.train_epoch(numbered_loader(32 * STEPS), epoch) for epoch in (1, 2)]
     assert_same_bits(single.state, complete.state)
     assert [one["train/loss"] for one in metrics] == list(values(complete, "train/loss_epoch"))
+
+
+def test_a_method_of_the_instance_is_an_override_too(tmp_path):
+    trainer, epochs = plain_for("nnx", tmp_path, train_epochs=2), []
+
+    def train_epoch(*args: Any) -> Any:
+        epochs.append(args[1])
+        return Plain.train_epoch(trainer, *args)
+
+    def eval_model(loader: Any, mode: str = "val", epoch_idx: int = 0) -> Any:
+        return {**Plain.eval_model(trainer, loader, mode, epoch_idx), f"{mode}/batches": len(loader)}
+
+    trainer.train_epoch, trainer.eval_model = train_epoch, eval_model
+    results = train_plain(trainer)
+    assert epochs == [1, 2]
+    assert results[2]["val/batches"] == 2
+
+
+def test_between_the_loop_and_the_loss_is_only_what_is_overridden(tmp_path):
+    def methods_above_the_loss(**overrides: Any) -> set[str]:
+        found: list[set[str]] = []
+
+        class Looking(Plain):
+            """Looks at its callers."""
+
+            def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+                codes = [frame.frame.f_code for frame in inspect.stack(0)]
+                found.append({code.co_name for code in codes if "jax_trainer/trainer/" in code.co_filename})
+                return super().loss_function(model, batch, train)
+
+        kind = type("Overriding", (Looking,), overrides)
+        trainer = plain_for("nnx", tmp_path, kind=kind, debug=True, max_steps=1, **ONE_EPOCH)
+        trainer.train_model(numbered_loader(32))
+        return found[-1]
+
+    def train_epoch(self: Any, *args: Any) -> Any:
+        return Plain.train_epoch(self, *args)
+
+    assert methods_above_the_loss() == {"train_model"}
+    assert methods_above_the_loss(train_epoch=train_epoch) == {"train_model", "train_epoch"}
 
 
 HOOKS = [

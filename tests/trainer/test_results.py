@@ -6,7 +6,7 @@ from trainer_runs import Plain, WatcherConfig, first_examples, plain_for, rows, 
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.testing import numbered_loader
-from jax_trainer.trainer.results import named_sets
+from jax_trainer.trainer.training import named_sets
 
 
 def test_sets_are_named_after_what_they_are_for():

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -40,6 +41,12 @@ def distilled(student: nnx.Module, teacher: nnx.Module) -> Distilled:
     """
     frozen = jax.tree.map(_frozen, twin(teacher), is_leaf=lambda part: isinstance(part, nnx.Variable))
     return Distilled(twin(student), frozen)
+
+
+def are_alike(module: nnx.Module, other: nnx.Module) -> bool:
+    """Whether two modules have parameters of the same names and shapes."""
+    one, two = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (module, other))
+    return jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, two)
 
 
 def _frozen(variable: Any) -> Any:

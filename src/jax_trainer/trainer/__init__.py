@@ -1,20 +1,21 @@
 """`TrainerModule`, the Lightning-like API: a subclass defines the loss, configurations the rest."""
 
 from jax_trainer.core import TrainState
-from jax_trainer.trainer.augmented import (
-    AugmentedImgClassifierTrainer,
-    AugmentedImgClassifierTrainerConfig,
-    CropAndFlip,
-    CropAndFlipConfig,
-)
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
-from jax_trainer.trainer.img_classifier import ImgClassifierTrainer, ImgClassifierTrainerConfig
+from jax_trainer.trainer.img_classifier import (
+    AugmentedImgClassifierTrainer,
+    AugmentedImgClassifierTrainerConfig,
+    CropAndFlip,
+    CropAndFlipConfig,
+    ImgClassifierTrainer,
+    ImgClassifierTrainerConfig,
+)
 from jax_trainer.trainer.language_model import LanguageModelTrainer, LanguageModelTrainerConfig
-from jax_trainer.trainer.results import TrainResults, Validation
 from jax_trainer.trainer.trainer import TrainerModule
+from jax_trainer.trainer.training import TrainResults, Validation
 
 __all__ = [
     "AugmentedImgClassifierTrainer",

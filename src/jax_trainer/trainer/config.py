@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
+from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.checkpoint.names import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.core import ProgramOptions
@@ -153,6 +154,23 @@ class TrainerConfig(Settings):
             metrics_every=self.logger.log_steps_every or 50,
         )
 
+    def run_length(self, train_loader: Any, num_epochs: int | None = None) -> tuple[int | None, int | None]:
+        """Epochs and steps per epoch, as far as known; a limit in steps is converted to epochs."""
+        epochs = self.train_epochs if num_epochs is None else num_epochs
+        limits = (_length(train_loader), self.max_steps_per_epoch, self.overfit_batches or None)
+        steps = min((limit for limit in limits if limit is not None), default=None)
+        if epochs is None and (limit := self.max_steps or self.fast_dev_run):
+            steps = limit if not steps else min(steps, limit)
+            epochs = -(-limit // steps)
+        return epochs, steps
+
+    def total_steps(self, num_epochs: int | None = None, steps_per_epoch: int | None = None) -> int | None:
+        """The length of the run for schedules; `fast_dev_run` counts only without another limit."""
+        epochs = self.train_epochs if num_epochs is None else num_epochs
+        steps = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
+        limits = [limit for limit in (steps, self.max_steps) if limit is not None]
+        return min(limits, default=self.fast_dev_run or None)
+
     @property
     def test_plan(self) -> Plan:
         """The plan of a test: its number of batches."""
@@ -215,23 +233,31 @@ class TrainerConfig(Settings):
             text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
-    def check_monitored(
-        self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Any] | None = None
-    ) -> None:
-        """Refuses callbacks that monitor a metric which evaluations do not report.
+    def check_monitored(self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]) -> None:
+        """Refuses callbacks that monitor a metric which evaluations do not report, unless a callback may add it.
 
         Args:
             evals: names of the evaluation sets.
             evaluated: names of the metrics that an evaluation reports.
-            others: configurations of callbacks that were passed as objects.
+            others: callbacks that were passed as objects.
         """
+        if any(map(may_add_metrics, others.values())):
+            return
+        configs = {**self.callbacks, **{name: one.config for name, one in others.items()}}
         known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
-        for key, one in {**self.callbacks, **(others or {})}.items():
+        for key, one in configs.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
                 text = f"{monitor!r} is not reported. Reported metrics: {', '.join(sorted(known))}."
                 text += suggestion(monitor, known)
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # endless, or a generator
+        return None
 
 
 _NUL = "A path cannot contain the character NUL."

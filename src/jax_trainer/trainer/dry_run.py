@@ -1,5 +1,6 @@
-"""A dry run: traces the training without computing or writing anything."""
+"""What is known before training: a dry run, and checks of the data, by tracing, without computing anything."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,11 @@ import jax
 
 from jax_trainer.core import Batch, CompiledProgram, PyTree, leaf_path
 from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.engine import Plan, checked_evals
+from jax_trainer.registration import full_name
+from jax_trainer.settings import classes_in
+
+LOG = logging.getLogger("jax_trainer")
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,62 @@ class DryRun:
         return {**asdict(self), "parameter_count": self.parameter_count, "layout": layout}
 
 
-def traced(program: CompiledProgram, seed: int, example: Batch, steps: int | None) -> DryRun:
-    """Traces the initial state and one step."""
-    state, trained, evaluated = program.shapes(jax.random.key(seed), example)
+def dry_run(
+    program: CompiledProgram,
+    key: jax.Array,
+    example: Batch,
+    steps: int | None,
+    trainer: type[Any],
+    configs: Mapping[str, Any],
+) -> DryRun:
+    """Traces the initial state and one step of a trainer of this class."""
+    state, trained, evaluated = program.shapes(key, example)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
-    sizes = {name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()}
-    batch = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)}
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
-    devices = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    layout = None if program.layout is None else layout_table(program.layout, state)
-    names = (tuple(trained.by_name), tuple(evaluated.by_name))
-    return DryRun(_leaves(state.params), sizes, batch, *names, steps, devices, layout)
+    classes = {path: full_name(cls) for path, cls in classes_in(configs)}
+    return DryRun(
+        parameters=_leaves(state.params),
+        state_bytes={name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()},
+        batch={leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)},
+        reported=tuple(trained.by_name),
+        evaluated=tuple(evaluated.by_name),
+        steps=steps,
+        devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
+        layout=None if program.layout is None else layout_table(program.layout, state),
+        classes={**classes, "trainer": full_name(trainer)},
+    )
+
+
+def checked_sets(
+    program: CompiledProgram,
+    shapes: tuple[Any, Any, Any],
+    example: Batch,
+    evals: Mapping[str, Any],
+    tests: Mapping[str, Any],
+    plan: Plan | None,
+    *,
+    sows: bool,
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Checks the validation and test sets before training; returns them: they still yield the batches that were read.
+
+    Args:
+        program: the program.
+        shapes: of its state and of the metrics, see `CompiledProgram.shapes`.
+        example: the example batch.
+        evals, tests: the sets by name.
+        plan: of the training.
+        sows: whether the model should sow values to log.
+    """
+    state, trained, _ = shapes
+    if sows and not any(name.startswith("intermediate/") for name in trained.by_name):
+        LOG.warning(
+            "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
+            "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
+        )
+    if evals:
+        evals = checked_evals(program, state, evals, example, plan)
+    return evals, checked_evals(program, state, tests, example)
 
 
 def _leaves(tree: PyTree) -> tuple[Leaf, ...]:

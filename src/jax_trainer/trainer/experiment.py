@@ -1,8 +1,11 @@
-"""`Experiment`: the contents of a YAML file, and how it is built into a trainer with its data."""
+"""`Experiment`: the contents of a YAML file, how it is built into a trainer with its data, and what a run stores."""
 
+import inspect
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,23 +15,27 @@ from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register classes that a file can name
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.config import Loaded, load_config
+from jax_trainer.checkpoint.folder import CONFIG, RunFolder
+from jax_trainer.config import Loaded, dump_config, load_config, redact
+from jax_trainer.config.dumping import as_data
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
+from jax_trainer.logger.values import flat
 from jax_trainer.optimizer import OptimizerInterface
-from jax_trainer.registration import displaced, full_name
-from jax_trainer.runs import CallbacksLike
+from jax_trainer.registration import displaced, full_name, registered_name
+from jax_trainer.runs import CallbacksLike, run_and_step
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.trainer.config import BaseTrainer
-from jax_trainer.trainer.custom_init import has_custom_init, made
 from jax_trainer.trainer.layout import layout_for
 
 LOG = logging.getLogger("jax_trainer")
+HPARAMS = "hparams.json"
+ATTRIBUTES = ("folder", "other_configs")  # set afterwards if `__init__` has no such parameter
+OBJECTS = ("model", "optimizer", "callbacks", "dataset")  # refused if `__init__` has no such parameter
 
 
 @dataclass
@@ -134,7 +141,7 @@ def build(
         own: further arguments of a class with a custom `__init__`.
     """
     mesh, make = _mesh(run), kind or trainer_class(run)  # before the data is loaded
-    makes_parts = has_custom_init(make)
+    makes_parts = _has_custom_init(make)
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
         dataset = _dataset(run.dataset)
@@ -146,7 +153,59 @@ def build(
     options: dict[str, Any] = {"config": run.trainer, "model_config": run.model, "optimizer_config": run.optimizer}
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
     options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
-    return made(make, {name: value for name, value in options.items() if value is not None}, own or {})
+    return _made(make, {name: value for name, value in options.items() if value is not None}, own or {})
+
+
+def rebuilt(caller: type[Any], checkpoint: Path, overrides: Sequence[str], **parts: Any) -> tuple[Any, int | None]:
+    """The trainer of a run, without its weights, and the step of `checkpoint`, if that is not the run folder.
+
+    Args:
+        caller: the class whose `load_from_checkpoint` is called: the class of the run, or a base class of it.
+        checkpoint: the run folder, or the folder of one of its checkpoints.
+        overrides: of the stored configuration.
+        parts: see `build`.
+    """
+    folder, step = run_and_step(checkpoint)
+    run = stored_run(folder, overrides).value
+    kind = trainer_class(run)
+    if kind is stored_as(caller):
+        kind = caller
+    elif not issubclass(kind, caller):
+        raise TypeError(f"{folder.path} is a run of {kind.__name__}, not of {caller.__name__}.")
+    return build(run, folder=folder, kind=kind, **parts), step
+
+
+def _has_custom_init(kind: type[Any]) -> bool:
+    """Whether a user's class has its own `__init__`, which may create the model, the optimizer or the example."""
+    first = next(base for base in kind.__mro__ if "__init__" in vars(base))
+    return not first.__module__.startswith(f"{BaseTrainer.__module__.partition('.')[0]}.")
+
+
+def _made(kind: type[Any], options: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """Creates a `kind` with those of `options` that its `__init__` has parameters for, and its `own` arguments."""
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    passed = {name: value for name, value in options.items() if takes_any or name in parameters} | dict(own)
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    missing = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in variable and name not in passed
+    ]
+    if missing:
+        raise TypeError(
+            f"`{kind.__name__}.__init__` requires `{missing[0]}`, which is not configured. Pass it, as in "
+            f"`{kind.__name__}.load_from_checkpoint(…, {missing[0]}=…)`, or give it a default."
+        )
+    if unused := [name for name in OBJECTS if name in options and name not in passed]:
+        raise TypeError(
+            f"`{kind.__name__}.__init__` has no parameter `{unused[0]}`: leave it out, or add the parameter."
+        )
+    trainer = kind(**passed)
+    for name in ATTRIBUTES:
+        if name in options and name not in passed:
+            setattr(trainer, name, options[name])
+    return trainer
 
 
 def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
@@ -192,3 +251,49 @@ def _mesh(run: StoredRun) -> Mesh | None:
 
 def _problem(key: str, text: str) -> SettingsError:
     return SettingsError([(key, text)])
+
+
+# what a run stores
+
+
+def configs_of(
+    kind: type[Any], config: Any, model: Any, optimizer: Any, dataset: DatasetModule | None, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All configurations of a trainer of class `kind`, as stored with its runs; objects passed in Python have none."""
+    stored = {"trainer": _of_class(config, registered_name(stored_as(kind), BaseTrainer) or "")}
+    stored |= {name: one for name, one in {"model": model, "optimizer": optimizer}.items() if one is not None}
+    if dataset is not None and (name := registered_name(type(dataset), DatasetModule)):
+        stored["dataset"] = _of_class(dataset.config, name)
+    return {**stored, **others}
+
+
+def stored_files(configs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run stores of them: `config.yaml`, from which it can be rebuilt, and all values by their dotted key.
+
+    The latter, without secrets, are its `hparams` and the file `hparams.json`.
+    """
+    hparams = flat(redact(as_data(configs)))
+    files = {CONFIG: dump_config(configs), HPARAMS: json.dumps(hparams, indent=1) + "\n"}
+    return {"files": files, "hparams": hparams}
+
+
+def stored_as(kind: type[Any]) -> type[Any]:
+    """The registered class under which runs of a trainer are stored: itself, or its closest registered base."""
+    return next(base for base in kind.__mro__ if registered_name(base, BaseTrainer))
+
+
+def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `other_configs`; refuses keys that a stored run cannot have."""
+    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
+    if unknown := sorted(other_configs.keys() - known):
+        raise ValueError(
+            f"`other_configs` has unknown keys: {', '.join(unknown)}. Its keys: {', '.join(sorted(known))}."
+        )
+    return dict(other_configs)
+
+
+def _of_class(config: Any, name: str) -> Any:
+    """`config` with the name of its class: several classes may share a configuration class."""
+    named = copy(config)
+    named.class_name = name
+    return named

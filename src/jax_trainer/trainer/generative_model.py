@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from compoconf import register
-from flax import nnx
 
 from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
+from jax_trainer.generative.distilled import are_alike
 from jax_trainer.runs import Weights
 from jax_trainer.settings import Problem, SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
@@ -79,7 +79,7 @@ class GenerativeTrainer(TrainerModule):
         x = self.batch_to_data(batch)
         return x, jnp.zeros(len(x), jnp.float32), self._condition(batch)
 
-    def build_model(self, inputs: Any, rngs: nnx.Rngs) -> Any:
+    def build_model(self, inputs: Any, rngs: Any) -> Any:
         """Builds the network, with sizes inferred from the data; for distillation, together with its teacher.
 
         A student with the architecture of its teacher starts from the teacher's weights.
@@ -93,7 +93,7 @@ class GenerativeTrainer(TrainerModule):
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
     ) -> optax.GradientTransformation:
         """The optimizer of a run of this length, which also defines the progress of the objective."""
-        self._planned_steps = self._total_steps(num_epochs, num_train_steps_per_epoch)
+        self._planned_steps = self.config.total_steps(num_epochs, num_train_steps_per_epoch)
         return super().init_optimizer(num_epochs, num_train_steps_per_epoch)
 
     def loss_function(  # pyright: ignore[reportIncompatibleMethodOverride]  # called by parameter name
@@ -145,7 +145,7 @@ class GenerativeTrainer(TrainerModule):
         if count is None:
             raise ValueError("The number of samples is not set: pass `count`, or `labels`, one per sample.")
         shape = (count, *self.batch_to_data(self._transformed_example()).shape[1:])
-        network = self._network(self._weights(which, state))
+        network = self._network(self._weights_of(which, state))
         return self.objective.sample(key, network, shape, condition, steps=steps, guidance=guidance)
 
     def bind_model(
@@ -173,12 +173,6 @@ class GenerativeTrainer(TrainerModule):
     def _progress(self, step: jax.Array, train: bool) -> jax.Array | None:
         """The completed fraction of training; None (its end) in evaluation."""
         return step / self._planned_steps if train and self._planned_steps else None
-
-
-def are_alike(module: nnx.Module, other: nnx.Module) -> bool:
-    """Whether two modules have parameters of the same names and shapes."""
-    one, two = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (module, other))
-    return jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, two)
 
 
 def _teacher_of(config: GenerativeTrainerConfig, example: Any, dataset: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Image classification."""
+"""Image classification, also with preprocessing and augmentation on the device."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,17 @@ import optax
 from compoconf import register
 
 from jax_trainer.callbacks import ConfusionMatrixConfig
-from jax_trainer.core import PyTree, masked_mean
+from jax_trainer.core import Batch, PyTree, masked_mean, stream
 from jax_trainer.datasets import SupervisedBatch
+from jax_trainer.datasets.transforms import random_crop, random_flip
+from jax_trainer.interfaces import (
+    BaseAugmentationConfig,
+    BaseAugmentationLinen,
+    BaseAugmentationNNX,
+    BasePreprocessingLinen,
+    BasePreprocessingNNX,
+    on_inputs,
+)
 from jax_trainer.settings import AtLeast, SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
@@ -84,6 +93,69 @@ def _is_soft(logits: jax.Array, target: jax.Array) -> bool:
     return target.ndim == logits.ndim
 
 
-def one_hot(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """Class probabilities of integer or soft labels."""
-    return target if _is_soft(logits, target) else jax.nn.one_hot(target, logits.shape[-1])
+@dataclass
+class CropAndFlipConfig(BaseAugmentationConfig):
+    """Random crops and horizontal flips.
+
+    Args:
+        padding: maximum shift in pixels.
+        flip: flip half of the images horizontally.
+    """
+
+    padding: Annotated[int, AtLeast(0)] = 4
+    flip: bool = True
+
+
+@register
+class CropAndFlip(BaseAugmentationNNX):
+    """Random shift and horizontal flip of every image; for nnx and linen models."""
+
+    config: CropAndFlipConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the augmented images."""
+        key = self.rngs.augmentation()
+        images = random_crop(self.config.padding)(stream(key, "crop"), inputs)
+        return random_flip()(stream(key, "flip"), images) if self.config.flip else images
+
+
+@dataclass
+class AugmentedImgClassifierTrainerConfig(ImgClassifierTrainerConfig):
+    """How an image classifier is trained with preprocessing and augmentation.
+
+    Args:
+        augmentation: applied to images in training.
+        augmentation_seed: random seed of the augmentation, in addition to `seed`.
+        preprocessing: applied to all images before the augmentation.
+        loss_type: cross_entropy for one class per image; binary_cross_entropy for independent classes.
+    """
+
+    augmentation: BaseAugmentationNNX.cfgtype | BaseAugmentationLinen.cfgtype | None = None
+    augmentation_seed: Annotated[int, AtLeast(0)] = 44
+    preprocessing: BasePreprocessingNNX.cfgtype | BasePreprocessingLinen.cfgtype | None = None
+    loss_type: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
+
+
+@register
+class AugmentedImgClassifierTrainer(ImgClassifierTrainer):
+    """Trains an image classifier with preprocessing and augmentation inside the compiled step."""
+
+    config: AugmentedImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
+        """Applies the transforms of the dataset, the preprocessing and, in training, the augmentation."""
+        batch = super().transform_batch(key, batch, train)
+        config, images = self.config, batch.input
+        if config.preprocessing is not None:
+            images = on_inputs(config.preprocessing, stream(key, "preprocessing"), images)
+        if config.augmentation is not None and train:
+            augmentation_key = jax.random.fold_in(stream(key, "augmentation"), config.augmentation_seed)
+            images = on_inputs(config.augmentation, augmentation_key, images)
+        return batch.replace(input=images)
+
+    def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
+        """The loss of every example, by `loss_type`."""
+        if self.config.loss_type == "cross_entropy":
+            return super().loss_of(logits, target)
+        soft = target if _is_soft(logits, target) else jax.nn.one_hot(target, logits.shape[-1])
+        return optax.sigmoid_binary_cross_entropy(logits, soft).mean(-1)

@@ -78,10 +78,8 @@ class LanguageModelTrainer(TrainerModule):
             )
         known = self.dataset.metadata.get("vocab_size") if self.dataset is not None else None
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        model, key = (
-            self._model.bind(self._weights(which, state)),
-            jax.random.key(seed) if isinstance(seed, int) else seed,
-        )
+        model = self._model.bind(self._weights_of(which, state))
+        key = jax.random.key(seed) if isinstance(seed, int) else seed
         # a model may have a larger vocabulary than the text: these tokens have no character
         (tokens,) = generate_in_rounds(model, key, encode(prompt)[None], length, **options, among=known)
         return decode(tokens)

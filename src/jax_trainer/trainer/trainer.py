@@ -1,80 +1,46 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
-import inspect
-import logging
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
 import optax
 from compoconf import register, register_interface
-from rich.progress import track
 
+from jax_trainer.adapters import calls, handle_of
+from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
-from jax_trainer.callbacks.monitored import may_add_metrics
-from jax_trainer.callbacks.screen import progress_console
+from jax_trainer.callbacks.monitored import Direction
+from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.core import (
-    Batch,
-    CompiledProgram,
-    FlatState,
-    MeshLike,
-    TrainState,
-    checked_int,
-    copy_state,
-    noting,
-)
-from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position, transforms_of
-from jax_trainer.datasets.foreign import as_example, check_batch
-from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, Plan, checked_evals, eval_events, run
-from jax_trainer.engine.batches import train_source
-from jax_trainer.logger import Logger
-from jax_trainer.optimizer import checked_optimizer
-from jax_trainer.processes import process_group
-from jax_trainer.registration import full_name
-from jax_trainer.runs import (
-    CallbacksLike,
-    Ranking,
-    Recording,
-    Run,
-    RunSpec,
-    RunTarget,
-    Weights,
-    before_first_step,
-    broadcast_from_primary,
-)
-from jax_trainer.settings import SettingsError, classes_in, config_of
-from jax_trainer.suggestions import check_keywords, checks_keywords, keywords_of
-from jax_trainer.trainer.arguments import one_of
-from jax_trainer.trainer.base import TrainerBase
-from jax_trainer.trainer.callback_setup import resolve_callbacks
-from jax_trainer.trainer.checkpoint_methods import CheckpointMethods
-from jax_trainer.trainer.config import TrainerConfig
-from jax_trainer.trainer.dry_run import DryRun, traced
-from jax_trainer.trainer.hooks import TrainerHooks, check_trainer_hooks
-from jax_trainer.trainer.model_methods import ModelMethods
-from jax_trainer.trainer.results import TrainResults, named_sets
-from jax_trainer.trainer.resuming import Resume, resolve_target
-from jax_trainer.trainer.stored import config_files, configs_of, hparams_of
+from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
+from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
+from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.core.output import safe_console
+from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
+from jax_trainer.engine import Edit, Plan, evaluate, predictions
+from jax_trainer.logger import Logger, run_path_parts
+from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.suggestions import checks_keywords
+from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
+from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
+from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
+from jax_trainer.trainer.layout import layout_for
+from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder
+from jax_trainer.trainer.run_folder import Resume, Which
+from jax_trainer.trainer.training import TrainResults, named_sets
 
-LOG = logging.getLogger("jax_trainer")
-LAYOUT = "layout.txt"
-_ELSEWHERE = {  # names of Lightning and Keras for the methods of a trainer
-    "fit": "Train with `train_model(train_loader, val_loader)`.",
-    "test": "Test with `test_model(test_loader)`.",
-    **dict.fromkeys(("validate", "evaluate"), "Evaluate with `eval_model(val_loader)`."),
-    **dict.fromkeys(("log", "log_dict"), "Return metrics from the loss to log them: `return loss, {'acc': acc}`."),
-    "load_state_dict": "Load with `load_model()` or `load_from_checkpoint(folder, …)`.",
-    "save_checkpoint": "Save with `save_model()`.",
-}
+Metrics = dict[str, Any]
+Sets = Mapping[str, Any]  # loaders by name
+Step = Callable[[Any, Batch], Any]
 
 
 @register
 @register_interface
-class TrainerModule(CheckpointMethods):
+class TrainerModule(BaseTrainer):
     """Trains, validates, tests, saves and loads a model; a subclass defines the loss.
 
     Args:
@@ -112,51 +78,247 @@ class TrainerModule(CheckpointMethods):
         folder: RunFolder | None = None,
         **settings: Any,
     ) -> None:
-        check_trainer_hooks(self)
-        if config is not None and settings:
-            raise TypeError(
-                f"`config` and keywords are both set: put {', '.join(settings)} into `config`, or leave out `config`."
-            )
-        kind = config_of(type(self))
-        if config is not None and not isinstance(config, TrainerConfig):
-            raise TypeError(
-                f"`config` must be a {kind.__name__}, got a {type(config).__name__}. Pass the model and the optimizer "
-                "by keyword: `model=…, optimizer=…`."
-            )
-        check_keywords(type(self).__name__, settings, [*(keywords_of(kind) or settings), *_KEYWORDS])
-        config, objects = resolve_callbacks(config, callbacks, kind, settings)
-        super().__init__(
-            config,
-            one_of(model_config, model, ("model_config", "model")),
-            one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer")),
-            _example(exmp_input, dataset),
-            mesh,
-            dataset,
-            other_configs,
-            folder,
-        )
+        has_own_step = self._overrides("create_training_function", "create_functions")
+        training.check_methods(self, TrainerModule, has_own_step=has_own_step)
+        self.config, self._given_callbacks = arguments.resolve(type(self), TrainerModule, config, callbacks, settings)
+        model = arguments.one_of(model_config, model, ("model_config", "model"))
+        optimizer = arguments.one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer"))
+        self.exmp_input, self.dataset, self.folder = arguments.example_of(exmp_input, dataset), dataset, folder
+        made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
+        inputs = lambda: self.batch_to_input(self.exmp_input)
+        hooks = ModelHooks(self.batch_to_input, lambda: self._key, self._transformed_example, inputs, **made)
+        self._model, self._build_optimizer = handle_of(model, hooks), arguments.optimizer_of(optimizer)
+        self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
+        self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
+        self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
+        self.other_configs = experiment.storable(other_configs or {})
         self.logger: Logger | None = None  # of the last run; closed when the run ends
         self.callbacks: dict[str, Callback] = {}  # of the last run
-        self._callback_objects = objects
-        self._has_optimizer = False
+        self._program: CompiledProgram | None = None
+        self._has_optimizer = False  # whether the program can train
+        self._weights = weights.CurrentWeights()
+        self._transforms = LoaderTransforms()  # used without a dataset
+        self._known_metrics: dict[str, Metrics] = {}  # of the evaluation in progress, which must not be repeated
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            hint = f" {training.ELSEWHERE[name]}" if name in training.ELSEWHERE else ""
             text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
             raise AttributeError(text, name=name, obj=self)
 
-    # setup
+    # the loss, which a subclass implements, and what it may call
+
+    def batch_to_input(self, batch: Any) -> Any:
+        """Returns the model inputs of a batch; a tuple is passed as several arguments."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
+        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
+        )
+
+    def loss_function_linen(
+        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
+    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+        """Returns the loss of a linen model on a batch, its updated collections, and a dict of metrics."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
+
+    def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
+        """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
+        return self._model.apply(model, inputs, train, **kwargs)
+
+    def model_linen_apply(
+        self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
+    ) -> tuple[Any, PyTree]:
+        """Calls a linen model with random streams from `rng`; returns the output and the updated collections."""
+        rngs = self.get_model_rng(stream(rng, "model"))
+        return state.apply(params, *calls.arguments(input), train=train, rngs=rngs, **kwargs)
+
+    def get_model_rng(self, rng: jax.Array) -> dict[str, jax.Array]:
+        """The named random keys of a linen model, for initialisation and for the loss."""
+        return streams(rng, "params", "dropout")
+
+    # hooks; callbacks are notified separately, whether these call `super()` or not. A hook is called by the names of
+    # its parameters, in any order: `epoch` is an alias of `epoch_idx`, and `val_loader` or `test_loader` is available
+
+    def on_training_start(self) -> None:
+        """Called before the first step."""
+
+    def on_training_end(self) -> None:
+        """Called when training has completed, stopped or been interrupted."""
+
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
+        """Called at the start of an epoch; epochs count from 1."""
+
+    def on_training_epoch_end(self, train_metrics: Metrics, epoch_idx: int) -> Edit | None:
+        """Called at the end of an epoch, before its evaluation. May return an `Edit` of the state."""
+
+    def on_validation_epoch_start(self, epoch_idx: int) -> None:
+        """Called before the evaluation of the validation sets."""
+
+    def on_validation_epoch_end(self, eval_metrics: Metrics, epoch_idx: int) -> Edit | None:
+        """Called after the evaluation of all validation sets. May return an `Edit` of the state.
+
+        Metrics added to `eval_metrics` are logged, returned, and can be monitored.
+        """
+
+    def on_test_epoch_start(self, epoch_idx: int) -> None:
+        """Called before the evaluation of the test sets."""
+
+    def on_test_epoch_end(self, test_metrics: Metrics, epoch_idx: int) -> None:
+        """Called after the evaluation of all test sets. Metrics added to `test_metrics` are logged and returned."""
+
+    def is_new_model_better(self, new_metrics: Mapping[str, Any], old_metrics: Mapping[str, Any] | None) -> bool:
+        """Whether the weights of one validation are better than the best so far, by the metric of `compared_by`."""
+        return weights.is_better(new_metrics, old_metrics, self.compared_by(new_metrics), self.config.saver)
+
+    def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
+        """The metric that compares weights, and "min" or "max"; None if not reported.
+
+        It is the metric that `ModelCheckpoint` monitors; without one, the first reported of `val/val_metric` (min),
+        `val/acc` (max) and `val/loss` (min). Of several validation sets, the first one counts.
+        """
+        return weights.compared_by(metrics, self.config.saver)
+
+    @property
+    def has_custom_comparison(self) -> bool:
+        """Whether this class overrides `is_new_model_better`."""
+        return self._overrides("is_new_model_better")
+
+    # the model and its state
+
+    def build_model(self, inputs: Any, rngs: Any) -> Any:
+        """Builds the model for such inputs. Only an nnx module and a callable pytree have weights already."""
+        return self._model.build(inputs, rngs)
+
+    def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Any:
+        """Initialises the weights: the variables of a linen module, an nnx module, or the parameters of functions."""
+        return self._model.init(exmp_input, init_rng)
+
+    def init_model(self, exmp_input: Batch) -> TrainState:
+        """The initial state: weights from `seed`, and a new optimizer state."""
+        return self.program.init(self._key, exmp_input)
+
+    def pre_model_init_callback(self) -> None:
+        """Called before `init_model`."""
+
+    def post_model_init_callback(self) -> None:
+        """Called after `init_model`, when the state is available."""
+
+    @property
+    def state(self) -> TrainState:
+        """The training state with the last weights. Before training, it is initialised from `seed` and the example."""
+        if self._weights.last is None:
+            self.pre_model_init_callback()
+            self.state = self.init_model(self.exmp_input)
+            self.post_model_init_callback()
+        assert self._weights.last is not None
+        return self._weights.last.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._weights.set(state)
+
+    @property
+    def model(self) -> Any:
+        """The model: a linen module without weights, any other model with those of `state`."""
+        return self._model.module_at(lambda: self.state)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model, and default folder of its runs."""
+        return self._model.name
+
+    def tabulate(self, exmp_input: Batch | None = None) -> str:
+        """A table of the model's modules: inputs, outputs, parameters."""
+        batch = self._transformed_example() if exmp_input is None else exmp_input
+        return self._model.tabulate(self.model, calls.arguments(self.batch_to_input(batch)))
+
+    def print_tabulate(self, exmp_input: Batch | None = None) -> None:
+        """Prints `tabulate`."""
+        safe_console(stderr=False).print(self.tabulate(exmp_input), markup=False, highlight=False, soft_wrap=True)
+
+    def tabulate_params(self) -> str:
+        """A table of the parameters: path, shape, dtype, number of elements."""
+        return parameter_table(self.state.params)
+
+    def layout_table(self) -> LayoutTable | None:
+        """The sharding of the state over the devices; None: one device."""
+        layout = self.program.layout
+        return None if layout is None else layout_table(layout, self.state)
+
+    # the program: device transforms, steps, optimizer
+
+    def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
+        """Transforms a batch on the device before the model sees it; default: `device_transforms`."""
+        return self.device_transforms.apply(key, batch, train=train)
+
+    @property
+    def device_transforms(self) -> DeviceTransforms:
+        """The transforms of the dataset; without one, those of the training data."""
+        return self._transforms.current if self.dataset is None else self.dataset.transforms
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether batches are transformed on the device."""
+        return self._overrides("transform_batch") or bool(self.device_transforms)
+
+    def set_dataset(self, dataset: DatasetModule | None) -> None:
+        """Replaces the dataset: the steps use its transforms, and callbacks see it from the next run on."""
+        self.dataset, self._program = dataset, None
+
+    def create_training_function(self) -> Step:
+        """The uncompiled step `(state, batch) -> (state, metrics)`; an override can use `state.apply_gradients`."""
+        return self._base_program().train_step
+
+    def create_evaluation_function(self) -> Step:
+        """The uncompiled evaluation step, `(state, batch) -> metrics`."""
+        return self._base_program().eval_step
+
+    def create_functions(self) -> tuple[Step, Step]:
+        """The uncompiled training and evaluation steps."""
+        return self.create_training_function(), self.create_evaluation_function()
+
+    def create_jitted_functions(self) -> CompiledProgram:
+        """The program of both steps with all options of the configuration; compiled at its first call."""
+        transform = self.transform_batch if self.has_transforms else None
+        callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
+        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks)
+
+    @property
+    def program(self) -> CompiledProgram:
+        """The compiled program. Before training it can only evaluate: the optimizer depends on the run's length."""
+        if self._program is None:
+            self._program = self.create_jitted_functions()
+        return self._program
 
     def init_optimizer(
         self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
     ) -> optax.GradientTransformation:
         """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator."""
-        try:
-            return self._optimizer.build(self._total_steps(num_epochs, num_train_steps_per_epoch))
-        except SettingsError as error:
-            raise error.under("optimizer") from None
+        return self._build_optimizer(self.config.total_steps(num_epochs, num_train_steps_per_epoch))
+
+    def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
+        """Builds the program that trains on this data, without running it."""
+        self._use_transforms({}, train_loader)
+        made = self.init_optimizer(*self.config.run_length(train_loader, num_epochs))
+        self._builder = self._builder.with_optimizer(made)
+        return self.create_jitted_functions()
+
+    def dry_run(self, train_loader: Any = None) -> DryRun:
+        """Traces the training without computing or writing anything; default: on the loader of the dataset."""
+        self.config.check_limited()
+        dataset = self.dataset
+        if train_loader is None and dataset is not None:
+            train_loader = dataset.train_loader
+        steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
+        report = dry_run(self.prepare(train_loader), self._key, self.exmp_input, steps, type(self), self.configs)
+        self._check_monitored([] if dataset is None or dataset.val_loader is None else ["val"], report.evaluated)
+        return report
+
+    # training
 
     def init_logger(self, folder: RunFolder) -> Logger:
         """Creates the logger of a run in `folder`."""
@@ -164,88 +326,11 @@ class TrainerModule(CheckpointMethods):
 
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Creates the callbacks of a run, by name."""
-        objects = self._callback_objects
-        configured = {name: config for name, config in self.config.callbacks.items() if name not in objects}
-        made = {name: config.instantiate(Callback, run) for name, config in configured.items()}
-        for callback in objects.values():
+        given, configs = self._given_callbacks, self.config.callbacks
+        made = {name: config.instantiate(Callback, run) for name, config in configs.items() if name not in given}
+        for callback in given.values():
             callback.attach(run)
-        return {**made, **objects}
-
-    def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
-        """Builds the program that trains on this data, without running it."""
-        self._use_transforms(transforms_of(train_loader) or DeviceTransforms(), {})
-        made = self.init_optimizer(*self._run_length(train_loader, num_epochs))
-        with noting("This is the return value of `init_optimizer`."):
-            made = checked_optimizer(made)
-        return self._use_optimizer(made)
-
-    def dry_run(self, train_loader: Any = None) -> DryRun:
-        """Traces the training without computing or writing anything; default: on the loader of the dataset."""
-        self.config.check_limited()
-        if train_loader is None and self.dataset is not None:
-            train_loader = self.dataset.train_loader
-        steps = self._total_steps(None, self._steps_per_epoch(train_loader))
-        report = traced(self.prepare(train_loader), self.config.seed, self.exmp_input, steps)
-        has_validation = self.dataset is not None and self.dataset.val_loader is not None
-        self._check_monitored(named_sets("val", [] if has_validation else None), report.evaluated)
-        classes = {path: full_name(cls) for path, cls in classes_in(self.configs)}
-        return replace(report, classes={**classes, "trainer": full_name(type(self))})
-
-    def _run_length(self, train_loader: Any, num_epochs: int | None) -> tuple[int | None, int | None]:
-        """Epochs and steps per epoch, as far as known; a limit in steps is converted to epochs."""
-        epochs = self.config.train_epochs if num_epochs is None else num_epochs
-        steps, limit = self._steps_per_epoch(train_loader), self.config.max_steps or self.config.fast_dev_run
-        if epochs is None and limit:
-            steps = limit if not steps else min(steps, limit)
-            epochs = -(-limit // steps)
-        return epochs, steps
-
-    def _steps_per_epoch(self, train_loader: Any) -> int | None:
-        limits = (_length(train_loader), self.config.max_steps_per_epoch, self.config.overfit_batches or None)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _total_steps(self, num_epochs: int | None, steps_per_epoch: int | None) -> int | None:
-        """The length of the run for schedules; `fast_dev_run` counts only without another limit."""
-        epochs = self.config.train_epochs if num_epochs is None else num_epochs
-        steps = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
-        limits = [limit for limit in (steps, self.config.max_steps) if limit is not None]
-        return min(limits, default=self.config.fast_dev_run or None)
-
-    def _check(
-        self,
-        program: CompiledProgram,
-        evals: Mapping[str, Any],
-        tests: Mapping[str, Any],
-        num_epochs: int | None = None,
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Traces the steps to find mistakes in the loss and the data before anything is written; not in debug mode.
-
-        Returns the sets, which still yield the batches that were read.
-        """
-        if not self.config.debug:
-            state, trained, evaluated = program.shapes(self._key, self.exmp_input)
-            self._check_monitored(evals, evaluated.by_name)
-            if evals:
-                evals = checked_evals(program, state, evals, self.exmp_input, self.config.plan(num_epochs))
-            tests = checked_evals(program, state, tests, self.exmp_input)
-            if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
-                LOG.warning(
-                    "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
-                    "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
-                )
-        return evals, tests
-
-    def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
-        kind = type(self)
-        may_add = kind.on_validation_epoch_end is not TrainerBase.on_validation_epoch_end
-        may_add |= kind.eval_model is not ModelMethods.eval_model or any(
-            map(may_add_metrics, self._callback_objects.values())
-        )
-        if not (may_add or self.has_custom_comparison):
-            others = {name: one.config for name, one in self._callback_objects.items()}
-            self.config.check_monitored(evals, evaluated, others)
-
-    # training
+        return {**made, **given}
 
     @checks_keywords
     def train_model(
@@ -280,212 +365,321 @@ class TrainerModule(CheckpointMethods):
         if "config" not in vars(self):
             kind = type(self).__name__
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
-        num_epochs = None if num_epochs is None else checked_int("num_epochs", num_epochs, 1)
-        plan = self.config.plan(num_epochs)
-        train_source(Data(train_loader), plan)  # refuses data that cannot be iterated, or is too short
+        plan = training.plan_of(self.config, train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         with before_first_step():
-            program = self.prepare(train_loader, num_epochs)
-            self._use_eval_transforms({**evals, **tests})
-            evals, tests = self._check(program, evals, tests, num_epochs)
-            target = broadcast_from_primary(lambda: resolve_target(self, resume, fork=fork))
+            program = self.prepare(train_loader, plan.max_epochs)
+            self._use_transforms({**evals, **tests})
+            evals, tests = self._checked(program, evals, tests, plan)
+            where = run_path_parts(self.config.logger, self.model_name)
+            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
             self._start(program, resume=target.resumes is not None)
-        spec = self._spec(program, plan, self._data(train_loader, evals), tests, target, quiet=quiet)
-        self._run = Run(spec, target)
+        data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
+        spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
+        self._weights.run = Run(spec, target)
         try:
-            return self._run.execute(self._finish)
+            return self._weights.run.execute(self._results)
         finally:
-            self._leave_run()
+            self._weights.leave_run()
 
-    def _spec(
-        self,
-        program: CompiledProgram,
-        plan: Plan,
-        data: Data,
-        tests: Mapping[str, Any],
-        target: RunTarget,
-        *,
-        quiet: bool,
-    ) -> RunSpec:
+    def train_epoch(self, train_loader: Any, epoch_idx: int, train_metrics: Mapping[str, Any] | None = None) -> Metrics:
+        """Trains one epoch from the current state, and returns its metrics; `train_metrics` is ignored.
+
+        An override is called for every epoch of `train_model`, and calls `super().train_epoch(…)`.
+        """
+        if self._weights.run is not None:
+            return full_names(self._weights.run.train_epoch(), "train")
+        if not self._has_optimizer:
+            program = self.prepare(train_loader)
+            self._checked(program, {}, {}, None)
+            self._start(program, resume=False)
+        data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
+        plan = self.config.plan(epoch_idx)
+        self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
+        return metrics
+
+    def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
+        """`iterator` with a progress bar, if it is enabled; options: its label `desc`, and `total`."""
+        return training.tracked(iterator, **options) if self.config.enable_progress_bar else iterator
+
+    def _checked(self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None) -> tuple[Sets, Sets]:
+        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches."""
+        if self.config.debug:
+            return evals, tests
+        shapes = program.shapes(self._key, self.exmp_input)
+        self._check_monitored(evals, shapes[2].by_name)
+        return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
+
+    def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
+        if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
+            self.config.check_monitored(evals, evaluated, self._given_callbacks)
+
+    def _start(self, program: CompiledProgram, *, resume: bool) -> None:
+        """Sets `program` and the initial state; an existing state keeps its weights."""
+        self._program, self._has_optimizer = program, True
+        keeps = self._weights.restart(resume=resume)
+        if keeps:
+            program.init(self._key, self.exmp_input)  # also builds the nnx model
+        state = self.state
+        if keeps or (self._overrides("init_model") and not resume):
+            self.state = weights.with_new_optimizer(program, self._key, state)
+
+    def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
-        config = self.config
+        config, is_custom = self.config, self.has_custom_comparison
+        monitor = (lambda metrics: None) if is_custom else self.compared_by
+        # a test uses the best weights: without a saver, what ranks them must be reported
+        must_rank = is_custom or bool(tests and config.saver is None)
+        eval_model = self.eval_model if self._overrides("eval_model") else None
+        hooks = partial(training.TrainerHooks, {**data.evals, **tests}, eval_model, self._known_metrics)
+        recording = Recording(
+            logger=self.init_logger,
+            callbacks=self._create_callbacks,
+            saver=config.saver,
+            ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
+            keeps_training=False,
+            is_ranked=bool(data.evals),
+            dataset=self.dataset,
+            trainer=self,
+            transforms=training.describe(self.device_transforms),
+            monitors=not is_custom,
+            resume_call="train_model(…, resume={})",
+            **experiment.stored_files(self.configs),
+        )
         return RunSpec(
             program=program,
             plan=plan,
             data=data,
-            init=lambda: self._state_in(target.folder),
+            init=lambda: self.state,
             tests=tests,
-            test_batches=config.test_plan.eval_batches,
-            observers=lambda run: [TrainerHooks(run.context, run.history, {**data.evals, **tests})],
+            observers=lambda run: [hooks(run.context, run.history)],
+            progress=shown,
+            train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
+            on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
+            recording=recording,
             policy=config.guards or "raise",
             max_rollbacks=config.max_rollbacks,
             finite_metrics=config.checked_eval_metrics if config.guards else (),
-            progress=config.enable_progress_bar and not quiet,
-            train_epoch=lambda epoch: self.train_epoch(data.train, epoch),
-            on_open=lambda run: self._report(run, target, quiet=quiet),
-            recording=self._recording(validates=bool(data.evals), must_rank=bool(tests)),
+            test_batches=config.test_plan.eval_batches,
         )
-
-    def _recording(self, *, validates: bool, must_rank: bool) -> Recording:
-        config, is_custom, configs = self.config, self.has_custom_comparison, configs_of(self)
-        monitor = (lambda metrics: None) if is_custom else self.compared_by
-        must_rank &= config.saver is None  # a test uses the best weights: what ranks them must be reported
-        return Recording(
-            logger=self._open_logger,
-            callbacks=self._create_callbacks,
-            files=config_files(configs),
-            hparams=hparams_of(configs),
-            saver=config.saver,
-            ranking=Ranking(monitor, self.is_new_model_better, is_custom=is_custom or must_rank),
-            keeps_training=False,
-            is_ranked=validates,
-            dataset=self.dataset,
-            trainer=self,
-            transforms=self.describe_transforms,
-            monitors=not is_custom,
-            resume_call="train_model(…, resume={})",
-        )
-
-    def _state_in(self, folder: RunFolder) -> TrainState:
-        self.folder = folder  # now that it is locked
-        return self.state
-
-    def _open_logger(self, folder: RunFolder) -> Logger:
-        self.logger = self.init_logger(folder)
-        return self.logger
 
     def _create_callbacks(self, run: RunContext) -> dict[str, Callback]:
+        self.folder, self.logger = RunFolder(run.folder), run.logger  # the folder is locked now
         self.callbacks = self.init_callbacks(run)
         return self.callbacks
 
-    def _report(self, run: Run, target: RunTarget, *, quiet: bool) -> None:
-        """Logs the size of a new model; writes and shows the sharding of the state, if there are several devices."""
-        if not run.is_resumed and run.logger is not None:
-            count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.state.params))
-            run.logger.log_scalar("param/num_model_params", count, 0)
-        if (table := self.layout_table()) is None:
-            return
-        target.write_text(LAYOUT, table.text())
-        if self.config.enable_progress_bar and not quiet and process_group().is_primary:
-            progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
+    def _results(self, run: Run) -> TrainResults:
+        self._weights.leave_run()
+        self._weights.best = run.kept_best
+        return TrainResults(run)
 
-    def _finish(self, run: Run) -> TrainResults:
-        self._leave_run()
-        self._kept_best = run.kept_best
-        return TrainResults(run.history, None if run.kept_best is None else run.kept_best.best, run.tested)
+    # evaluation and prediction; `which`: "best" or "last" weights, see `bind_model`
 
-    def _leave_run(self) -> None:
-        """Takes over the state that the run has reached."""
-        run, self._run = self._run, None
-        if run is not None and run.flat_state is not None:
-            self._flat_state, self._at, self._last_metrics = run.flat_state, run.at, dict([run.evaluated])
+    def eval_model(
+        self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, *, which: Weights | None = None
+    ) -> Metrics:
+        """The metrics on one evaluation set.
 
-    def train_epoch(
-        self, train_loader: Any, epoch_idx: int, train_metrics: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Trains one epoch from the current state, and returns its metrics.
+        An override is called after every evaluation of a run, and the metrics that it adds are logged.
 
-        `train_model` calls it for every epoch. `train_metrics` is ignored: metrics are computed per epoch.
+        Args:
+            data_loader: the data to evaluate on.
+            mode: name of the set, the prefix of its metrics.
+            epoch_idx: the epoch of the evaluation, for overrides.
+            which: "best" or "last" weights, as for `bind_model`.
         """
-        if self._run is not None:
-            return full_names(self._run.train_epoch(), "train")
-        if not self._has_optimizer:
-            program = self.prepare(train_loader)
-            self._check(program, {}, {})
-            self._start(program, resume=False)
-        observer = _EpochMetrics()
-        plan, at = replace(self.config.plan(epoch_idx), max_steps=None), Position(epoch_idx - 1)
-        self.state = run(self.program, self.state, self._data(train_loader, {}), plan, [observer], at)
-        return full_names(observer.metrics, "train")
+        if mode in self._known_metrics:
+            return dict(self._known_metrics[mode])
+        return self._metrics_on({mode: data_loader}, self.config.limit_val_batches, which)
+
+    def test_eval_function(self, val_loader: Any) -> Metrics:
+        """Evaluates one batch, to test the evaluation."""
+        return self._metrics_on({"val": val_loader}, 1)
 
     def test_model(
         self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0, *, which: Weights | None = None
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """The metrics on the test set, or on several of them by name.
 
         Args:
             test_loader: one loader, or several by name.
             apply_callbacks: also notify the callbacks of the last run, whose logger is closed.
             epoch_idx: the epoch passed to the callbacks.
+            which: "best" or "last" weights, as for `bind_model`.
+        """
+        sets, plan = named_sets("test", test_loader), self.config.test_plan
+        if not (apply_callbacks and sets):
+            return self._metrics_on(sets, plan.eval_batches, which)
+        self._use_transforms(sets)
+        state = self._weights_of(which)
+        return training.tested_with_callbacks(self.program, state, sets, plan, epoch_idx, self.callbacks.values())
+
+    def predict(self, data_loader: Any, max_batches: int | None = None, *, which: Weights | None = None) -> Any:
+        """The concatenated model outputs of all batches, as numpy arrays; pass a single batch as `[batch]`.
+
+        Args:
+            data_loader: yields untransformed batches, as the dataset does.
+            max_batches: maximum number of batches.
+            which: "best" or "last" weights, as for `bind_model`.
+        """
+        self._use_transforms({"predict": data_loader})
+        state = self._weights_of(which)  # first: an nnx model is built while it is made
+        outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+
+    def bind_model(
+        self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
+    ) -> Any:
+        """A callable model with a copy of the weights, in evaluation mode.
+
+        It takes inputs as the dataset yields them: with device transforms, such as normalisation, it returns a
+        `BoundModel`, which applies them first. Otherwise it returns the module itself.
+
+        Args:
+            state: use the weights of this state, such as `self.state` in a callback.
             which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
+            transforms: False: return the module itself, for transformed inputs.
         """
-        sets = named_sets("test", test_loader)
-        if apply_callbacks and sets:
-            for name, loader in sets.items():
-                DataSource(loader, name)  # refuses empty data
-            self._use_eval_transforms(sets)
-            state = self._weights(which)
-            at = Event(int(state.step), epoch_idx, FlatState.of(state))
-            for event in eval_events(self.program, at, sets, self.config.test_plan):
-                for callback in self.callbacks.values():
-                    callback.handle(event)
-                if isinstance(event, EvalRoundEnd):
-                    return merged_names(event.metrics)
-        return self._metrics_on(sets, self.config.test_plan.eval_batches, which)
+        module, key = self._model.bind(self._weights_of(which, state)), stream(self._key, "eval transforms")
+        if not (transforms and self.has_transforms):
+            return module
+        transform = lambda batch: self.transform_batch(key, batch, False)
+        return weights.BoundModel(module, self.exmp_input, self.batch_to_input, transform)
 
-    def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
-        """`iterator` with a progress bar, if it is enabled and this is the primary process.
+    def _metrics_on(self, sets: Sets, max_batches: int | None = None, which: Weights | None = None) -> Metrics:
+        if not sets:
+            raise ValueError("No data to evaluate on: the loader is None or empty. Pass at least one set.")
+        self._use_transforms(sets)
+        state = self._weights_of(which)  # first: an nnx model is built while it is made
+        return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
 
-        Options: `desc`, the label of the bar, and `total`.
+    def _weights_of(self, which: Weights | None, state: TrainState | None = None) -> TrainState:
+        if state is None:
+            return select_weights(which, self.state, self._weights.best)
+        if which is not None:
+            raise TypeError("Pass either `state` or `which`, not both.")
+        return state
+
+    # checkpoints
+
+    def save_model(self, metrics: Mapping[str, float] | None = None) -> Path:
+        """Saves the current state as a checkpoint of its run, with `metrics`.
+
+        Default: the metrics of the last evaluation, if it was of this state.
         """
-        if not self.config.enable_progress_bar or jax.process_index():
-            return iterator
-        return track(iterator, options.get("desc", ""), options.get("total"), console=progress_console())
+        store, state = self._store("save to"), self.state
+        at, known = self._weights.position(int(state.step))
+        record = {"metrics": known if metrics is None else metrics, "saver": self.config.saver}
+        return run_folder.save(store, state, at, **record, transforms=training.describe(self.device_transforms))
 
-    def _start(self, program: CompiledProgram, *, resume: bool) -> None:
-        """Sets `program` and the initial state; an existing state keeps its weights."""
-        before, is_overridden = self._flat_state, type(self).init_model is not ModelMethods.init_model
-        self._program, self._has_optimizer, self._at, self._last_metrics = program, True, Position(), {}
-        self._kept_best = None
-        if before is None or resume:
-            self._flat_state = None
-            state = self.state
-        else:
-            state, _ = before.state, program.init(self._key, self.exmp_input)  # `init` also builds the nnx model
-        if (before is not None or is_overridden) and not resume:
-            averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
-            initial = program.init_from_params(self._key, state.params, state.model_state)
-            self.state = initial.replace(extra={**initial.extra, **averaged})
+    def load_model(
+        self, epoch_idx: int = -1, raise_if_not_found: bool = True, *, which: Which | None = None
+    ) -> SavedCheckpoint | None:
+        """Loads the weights of a checkpoint of this run; returns its step, epoch and metrics.
 
-    def _data(self, train_loader: Any, evals: Mapping[str, Any]) -> Data:
-        data = Data(train_loader) if self.dataset is None else self.dataset.data()
-        return replace(data, train=train_loader, evals=evals, resident=self.config.resident)
+        Without any evaluation there is no best checkpoint, and the latest one is loaded.
 
+        Args:
+            epoch_idx: the epoch of the checkpoint; -1: the best one.
+            raise_if_not_found: False: without a checkpoint, keep the current weights and return None.
+            which: instead of the epoch: "best", "latest", or a step.
+        """
+        if self.folder is None and not raise_if_not_found:
+            return None
+        store = self._store("load from")
+        found = run_folder.find_checkpoint(store, epoch_idx, which, must_exist=raise_if_not_found)
+        if found is None:
+            return None
+        self.state, saved = run_folder.restored(store, found, self.state, has_transforms=self.has_transforms)
+        return saved
 
-_KEYWORDS = [name for name in inspect.signature(TrainerModule).parameters if name != "settings"]
+    def load_weights(
+        self,
+        checkpoint: str | Path,
+        *,
+        which: Which = "best",
+        rename: Mapping[str, str | None] | None = None,
+        partial: bool = False,
+        cast: bool = False,
+    ) -> None:
+        """Loads the weights of another run as initial weights, for fine-tuning.
 
+        Training then starts at step 0 with a new optimizer state. By default the checkpoint must have exactly the
+        arrays of this model.
 
-class _EpochMetrics:
-    """Collects the metrics of an epoch."""
+        Args:
+            checkpoint: the other run's folder, or the folder of one of its checkpoints.
+            which: "best" by the metric that the run monitored (without any: the latest), "latest", or a step.
+            rename: names in the checkpoint to names in this model: `{"params.encoder.*": "params.backbone.*"}`; None
+                leaves them out, as in `{"params.head.*": None}`, and this model keeps its own.
+            partial: load the arrays that both have; all others are left unchanged, and logged.
+            cast: convert arrays to this model's precision.
+        """
+        options: dict[str, Any] = {"rename": rename, "partial": partial, "cast": cast}
+        self.state = run_folder.initial_weights(checkpoint, which, self.state, **options)
 
-    def __init__(self) -> None:
-        self.metrics: dict[str, Any] = {}
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint: str | Path,
+        exmp_input: Batch | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        dataset: DatasetModule | None = None,
+        which: Which = "best",
+        overrides: Sequence[str] = (),
+        **own: Any,
+    ) -> Self:
+        """Rebuilds the trainer of a run from its stored configuration, with the weights of its best checkpoint.
 
-    def handle(self, event: Event) -> None:
-        if isinstance(event, EpochEnd):
-            self.metrics = event.metrics
+        Args:
+            checkpoint: the run folder, which may have been moved, or the folder of one of its checkpoints.
+            exmp_input: an example batch, for a run without a stored dataset.
+            model, optimizer: for a run to which these were passed in Python.
+            dataset: for a run whose dataset is not stored, or to evaluate on another one.
+            which: "best", "latest", or a step.
+            overrides: of the stored configuration, such as `num_gpus=1`.
+            own: arguments of a subclass with a custom `__init__`; those with a default may be left out.
+        """
+        parts = {"exmp_input": exmp_input, "model": model, "optimizer": optimizer, "dataset": dataset, "own": own}
+        trainer, step = experiment.rebuilt(cls, Path(checkpoint), overrides, **parts)
+        trainer.load_model(which=which if step is None else step)
+        return trainer
 
+    def save_metrics(self, filename: str, metrics: Mapping[str, Any]) -> None:
+        """Writes `metrics` to `metrics/<filename>.json` in the run's folder."""
+        run_folder.write_metrics(self.folder, filename, metrics)
 
-def _example(exmp_input: Batch, dataset: DatasetModule | None) -> Batch:
-    if exmp_input is None and dataset is None:
-        raise TypeError("Pass `exmp_input`, an example batch, such as `next(iter(train_loader))`.")
-    if callable(getattr(exmp_input, "__next__", getattr(exmp_input, "epoch", None))):
-        kind = type(exmp_input).__name__
-        raise TypeError(f"`exmp_input` is a {kind}, and must be one batch: `exmp_input=next(iter(train_loader))`.")
-    if dataset is not None and not isinstance(dataset, DatasetModule):
-        kind = type(dataset).__name__
-        raise TypeError(f"`dataset` must be a DatasetModule, got a {kind}. Pass loaders to `train_model`.")
-    if exmp_input is None and dataset is not None:
-        return dataset.example()
-    exmp_input = as_example(exmp_input)
-    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(exmp_input)):
-        check_batch(exmp_input, "example batch (`exmp_input`)")
-    return exmp_input
+    @property
+    def configs(self) -> dict[str, Any]:
+        """All configurations, as stored with the run."""
+        own = (self.config, self.model_config, self.optimizer_config, self.dataset, self.other_configs)
+        return experiment.configs_of(type(self), *own)
 
+    def _store(self, purpose: str) -> CheckpointStore:
+        better = self.is_new_model_better if self.has_custom_comparison else None
+        return run_folder.open_store(self.folder, purpose, self.config.saver, better)
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # endless, or a generator
-        return None
+    # what the methods above share
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.config.seed)
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether this trainer has one of these methods of its own, instead of the default."""
+        return any(getattr(getattr(self, name), "__func__", None) is not vars(TrainerModule)[name] for name in names)
+
+    def _base_program(self) -> Program:
+        has_own = self._overrides("create_functions", "create_training_function", "create_evaluation_function")
+        return self._builder.base(getattr(self, self._model.loss_name), self.exmp_input, has_custom_steps=has_own)
+
+    def _transformed_example(self) -> Batch:
+        return self.transform_batch(self._key, self.exmp_input, False)
+
+    def _use_transforms(self, sets: Sets, train_loader: Any = None) -> None:
+        """Uses the transforms of the data, unless the trainer has a dataset."""
+        if self.dataset is None and self._transforms.update(sets, train_loader):
+            self._program = None

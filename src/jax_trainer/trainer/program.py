@@ -1,7 +1,9 @@
-"""Custom training and evaluation steps of a subclass, as steps of a program."""
+"""The program of a trainer: its loss or its custom steps, with the optimizer, transforms and options of a run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Self
 
 import flax.struct
@@ -10,9 +12,12 @@ import optax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
+from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
     Batch,
+    CompiledProgram,
     FlaxState,
+    Layout,
     Metrics,
     Program,
     PyTree,
@@ -20,13 +25,121 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
+    compile_program,
+    explaining,
+    kinds_of,
+    noting,
     stream,
 )
+from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.rng import key_data
+from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.optimizer import checked_optimizer
+from jax_trainer.trainer.config import TrainerConfig
 
 Step = Callable[[Any, Batch], Any]
 ToStepState = Callable[[TrainState, jax.Array, bool], "StepState"]
+
+
+class ProgramBuilder:
+    """Builds the program of a trainer for one optimizer.
+
+    Args:
+        model: the model.
+        config: the options of the program.
+        layout: the layout of the devices; None: one device.
+        tx: the optimizer; default: none, for evaluation.
+    """
+
+    def __init__(
+        self,
+        model: ModelHandle,
+        config: TrainerConfig,
+        layout: Layout | None,
+        tx: optax.GradientTransformation | None = None,
+    ) -> None:
+        self._model, self._config, self._layout = model, config, layout
+        self._tx = optax.identity() if tx is None else tx
+        if tx is not None and config.clip_norm is not None:  # here, and not in the step: custom steps clip, too
+            self._tx = clipped(by_signature(tx), config.clip_norm)
+        self._base: Program | None = None
+
+    def with_optimizer(self, tx: optax.GradientTransformation) -> "ProgramBuilder":
+        """The same for an optimizer that `init_optimizer` has returned."""
+        with noting("This is the return value of `init_optimizer`."):
+            return ProgramBuilder(self._model, self._config, self._layout, checked_optimizer(tx))
+
+    def base(self, loss: Any, example: Batch, *, has_custom_steps: bool) -> Program:
+        """The program without what the configuration adds, made once; custom steps may call its steps."""
+        if self._base is None:
+            config = self._config
+            options = config.program_options.step_options()
+            options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
+            options["clip_norm"] = None  # in the optimizer
+            with explaining(example):
+                program = self._model.program(loss, self._tx, **options)
+            self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
+        return self._base
+
+    def compiled(
+        self, base: Program, steps: Any, transform: Callable[..., Batch] | None, callbacks: Iterable[Any]
+    ) -> CompiledProgram:
+        """The program of both `steps` with all options, compiled at its first call.
+
+        Args:
+            base: the program without options.
+            steps: the training and the evaluation step; those of `base`, or custom ones.
+            transform: transforms batches on the device; None: batches are used as they are.
+            callbacks: callbacks or configurations, which may need further metrics.
+        """
+        if not isinstance(steps, tuple) or len(steps) != 2:
+            raise TypeError(
+                f"`create_functions` must return the training and the evaluation step, got {kinds_of(steps)}."
+            )
+        config = self._config
+        program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=config.accumulate)
+        program = with_needs_of(callbacks, program)
+        if transform is not None:
+            adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
+            program = with_transforms(program, adapted)
+        options = {"debug": config.debug, "eval_seed": config.seed_eval}
+        return compile_program(config.program_options.wrap(program), layout=self._layout, **options)
+
+    @cached_property
+    def _to_step_state(self) -> ToStepState:
+        """A function that makes a `StepState` from a state, the key of a step, and whether it trains."""
+        apply_fn = self._model.apply_fn
+
+        def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
+            fields = {**vars(state), "rng": key_data(key), "root": state.rng}
+            return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
+
+        return to_step_state
+
+
+class LoaderTransforms:
+    """The device transforms that the loaders of a trainer carry, for a trainer without a dataset.
+
+    Attributes:
+        current: the transforms; none before any data.
+    """
+
+    def __init__(self) -> None:
+        self.current, self._are_known = DeviceTransforms(), False
+
+    def update(self, sets: Mapping[str, Any], train_loader: Any = None) -> bool:
+        """Uses the transforms of the training data, or of the first evaluation set that has any, if none are known.
+
+        All `sets` must share them. Returns whether they have changed.
+        """
+        found = [transforms_of(train_loader) or DeviceTransforms()] if train_loader is not None else []
+        found += [self.current] if self._are_known else []
+        found += [one for one in map(transforms_of, sets.values()) if one is not None]
+        before = self.current
+        if found:
+            self.current, self._are_known = common_transforms(found[0], sets), True
+        return self.current != before
 
 
 class StepState(FlaxState):
@@ -79,18 +192,7 @@ def _replaced(self: StepState, **changes: Any) -> StepState:
 StepState.replace = _replaced  # Flax overwrites a `replace` defined in the class body
 
 
-def as_step_state(handle: ModelHandle, tx: optax.GradientTransformation) -> ToStepState:
-    """Returns a function that makes a `StepState` from a state, the key of a step, and whether it trains."""
-    apply_fn = handle.apply_fn
-
-    def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
-        fields = {**vars(state), "rng": key_data(key), "root": state.rng}
-        return StepState(**fields, apply_fn=apply_fn, tx=tx, of_step=handle.step_model(train=train))
-
-    return to_step_state
-
-
-def accepting_step_states(program: Program, to_step_state: ToStepState) -> Program:
+def _accepting_step_states(program: Program, to_step_state: ToStepState) -> Program:
     """`program` whose steps also accept the `StepState` of a custom step that calls them."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
@@ -105,7 +207,7 @@ def accepting_step_states(program: Program, to_step_state: ToStepState) -> Progr
     return program._replace(train_step=train_step, eval_step=eval_step)
 
 
-def with_custom_steps(
+def _with_custom_steps(
     program: Program, train: Step, evaluate: Step, to_step_state: ToStepState, *, micro_batches: int
 ) -> Program:
     """`program` with these custom steps, called with a `StepState`; steps of the program itself are left unchanged."""

@@ -1,0 +1,139 @@
+"""The run folder of a trainer: which one it is, which run it resumes, and how its checkpoints are saved and loaded."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
+from jax_trainer.config import dump_config
+from jax_trainer.core import TrainState
+from jax_trainer.engine import LoopState
+from jax_trainer.logger.jsonl import save_metrics
+from jax_trainer.processes import process_group
+from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
+from jax_trainer.runs.spec import store_in
+from jax_trainer.trainer.experiment import stored_run
+
+LOG = logging.getLogger("jax_trainer")
+FINE_TUNED = ("params", "model_state")
+Resume = bool | Literal["auto"] | str | Path
+Which = int | Literal["best", "latest"]
+
+
+def resolve_target(
+    resume: Resume,
+    folder: RunFolder | None,
+    where: tuple[Path, str, str | None],
+    configs: Mapping[str, Any],
+    *,
+    fork: bool,
+) -> RunTarget:
+    """The folder to write to and the run to resume, the same in all processes; creates the folder of a new run.
+
+    Args:
+        resume, fork: arguments of `train_model`.
+        folder: the trainer's folder.
+        where: the folder of all runs, the name of this one, and its version.
+        configs: all configurations of the trainer.
+    """
+
+    def find() -> RunTarget:
+        if fork and not resume:
+            raise ValueError("`fork` resumes into a new folder: pass `resume`, the run to resume from.")
+        found, step = folder if resume else None, None
+        if resume == "auto":
+            found = RunFolder.find(*where, config_text=dump_config(configs))
+        elif isinstance(resume, str | Path):
+            found, step = run_and_step(Path(resume))
+        elif resume and folder is None:
+            raise ValueError("`resume=True`: this trainer has no run folder. Pass it, as in `resume='runs/…'`.")
+        return RunTarget(RunFolder.create(*where) if found is None or fork else found, found, step)
+
+    return broadcast_from_primary(find)
+
+
+def open_store(
+    folder: RunFolder | None, purpose: str, saver: ModelCheckpointConfig | None, better: Callable[..., bool] | None
+) -> CheckpointStore:
+    """The checkpoints of a trainer's folder, ranked by the metric that `saver` monitors, or by `better`."""
+    return store_in(_existing(folder, purpose), saver, better, is_ranked=True)
+
+
+def _existing(folder: RunFolder | None, purpose: str) -> RunFolder:
+    if folder is None:
+        raise ValueError(f"This trainer has no run folder to {purpose}. Train first, or pass `folder`.")
+    return folder
+
+
+def save(
+    store: CheckpointStore,
+    state: TrainState,
+    at: LoopState,
+    *,
+    metrics: Mapping[str, Any],
+    saver: ModelCheckpointConfig | None,
+    transforms: str,
+) -> Path:
+    """Saves a state with the metrics of its evaluation, and a description of its device transforms."""
+    unknown = {saver.monitor: math.nan} if metrics and saver is not None else {}  # never the best
+    scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+    data = {"loop": at.to_data(), **({"transforms": transforms} if transforms else {})}
+    return store.save(state, at.position, {**unknown, **scalars}, run=data)
+
+
+def find_checkpoint(store: CheckpointStore, epoch: int, which: Which | None, *, must_exist: bool) -> Any:
+    """The checkpoint of an epoch (-1: any), the best or latest one, or that of a step; without a best one, the latest.
+
+    None: there is none, and it need not exist.
+    """
+    if which is None and epoch != -1:
+        saved = store.all()
+        if not any(one.epoch == epoch for one in saved):
+            if not must_exist:
+                return None
+            epochs = ", ".join(str(one.epoch) for one in saved) or "none"
+            raise CheckpointError(
+                f"No checkpoint of epoch {epoch} in {store.folder}. Epochs with a checkpoint: {epochs}."
+            )
+        return [one for one in saved if one.epoch == epoch][-1]
+    if not must_exist and not (which in store.steps() if isinstance(which, int) else store.steps()):
+        return None
+    if which in (None, "best"):
+        return "latest" if store.best() is None else "best"
+    return which
+
+
+def restored(
+    store: CheckpointStore, which: Any, like: TrainState, *, has_transforms: bool
+) -> tuple[TrainState, SavedCheckpoint]:
+    """`like` with the weights of a checkpoint; warns if they were trained with transforms, and the trainer has none."""
+    state, saved = store.restore(which, like=like, only=WEIGHTS)
+    if (trained := saved.run.get("transforms")) and not has_transforms:
+        LOG.warning(
+            f"The weights of {saved.path} were trained on batches with the device transforms {trained}, but this "
+            "trainer has none: `predict`, `bind_model` and evaluations see raw inputs. Pass `dataset=…`, or data "
+            "with `loader.transforms`."
+        )
+    return state, saved
+
+
+def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **options: Any) -> TrainState:
+    """`like` with the weights of a checkpoint of another run; options: see `CheckpointStore.restore`."""
+    folder, step = run_and_step(Path(checkpoint))
+    saver = stored_run(folder).value.trainer.saver
+    best = {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
+    store = CheckpointStore(folder.checkpoints, **best)
+    chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
+    return store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+
+
+def write_metrics(folder: RunFolder | None, filename: str, metrics: Mapping[str, Any]) -> None:
+    """Writes metrics to a file of the run folder, in the primary process."""
+    if process_group().is_primary:
+        save_metrics(_existing(folder, "write to").path, filename, metrics)

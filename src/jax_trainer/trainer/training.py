@@ -1,0 +1,237 @@
+"""A training of a trainer: how a run calls its hooks, what it shows, and what it returns."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
+from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
+from jax_trainer.callbacks.screen import progress_console
+from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
+from jax_trainer.core.layout_table import LayoutTable
+from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position
+from jax_trainer.datasets.transforms import describe_transforms
+from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
+from jax_trainer.engine.batches import train_source
+from jax_trainer.engine.events import Status
+from jax_trainer.processes import process_group
+from jax_trainer.runs import Best, History, Run, Validation, Weights
+from jax_trainer.trainer.config import TrainerConfig
+
+LAYOUT = "layout.txt"
+LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}  # parameters of hooks
+FOREIGN = {  # methods of a LightningModule that a subclass may write, and the equivalent here
+    "configure_optimizers": "init_optimizer",
+    "configure_callbacks": "init_callbacks",
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
+    "predict_step": "predict",
+    "finalize": "on_training_end",
+}
+FOREIGN_STEPS = dict.fromkeys(  # unless it has custom steps, which may have these names
+    ("training_step", "train_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen"
+)
+ELSEWHERE = {  # methods of Lightning and Keras that a user may call, and the equivalent here
+    "fit": "Train with `train_model(train_loader, val_loader)`.",
+    "test": "Test with `test_model(test_loader)`.",
+    **dict.fromkeys(("validate", "evaluate"), "Evaluate with `eval_model(val_loader)`."),
+    **dict.fromkeys(("log", "log_dict"), "Return metrics from the loss to log them: `return loss, {'acc': acc}`."),
+    "load_state_dict": "Load with `load_model()` or `load_from_checkpoint(folder, …)`.",
+    "save_checkpoint": "Save with `save_model()`.",
+}
+
+
+def check_methods(trainer: Any, base: type[Any], *, has_own_step: bool) -> None:
+    """Raises an error for unknown hook names and parameters of a subclass of `base`."""
+    check_hooks(trainer, base, LOADERS, FOREIGN if has_own_step else {**FOREIGN, **FOREIGN_STEPS})
+
+
+def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None) -> Plan:
+    """The plan of a training; refuses data that cannot be iterated, or is too short."""
+    plan = config.plan(None if num_epochs is None else checked_int("num_epochs", num_epochs, 1))
+    train_source(Data(train_loader), plan)
+    return plan
+
+
+def data_of(dataset: DatasetModule | None, train_loader: Any, evals: Mapping[str, Any], *, resident: Any) -> Data:
+    """The data of a training, with the options of the dataset."""
+    data = Data(train_loader) if dataset is None else dataset.data()
+    return replace(data, train=train_loader, evals=evals, resident=resident)
+
+
+def describe(transforms: DeviceTransforms) -> str:
+    """Device transforms as text, the same in every process; "" without any."""
+    words = describe_transforms(transforms) if transforms else ""
+    return re.sub(r" at 0x[0-9a-f]+", "", words)  # addresses differ between processes
+
+
+class TrainerHooks(Callback):
+    """Calls the `on_…` methods of a trainer; the metrics that they add to an evaluation are logged and returned.
+
+    Args:
+        loaders: the evaluation sets by name.
+        eval_model: the trainer's `eval_model`, if a subclass overrides it: the metrics that it adds are added, too.
+        known: where `eval_model` looks for metrics by set, so that they are not computed twice.
+        run: the context of the run.
+        history: takes the added metrics.
+    """
+
+    config: CallbackConfig
+
+    def __init__(
+        self,
+        loaders: Mapping[str, Any],
+        eval_model: Callable[..., dict[str, Any]] | None,
+        known: dict[str, dict[str, Any]],
+        run: RunContext,
+        history: History,
+    ) -> None:
+        super().__init__(CallbackConfig(), run)
+        self._history, self._loaders, self._eval_model, self._known = history, loaders, eval_model, known
+
+    def on_training_start(self) -> None:
+        self.trainer.on_training_start()
+
+    def on_training_end(self) -> None:
+        self.trainer.on_training_end()
+
+    def on_training_epoch_start(self, epoch: int) -> None:
+        call_hook(self.trainer.on_training_epoch_start, epoch_idx=epoch)
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        edit = call_hook(self.trainer.on_training_epoch_end, train_metrics=train_metrics, epoch_idx=epoch)
+        return self._by_trainer(edit)
+
+    def on_validation_epoch_start(self, epoch: int) -> None:
+        call_hook(self.trainer.on_validation_epoch_start, epoch_idx=epoch)
+
+    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        with self._adding_metrics(eval_metrics, epoch) as loader:
+            values = {"eval_metrics": eval_metrics, "epoch_idx": epoch}
+            edit = call_hook(self.trainer.on_validation_epoch_end, {"val_loader": loader}, **values)
+        return self._by_trainer(edit)
+
+    def on_test_epoch_start(self, epoch: int) -> None:
+        call_hook(self.trainer.on_test_epoch_start, epoch_idx=epoch)
+
+    def on_test_epoch_end(self, test_metrics: dict[str, Any], epoch: int) -> None:
+        with self._adding_metrics(test_metrics, epoch) as loader:
+            values = {"test_metrics": test_metrics, "epoch_idx": epoch}
+            call_hook(self.trainer.on_test_epoch_end, {"test_loader": loader}, **values)
+
+    def _by_trainer(self, edit: Edit | None) -> Edit | None:
+        return replace(edit, by=edit.by or type(self.trainer).__name__) if isinstance(edit, Edit) else edit
+
+    @contextmanager
+    def _adding_metrics(self, metrics: dict[str, Any], epoch: int) -> Iterator[Any]:
+        """Yields the evaluated loader, or several by name; logs and keeps what is added to `metrics` meanwhile."""
+        event, before = self.event, dict(metrics)
+        assert isinstance(event, EvalRoundEnd)
+        if self._eval_model is not None:
+            self._known.update({name: full_names(one, name) for name, one in event.metrics.items()})
+            try:
+                for name in event.metrics:
+                    metrics |= self._eval_model(self._loaders[name], name, epoch)
+            finally:
+                self._known.clear()
+        loaders = {name.partition("_")[2] or name: self._loaders[name] for name in event.metrics}
+        yield next(iter(loaders.values())) if len(loaders) == 1 else loaders
+        added = {name: value for name, value in metrics.items() if name not in before}
+        if bare := [name for name in added if "/" not in name]:
+            raise ValueError(
+                f"Metrics that a hook adds need full names, such as 'val/{bare[0]}'; got {', '.join(bare)}."
+            )
+        if added:
+            # later callbacks, such as ModelCheckpoint, see them
+            event.metrics[next(iter(event.metrics))].update(added)
+            self._history.add(event, added)
+            scalars = {name: float(value) for name, value in added.items() if np.ndim(value) == 0}
+            self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
+
+
+class TrainResults(dict[int | str, dict[str, Any]]):
+    """The metrics of the last validation of every epoch, by epoch, and those of the test under "test".
+
+    Attributes:
+        validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
+        status: "completed", or "stopped" if a callback ended the training.
+        reason: why it was stopped.
+        best: epoch, step and metrics of the best weights in validation, which the trainer now uses; None: it uses the
+            last ones.
+        tested: which weights were tested, "best" or "last"; None: no test.
+    """
+
+    def __init__(self, run: Run) -> None:
+        history = run.history
+        super().__init__(history.validated().items())
+        if history.tests:
+            self["test"] = history.tests
+        self.validations: list[Validation] = history.validations
+        self.status: Status = history.status
+        self.reason = history.reason
+        self.best: Best | None = None if run.kept_best is None else run.kept_best.best
+        self.tested: Weights | None = run.tested
+
+
+def named_sets(kind: str, loaders: Any) -> dict[str, Any]:
+    """Evaluation sets by the names that metrics carry: one loader is "val", several are "val_<name>".
+
+    >>> named_sets("val", {"clean": [1], "noisy": [2]})
+    {'val_clean': [1], 'val_noisy': [2]}
+    """
+    if loaders is None:
+        return {}
+    if isinstance(loaders, Mapping):
+        return {kind if name == kind else f"{kind}_{name}": loader for name, loader in loaders.items()}
+    return {kind: loaders}
+
+
+def report_start(run: Run, table: LayoutTable | None, *, shown: bool) -> None:
+    """Logs the size of a new model; writes the sharding of the state, if there are several devices, and shows it."""
+    if run.logger is not None and not run.is_resumed:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.state.params))
+        run.logger.log_scalar("param/num_model_params", count, 0)
+    if table is None or run.target is None:
+        return
+    run.target.write_text(LAYOUT, table.text())
+    if shown and process_group().is_primary:
+        progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
+
+
+def train_one_epoch(
+    program: CompiledProgram, state: TrainState, data: Data, plan: Plan, epoch: int
+) -> tuple[TrainState, dict[str, Any]]:
+    """Trains one epoch outside of a run; returns the state and the metrics of the epoch."""
+    history = History()
+    state = run(program, state, data, replace(plan, max_steps=None), [history], Position(epoch - 1))
+    return state, dict(history.training.get(epoch, {}))
+
+
+def tested_with_callbacks(
+    program: CompiledProgram,
+    state: TrainState,
+    sets: Mapping[str, Any],
+    plan: Plan,
+    epoch: int,
+    callbacks: Iterable[Callback],
+) -> dict[str, Any]:
+    """The metrics of a test outside of a run, of which `callbacks` are notified."""
+    for name, loader in sets.items():
+        DataSource(loader, name)  # refuses empty data
+    for event in eval_events(program, Event(int(state.step), epoch, FlatState.of(state)), sets, plan):
+        for callback in callbacks:
+            callback.handle(event)
+        if isinstance(event, EvalRoundEnd):
+            return merged_names(event.metrics)
+    raise AssertionError("an evaluation ends with its metrics")
+
+
+def tracked(iterator: Iterable[Any], desc: str = "", total: float | None = None) -> Iterable[Any]:
+    """`iterator` with a progress bar in the primary process."""
+    return track(iterator, desc, total, console=progress_console()) if process_group().is_primary else iterator
