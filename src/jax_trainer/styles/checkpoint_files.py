@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
@@ -18,10 +18,9 @@ from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState, driving
 from jax_trainer.runs import loop_state_of
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of
+from jax_trainer.styles.checkpoints import AnyCheckpoint, Checkpoint, Summary, by_full_name, state_of
 
 LOG = logging.getLogger("jax_trainer")
-AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 REGULAR = "regular"
 
 
@@ -41,7 +40,7 @@ class CheckpointFileWriter:
 
     def __call__(self, checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `checkpoint`."""
-        _save(self._store, checkpoint, by_full_name(_metrics(checkpoint)), overwrite=self._overwrite)
+        _save(self._store, checkpoint, by_full_name(checkpoint), overwrite=self._overwrite)
         return checkpoint
 
 
@@ -72,7 +71,7 @@ class _BestCheckpointFileWriter:
 
     def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `summary` if its metric is the best so far."""
-        metrics = by_full_name(_metrics(summary))
+        metrics = by_full_name(summary)
         if self._name not in metrics:
             self._report_missing(summary, metrics)
             return summary
@@ -138,12 +137,18 @@ class CheckpointFileReader:
         target: the `init` of the model, called if there is no checkpoint yet.
     """
 
+    which: ClassVar[Literal["latest", "best"]] = "latest"
+
     dir: str | Path
     target: Callable[..., Any]
 
     def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
         """The state, with the structure of `like`, and the position in the data; None without a checkpoint."""
-        return _read(self._store(), "latest", like)
+        store = self._store()
+        if not store.infos():
+            return None
+        state, saved = store.restore(self.which, like=like, check=loop_state_of)
+        return state, loop_state_of(saved)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(Path(self.dir) / REGULAR)
@@ -153,14 +158,12 @@ class CheckpointFileReader:
 class _BestCheckpointFileReader(CheckpointFileReader):
     """Lets a loop resume from the best checkpoint."""
 
+    which = "best"
     word: ClassVar[str]
     mode: ClassVar[Literal["min", "max"]]
 
     metric: str
     group: str = "eval"
-
-    def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
-        return _read(self._store(), "best", like)
 
     def _store(self) -> CheckpointStore:
         return _best_store(Path(self.dir), self.word, self.mode, self.group, self.metric)
@@ -201,10 +204,6 @@ def _best_store(
     return CheckpointStore(path, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
 
 
-def _metrics(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
-    return {group: {label: float(value) for label, value in m.items()} for group, m in metrics_of(checkpoint).items()}
-
-
 def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, float], *, overwrite: bool) -> None:
     loop_state = checkpoint.loop_state or LoopState()
     same_or_later = [step for step in store.steps() if step >= checkpoint.step]
@@ -225,12 +224,3 @@ def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, 
         store.save(state, loop_state.position, metrics, run={"loop": loop_state.to_data()})
         if later:
             store.completed()
-
-
-def _read(
-    store: CheckpointStore, which: Literal["latest", "best"], like: TrainState
-) -> tuple[TrainState, Position | LoopState] | None:
-    if not store.infos():
-        return None
-    state, saved = store.restore(which, like=like, check=loop_state_of)
-    return state, loop_state_of(saved)
