@@ -133,10 +133,9 @@ def train_fn(
             program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
             compiled = compile_program(program, layout=layout)
             reported = _reported(program, compiled, rng_key, example, val, val_example)
-            followers = [ema.follow for ema in emas]
-            training = Training(
-                plan.eval_every, n_steps, rng_key, objects, called, followers, log_to_wandb=log_to_wandb
-            )
+            writer = ActiveWandb() if log_to_wandb and process_group().is_primary else None
+            training = Training(plan, rng_key, objects, called, writer)
+            training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
                 saver.check(reported, objects.step, training)
             warn_about_slow_hooks(called)
