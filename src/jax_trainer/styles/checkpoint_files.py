@@ -22,6 +22,7 @@ from jax_trainer.styles.checkpoints import AnyCheckpoint, Checkpoint, Summary, b
 
 LOG = logging.getLogger("jax_trainer")
 REGULAR = "regular"
+Extreme = Literal["lowest", "highest"]
 
 
 class CheckpointFileWriter:
@@ -47,8 +48,7 @@ class CheckpointFileWriter:
 class _BestCheckpointFileWriter:
     """Saves the checkpoints whose metric is better than all before, including those already on disk."""
 
-    word: ClassVar[str]
-    mode: ClassVar[Literal["min", "max"]]
+    word: ClassVar[Extreme]
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _BestCheckpointFileWriter:
         stdout: bool = True,
     ) -> None:
         self._name, self._overwrite, self._has_warned = f"{group}/{metric}", overwrite, False
-        self._store = _best_store(Path(output_dir), self.word, self.mode, group, metric, keep)
+        self._store = _best_store(output_dir, self.word, group, metric, keep)
         found = self._store.best()
         self.best = None if found is None else found.metrics[self._name]
         if stdout and self.best is not None:
@@ -75,16 +75,11 @@ class _BestCheckpointFileWriter:
         if self._name not in metrics:
             self._report_missing(summary, metrics)
             return summary
-        value = metrics[self._name]
-        if self._is_better(value):
+        value, sign = metrics[self._name], 1 if self.word == "lowest" else -1
+        if not math.isnan(value) and (self.best is None or sign * value < sign * self.best):
             _save(self._store, summary, metrics, overwrite=self._overwrite)
             self.best = value
         return summary
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None or math.isnan(value):
-            return not math.isnan(value)
-        return value < self.best if self.mode == "min" else value > self.best
 
     def _report_missing(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         kind, available = type(self).__name__, f"Its metrics: {', '.join(sorted(metrics))}."
@@ -110,7 +105,7 @@ class LowestCheckpointFileWriter(_BestCheckpointFileWriter):
         stdout: print the lowest value so far, if checkpoints are on disk.
     """
 
-    word, mode = "lowest", "min"
+    word = "lowest"
 
 
 class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
@@ -125,7 +120,7 @@ class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
         stdout: print the highest value so far, if checkpoints are on disk.
     """
 
-    word, mode = "highest", "max"
+    word = "highest"
 
 
 @dataclass(frozen=True)
@@ -159,14 +154,13 @@ class _BestCheckpointFileReader(CheckpointFileReader):
     """Lets a loop resume from the best checkpoint."""
 
     which = "best"
-    word: ClassVar[str]
-    mode: ClassVar[Literal["min", "max"]]
+    word: ClassVar[Extreme]
 
     metric: str
     group: str = "eval"
 
     def _store(self) -> CheckpointStore:
-        return _best_store(Path(self.dir), self.word, self.mode, self.group, self.metric)
+        return _best_store(self.dir, self.word, self.group, self.metric)
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ class LowestCheckpointFileReader(_BestCheckpointFileReader):
         group: the group of the metric.
     """
 
-    word, mode = "lowest", "min"
+    word = "lowest"
 
 
 @dataclass(frozen=True)
@@ -194,13 +188,11 @@ class HighestCheckpointFileReader(_BestCheckpointFileReader):
         group: the group of the metric.
     """
 
-    word, mode = "highest", "max"
+    word = "highest"
 
 
-def _best_store(
-    folder: Path, word: str, mode: Literal["min", "max"], group: str, metric: str, keep: int = 1
-) -> CheckpointStore:
-    path = safe_join(folder.absolute(), f"{word}_{group}_{metric}")
+def _best_store(folder: str | Path, word: Extreme, group: str, metric: str, keep: int = 1) -> CheckpointStore:
+    path, mode = safe_join(Path(folder).absolute(), f"{word}_{group}_{metric}"), "min" if word == "lowest" else "max"
     return CheckpointStore(path, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
 
 

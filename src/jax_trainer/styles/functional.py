@@ -102,7 +102,8 @@ def train_fn(
         steps_per_call=checked_int("steps_per_call", steps_per_call, 1),
     )
     called, own = checked_hooks(hooks)
-    savers, emas = ([one for one in own if isinstance(one, kind)] for kind in (SaveHook, EmaHook))
+    savers = [one for one in own if isinstance(one, SaveHook)]
+    emas = [one for one in own if isinstance(one, EmaHook)]
     if len(emas) > 1:
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
     given = mesh if shardings is None else shardings

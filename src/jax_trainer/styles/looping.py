@@ -288,7 +288,11 @@ class EvalLoop:
                 f"An EvalLoop must be called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
             )
         self._rounds += 1
-        at = Event(checkpoint.step, self._rounds, FlatState.of(self._state(checkpoint)))
+        key = jax.random.key(0) if self._key is None else self._key
+        # the parts of the state that an evaluation needs; all others are constant
+        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+        at = Event(checkpoint.step, self._rounds, FlatState.of(state))
         # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost
         with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]
             for event in events:
@@ -296,9 +300,3 @@ class EvalLoop:
                     found = {label: float(value) for label, value in event.metrics.items()}
                     return summarised(checkpoint, self._group, found)
         raise self._data_source.exhausted_error(self._rounds)
-
-    def _state(self, checkpoint: Checkpoint) -> TrainState:
-        """The parts of the state that an evaluation needs; all others are constant."""
-        key = jax.random.key(0) if self._key is None else self._key
-        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
-        return TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
