@@ -25,8 +25,8 @@ functions include nested ones and methods, but not lambdas. Packages are the fol
 files are one row.
 
 Knowledge. A file knows of several processes if one of its names (not a comment or a string) contains a word of
-`PROCESS_WORDS`. A file knows linen from nnx if it imports `flax.linen` or `flax.nnx` outside `adapters`, `models` and
-`generative`.
+`PROCESS_WORDS`. A file knows linen from nnx if it imports `flax.linen` or `flax.nnx`; only the packages that define
+modules may: `adapters`, `models`, `generative`, and `testing` with its tiny models.
 """
 
 import argparse
@@ -52,7 +52,7 @@ INTRODUCTION = """## Measured
 `make measure` writes these tables; the docstring of `scripts/measure_architecture.py` defines what is counted. The
 frames have two targets: counted by reading the running path, and in a real stack."""
 PROCESS_WORDS = ("process_group", "is_multi_process", "process_index", "process_count", "multihost")
-MODEL_PACKAGES = ("adapters", "models", "generative")
+MODEL_PACKAGES = ("adapters", "models", "generative", "testing")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -7,9 +7,9 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer.adapters import nnx_program, write_back
+from jax_trainer.adapters import nnx_program
 from jax_trainer.adapters.nnx import nnx_state, nnx_step_program
-from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
+from jax_trainer.adapters.nnx_objects import NnxObjects
 from jax_trainer.core import compile_program
 from jax_trainer.engine import evaluate
 from jax_trainer.testing import TinyNNX, assert_close, assert_same_bits, nnx_loss, numbered_data, short_run
@@ -65,8 +65,7 @@ def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_is_written_
     state = nnx_state(model, optimizer, jax.random.key(0))
     assert_same_bits(state.opt_state, tx.init(state.params))
     other = jax.tree.map(lambda leaf: (np.asarray(leaf) + 7).astype(leaf.dtype), state.replace(rng=None))
-    write_back(model, other)
-    write_back_optimizer(optimizer, other)
+    NnxObjects.of(model, optimizer).update(other)
     assert_same_bits(nnx_state(model, optimizer, jax.random.key(0)).replace(rng=None), other)
 
 
@@ -83,8 +82,7 @@ def test_it_continues_from_the_optimizer_and_writes_back_a_state_that_continues(
     def ours(model: Any, optimizer: nnx.Optimizer) -> None:
         program = nnx_step_program(model, optimizer, train_step)
         state, _ = jax.jit(program.train_step)(program.init(jax.random.key(0), batch), batch)
-        write_back(model, state)
-        write_back_optimizer(optimizer, state)
+        NnxObjects.of(model, optimizer).update(state)
 
     mixed, straight = subject(TRANSFORMATIONS[name], dropout=0.0), subject(TRANSFORMATIONS[name], dropout=0.0)
     for step in (hand_written, ours, hand_written):

@@ -12,6 +12,7 @@ from compoconf import ConfigInterface
 from flax import nnx
 
 from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested
+from jax_trainer.adapters.interfaces import ModelMode, build_model
 from jax_trainer.core import (
     Batch,
     Program,
@@ -26,7 +27,6 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.core.user_frame import attribute_to
-from jax_trainer.interfaces import ModelMode, build_model
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
 

@@ -3,17 +3,18 @@
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from compoconf import ConfigInterface
+from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.adapters.functions import FunctionHandle, is_function_model
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
+from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.adapters.linen_handle import FlaxStateHandle, LinenHandle, is_flax_state, is_linen
 from jax_trainer.adapters.nnx_handle import NnxHandle
 from jax_trainer.core import class_of
-from jax_trainer.interfaces import model_mode
 
 _OF_MODE: dict[str, type[ModelHandle]] = {one.mode: one for one in (LinenHandle, NnxHandle, FunctionHandle)}
 
@@ -28,6 +29,14 @@ def handle_of(model: Any, hooks: ModelHooks | None = None) -> ModelHandle:
         hooks: what the owner of the handle knows and overrides.
     """
     return _kind_of(model)(model, hooks)
+
+
+def module_kind(value: Any) -> Literal["linen", "nnx"] | None:
+    """The kind of a Flax module, or of a class of modules; None for anything else."""
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, nnx.Module):
+        return "nnx"
+    return "linen" if issubclass(kind, nn.Module) else None
 
 
 def _kind_of(model: Any) -> type[ModelHandle]:

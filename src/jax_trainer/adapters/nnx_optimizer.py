@@ -4,12 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jax_trainer.core import PyTree, TrainState, leaf_path
+from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import by_signature
+
+
+def optax_of(optimizer: Any) -> Any:
+    """The optax optimizer of an `nnx.Optimizer`; anything else is returned as it is."""
+    return optimizer.tx if isinstance(optimizer, nnx.Optimizer) else optimizer
 
 
 def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformationExtraArgs:
@@ -45,18 +49,6 @@ def _as_states(extra: Mapping[str, Any]) -> dict[str, Any]:
     if "grad_fn" in extra:
         changed["grad_fn"] = lambda params, *more: nnx.State(extra["grad_fn"](_plain(params), *more))
     return changed
-
-
-def write_back_optimizer(optimizer: nnx.Optimizer, state: TrainState) -> None:
-    """Copies the optimizer state and the step of `state` into `optimizer`."""
-    arrays = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
-    variables = jax.tree_util.tree_leaves_with_path(
-        optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    for path, variable in variables:
-        if (name := leaf_path(path)) in arrays:  # parameters excluded by a mask have no state
-            variable.set_value(jnp.copy(arrays[name]))
-    optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
 
 
 def _plain(tree: PyTree) -> PyTree:

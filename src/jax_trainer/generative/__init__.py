@@ -3,7 +3,6 @@
 A network is any callable `network(x, t, condition)`. The losses and samplers are also available as functions.
 """
 
-from jax_trainer.generative.conditions import dropped, guided, null_condition
 from jax_trainer.generative.consistency import (
     ConsistencyConfig,
     ConsistencyObjective,
@@ -24,7 +23,6 @@ from jax_trainer.generative.consistency_training import (
     consistency_training_loss,
     levels_at,
 )
-from jax_trainer.generative.distilled import Distilled, Frozen, distilled
 from jax_trainer.generative.edm import (
     EDM,
     EDMConfig,
@@ -45,7 +43,18 @@ from jax_trainer.generative.flow_matching import (
     flow_matching_samples,
     flow_times,
 )
-from jax_trainer.generative.networks import Condition, Denoiser, Field, Network
+from jax_trainer.generative.networks import (
+    Condition,
+    Denoiser,
+    Distilled,
+    Field,
+    Frozen,
+    Network,
+    distilled,
+    dropped,
+    guided,
+    null_condition,
+)
 from jax_trainer.generative.objective import Objective, ObjectiveConfig
 from jax_trainer.generative.samplers import (
     Churn,

@@ -7,7 +7,6 @@ import jax
 from compoconf import register
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jax_trainer.generative.conditions import guided
 from jax_trainer.generative.consistency import (
     ConsistencyConfig,
     ConsistencyObjective,
@@ -17,7 +16,7 @@ from jax_trainer.generative.consistency import (
 )
 from jax_trainer.generative.edm import denoiser
 from jax_trainer.generative.flow_matching import flow_denoiser
-from jax_trainer.generative.networks import Condition, Denoiser, Network, computing_in, in_float32, spread, twin
+from jax_trainer.generative.networks import Condition, Denoiser, Network, computing_in, guided, in_float32, spread, twin
 from jax_trainer.generative.samplers import heun_step
 from jax_trainer.settings import AtLeast
 

@@ -1,4 +1,4 @@
-"""The network protocol of generative models, and helpers for calling and copying networks."""
+"""The network protocol of generative models, and networks made of others: guided, cast, with a teacher."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -7,7 +7,9 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Num, PRNGKeyArray
+
+from jax_trainer.models.conditioning import NO_LABEL
 
 Condition = Num[Array, "batch *features"] | None
 Examples = Float[Array, "batch *features"]
@@ -78,3 +80,90 @@ def as_argument(network: Any) -> Any:
 
 def _is_module(part: Any) -> bool:
     return isinstance(part, nnx.Module)
+
+
+# condition dropout in training, and classifier-free guidance
+
+
+def null_condition(condition: Num[Array, "batch *features"]) -> Num[Array, "batch *features"]:
+    """The null condition: `NO_LABEL` for labels, zeros for features."""
+    is_label = jnp.issubdtype(condition.dtype, jnp.integer)
+    return jnp.full_like(condition, NO_LABEL if is_label else 0)
+
+
+def dropped(key: PRNGKeyArray, condition: Condition, rate: float) -> Condition:
+    """`condition`, replaced by the null condition with probability `rate` for each example."""
+    if condition is None or rate == 0:
+        return condition
+    is_dropped = jax.random.bernoulli(key, rate, (len(condition),) + (1,) * (condition.ndim - 1))
+    return jnp.where(is_dropped, null_condition(condition), condition)
+
+
+def guided(network: Network, scale: float) -> Network:
+    """Classifier-free guidance: a network with the output `uncond + scale · (cond − uncond)`.
+
+    Both are computed in one call with twice the batch. A scale of 1 is the network itself, 0 ignores the condition.
+    """
+    if scale == 1:
+        return network
+
+    def unconditional(x: Array, t: Array, condition: Condition) -> Array:
+        return network(x, t, None if condition is None else null_condition(condition))
+
+    def both(x: Array, t: Array, condition: Condition) -> Array:
+        if condition is None:
+            return network(x, t, None)
+        twice = jnp.concatenate([condition, null_condition(condition)])
+        output = network(jnp.concatenate([x, x]), jnp.concatenate([t, t]), twice)
+        conditioned, unconditioned = jnp.split(output, 2)
+        return unconditioned + scale * (conditioned - unconditioned)
+
+    return unconditional if scale == 0 else both
+
+
+# a student and its teacher
+
+
+class Frozen(nnx.Variable):
+    """A weight that is not trained: not an `nnx.Param`, so optimizers and EMA ignore it; checkpoints contain it."""
+
+
+class Distilled(nnx.Module):
+    """A student, which is called and trained, and its frozen teacher. Create it with `distilled`."""
+
+    def __init__(self, student: nnx.Module, frozen: nnx.Module) -> None:
+        self.student = student
+        self.frozen = frozen
+
+    @property
+    def teacher(self) -> Any:
+        """A copy of the teacher in evaluation mode."""
+        return evaluating(self.frozen)
+
+    def __call__(
+        self, x: Float[Array, "batch *features"], t: Float[Array, "batch"], condition: Condition = None
+    ) -> Float[Array, "batch *features"]:
+        """The output of the student."""
+        student: Any = self.student
+        return student(x, t, condition)
+
+
+def distilled(student: nnx.Module, teacher: nnx.Module) -> Distilled:
+    """A `Distilled` of copies of both, with `Frozen` weights of the teacher; the arguments are not modified.
+
+    Pass `teacher` for both to initialize the student with the weights of the teacher.
+    """
+    frozen = jax.tree.map(_frozen, twin(teacher), is_leaf=lambda part: isinstance(part, nnx.Variable))
+    return Distilled(twin(student), frozen)
+
+
+def are_alike(module: nnx.Module, other: nnx.Module) -> bool:
+    """Whether two modules have parameters of the same names and shapes."""
+    one, two = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (module, other))
+    return jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, two)
+
+
+def _frozen(variable: Any) -> Any:
+    # random streams are not weights, and are reseeded when a module is trained
+    is_weight = isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)
+    return Frozen(variable.get_value()) if is_weight else variable

@@ -11,8 +11,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jax_trainer.core import compiled_function
-from jax_trainer.generative.conditions import dropped, guided
-from jax_trainer.generative.networks import Condition, Network, as_argument, evaluating
+from jax_trainer.generative.networks import Condition, Network, as_argument, dropped, evaluating, guided
 from jax_trainer.settings import AtLeast, AtMost, ValueSettings, config_of
 
 

@@ -1,13 +1,6 @@
-"""The other APIs besides `TrainerModule`: `fit`, `train_fn` and `TrainLoop`. All of them run the engine's loop."""
+"""The other APIs besides `TrainerModule`: `fit`, `train_fn` and `TrainLoop`. Each is translated to a `RunSpec`."""
 
-from jax_trainer.styles.fitting.fit import fit
-from jax_trainer.styles.fitting.result import FitResult
-from jax_trainer.styles.fitting.schedule import lr_schedule
-from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
-from jax_trainer.styles.functional.ema import get_ema_hook
-from jax_trainer.styles.functional.hooks import every_n_steps
-from jax_trainer.styles.functional.train_fn import train_fn
-from jax_trainer.styles.looping.checkpoint_files import (
+from jax_trainer.styles.checkpoint_files import (
     CheckpointFileReader,
     CheckpointFileWriter,
     HighestCheckpointFileReader,
@@ -15,11 +8,16 @@ from jax_trainer.styles.looping.checkpoint_files import (
     LowestCheckpointFileReader,
     LowestCheckpointFileWriter,
 )
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary
-from jax_trainer.styles.looping.eval_loop import EvalLoop, EvalTask
-from jax_trainer.styles.looping.loops import TrainLoop, TrainTask
-from jax_trainer.styles.looping.serial import serial
-from jax_trainer.styles.looping.summaries import SummaryLogger, SummaryWriter
+from jax_trainer.styles.checkpointer import get_default_checkpointer
+from jax_trainer.styles.checkpoints import Checkpoint, Summary, SummaryLogger, SummaryWriter, serial
+from jax_trainer.styles.ema import get_ema_hook
+from jax_trainer.styles.fit_result import FitResult
+from jax_trainer.styles.fitting import fit
+from jax_trainer.styles.functional import train_fn
+from jax_trainer.styles.hooks import every_n_steps
+from jax_trainer.styles.loop_tasks import EvalTask, TrainTask
+from jax_trainer.styles.looping import EvalLoop, TrainLoop
+from jax_trainer.styles.schedule import lr_schedule
 
 __all__ = [
     "Checkpoint",

@@ -1,5 +1,6 @@
 """Helpers for tests: tiny models, numbered data, an event recorder, fault injection, assertions."""
 
+from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.testing.assertions import (
     assert_close,
     assert_finite,
@@ -7,8 +8,6 @@ from jax_trainer.testing.assertions import (
     assert_same_bits,
     digest,
 )
-from jax_trainer.testing.data import numbered_data, numbered_loader
-from jax_trainer.testing.faults import FaultInjected, failpoint, fault
 from jax_trainer.testing.models import (
     TinyLinen,
     TinyNNX,
@@ -17,8 +16,7 @@ from jax_trainer.testing.models import (
     nnx_with_weights_of,
     tiny_program,
 )
-from jax_trainer.testing.observers import EventRecorder
-from jax_trainer.testing.runs import short_run
+from jax_trainer.testing.runs import EventRecorder, fault, numbered_data, numbered_loader, short_run
 
 __all__ = [
     "EventRecorder",

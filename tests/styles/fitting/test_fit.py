@@ -34,8 +34,8 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
-from jax_trainer.styles.fitting.fit import fit
-from jax_trainer.styles.fitting.schedule import lr_schedule
+from jax_trainer.styles.fitting import fit
+from jax_trainer.styles.schedule import lr_schedule
 from jax_trainer.testing import FaultInjected, TinyLinen, assert_same_bits, fault
 
 SIZE, STEPS, EPOCHS = 8, 4, 3

@@ -10,7 +10,7 @@ import torch
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.styles.fitting.data import Inputs, as_fit_data, inputs_of, split_of
+from jax_trainer.styles.fit_data import Inputs, as_fit_data, inputs_of, split_of
 
 X, Y = np.arange(20.0).reshape(10, 2), np.arange(10)
 Pair = collections.namedtuple("Pair", ["features", "label"])

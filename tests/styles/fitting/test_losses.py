@@ -13,9 +13,27 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer import SupervisedBatch, fit
-from jax_trainer.styles.fitting.losses import Loss, checked_eval_step, evaluated_by
+from jax_trainer.styles.fit_program import LossForm, checked_eval_step, evaluated_by, loss_of
 
 KEY = jax.random.key(0)
+
+
+class Identity:
+    """A handle of a model whose outputs are its inputs."""
+
+    loss_argument, mode = "model", "nnx"
+
+    def apply(self, model, inputs, train):
+        return inputs
+
+    def loss_subject(self, model):
+        return model
+
+
+def called(loss: Any, outputs: Any, targets: Any, *, train: bool = True, step: Any = 0) -> Any:
+    """What `fit` makes of a loss, for these outputs and targets."""
+    handle: Any = Identity()
+    return loss_of(loss, handle, None)(None, (outputs, targets), train, KEY, step)
 
 
 def on_outputs(logits, labels): ...
@@ -48,7 +66,7 @@ def anything(*args, **kwargs): ...
     ],
 )
 def test_the_form_of_a_loss_is_inferred_from_its_parameters(function, takes_batch, optional):
-    loss = Loss.of(function)
+    loss = LossForm.of(function)
     assert (loss.takes_batch, loss.optional) == (takes_batch, optional)
 
 
@@ -71,13 +89,12 @@ def by_epoch(logits, labels, epoch): ...
 )
 def test_a_loss_that_cannot_be_called_is_an_error(function, message):
     with pytest.raises(TypeError, match=message):
-        Loss.of(function)
+        LossForm.of(function)
 
 
 def test_an_epoch_parameter_keeps_its_default_with_a_warning(caplog):
-    loss = Loss.of(lambda logits, labels, epoch=None: 0.0 if epoch is None else 1.0)
+    assert called(lambda logits, labels, epoch=None: 0.0 if epoch is None else 1.0, 0, 0)[0] == 0
     assert "parameter `epoch`" in caplog.text
-    assert loss.on_outputs(0, 0, KEY, True, 0)[0] == 0
 
 
 def test_a_loss_receives_exactly_its_parameters():
@@ -87,21 +104,21 @@ def test_a_loss_receives_exactly_its_parameters():
         seen.update(train=train, rng=rng, step=step)
         return 1.0
 
-    Loss.of(loss).on_outputs(0, 0, KEY, False, 7)
+    called(loss, 0, 0, train=False, step=7)
     assert (seen["train"], seen["step"]) == (False, 7)
     assert np.array_equal(jax.random.key_data(seen["rng"]), jax.random.key_data(KEY))
 
 
 def test_a_loss_per_example_is_averaged_with_all_that_is_reported_so():
     each = jnp.array([1.0, 2.0, 6.0])
-    value, reported = Loss.of(lambda a, b: (each, {"loss": each, "one": 5.0})).on_outputs(each, each, KEY, True, 0)
+    value, reported = called(lambda a, b: (each, {"loss": each, "one": 5.0}), each, each)
     assert (value, reported) == (3.0, {"loss": 3.0, "one": 5.0})
 
 
 @pytest.mark.parametrize("returned", [(1.0, {}, None), {"loss": 1.0}, None, (1.0, 2.0), [1.0]])
 def test_a_loss_that_returns_something_else_is_an_error(returned):
     with pytest.raises(TypeError, match="loss_fn.* the loss, or the loss and a dict"):
-        Loss.of(lambda a, b: returned).on_batch(0, 0, KEY, True, 0)
+        called(lambda a, b: returned, 0, 0)
 
 
 def test_an_evaluation_gives_a_number_or_several_by_name():
@@ -122,9 +139,8 @@ def test_an_evaluation_that_cannot_be_called_is_an_error(function, message):
 
 @pytest.mark.parametrize("shape", [(3, 3), (3, 1), (4,), (3, 2)])
 def test_a_loss_that_is_neither_one_number_nor_one_per_example_is_refused(shape):
-    loss = Loss.of(lambda a, b: jnp.ones(shape))
     with pytest.raises(ValueError, match=re.escape(str(shape))):
-        loss.on_outputs(jnp.ones((3, 5)), jnp.ones(3), KEY, True, 0)
+        called(lambda a, b: jnp.ones(shape), jnp.ones((3, 5)), jnp.ones(3))
 
 
 MASKED = SupervisedBatch.of(np.zeros((4, 2), np.float32), np.array([0, 0, 1, 1]), mask=np.array([1, 1, 0, 0]))
@@ -161,4 +177,4 @@ def labels_first(labels, logits): ...
 @pytest.mark.parametrize("function", [keras_order, labels_first])
 def test_a_loss_whose_parameters_are_in_the_opposite_order_is_refused(function):
     with pytest.raises(TypeError, match=r"loss_fn\((y_true, y_pred|labels, logits)\).*loss_fn\((y_pred|logits), "):
-        Loss.of(function)
+        LossForm.of(function)

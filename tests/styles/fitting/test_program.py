@@ -15,7 +15,7 @@ from flax.training import train_state
 from jax_trainer.adapters import FunctionModel, linen_program
 from jax_trainer.core import FlaxState, TrainState, compile_program
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.styles.fitting.program import FitOptions, FitTarget, fit_target
+from jax_trainer.styles.fit_program import FitTarget, fit_target
 from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, linen_loss, tiny_program
 
 RNG = np.random.default_rng(0)
@@ -36,7 +36,8 @@ def accuracy(state, batch):
 
 
 def made(given, loss=loss_fn, eval_step=None, optimizer=None, split=None) -> FitTarget:
-    return fit_target(given, FitOptions(loss, eval_step, optimizer, split, 10, 0))
+    options = {"loss_fn": loss, "eval_step": eval_step, "optimizer": optimizer, "split_batch": split}
+    return fit_target(given, **options, total_steps=10)
 
 
 def stepped(trained: FitTarget) -> tuple[TrainState, dict[str, Any], Any]:

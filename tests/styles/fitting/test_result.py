@@ -15,7 +15,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import Every
-from jax_trainer.styles.fitting.fit import fit
+from jax_trainer.styles.fitting import fit
 from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, fault, tiny_program
 
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_trainer.styles.functional.train_fn import train_fn
+from jax_trainer.styles.functional import train_fn
 from jax_trainer.testing import TinyNNX, nnx_loss, numbered_loader
 
 KEY = jax.random.key(3)

@@ -15,8 +15,8 @@ from flax import nnx
 from functional_runs import Calls, Trained, arrays, data, fresh, straight, train_step, trained
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
-from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
-from jax_trainer.styles.functional.ema import get_ema_hook
+from jax_trainer.styles.checkpointer import get_default_checkpointer
+from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.testing import TinyNNX, assert_same_bits, fault
 
 

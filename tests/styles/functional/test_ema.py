@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 from functional_runs import arrays, data, every_weight, fresh, straight, trained
 
-from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
-from jax_trainer.styles.functional.ema import get_ema_hook
-from jax_trainer.styles.functional.hooks import every_n_steps
+from jax_trainer.styles.checkpointer import get_default_checkpointer
+from jax_trainer.styles.ema import get_ema_hook
+from jax_trainer.styles.hooks import every_n_steps
 from jax_trainer.testing import assert_close, assert_same_bits
 
 DECAY = 0.8

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_trainer.styles.functional import flax_nnx
+from jax_trainer.adapters import flax_nnx
 
 WRT: dict[str, Any] = {"wrt": nnx.Param}
 KINDS: list[tuple[Any, dict[str, Any]]] = [(nnx.Optimizer, WRT), (flax_nnx.Optimizer, WRT), (flax_nnx.Optimizer, {})]

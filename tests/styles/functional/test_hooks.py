@@ -5,9 +5,8 @@ import pytest
 from functional_runs import Calls, arrays, fresh, train_step, trained, val_step
 
 from jax_trainer.engine import StopTraining
-from jax_trainer.styles.functional import mirror as functional_mirror
-from jax_trainer.styles.functional.ema import get_ema_hook
-from jax_trainer.styles.functional.hooks import every_n_steps
+from jax_trainer.styles.ema import get_ema_hook
+from jax_trainer.styles.hooks import Mirror, every_n_steps
 from jax_trainer.testing import assert_same_bits
 
 
@@ -15,13 +14,13 @@ from jax_trainer.testing import assert_same_bits
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps at which the caller's model is written."""
     steps: list[int] = []
-    write = functional_mirror.Mirror._write
+    write = Mirror._write
 
     def noting(mirror: Any, state: Any) -> None:
         steps.append(int(state.step))
         write(mirror, state)
 
-    monkeypatch.setattr(functional_mirror.Mirror, "_write", noting)
+    monkeypatch.setattr(Mirror, "_write", noting)
     return steps
 
 

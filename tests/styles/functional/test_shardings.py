@@ -9,7 +9,7 @@ from functional_runs import arrays, data, straight, trained
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.init_mesh import init_ddp_mesh
-from jax_trainer.styles.functional.shardings import layout_from
+from jax_trainer.styles.functional import layout_from
 from jax_trainer.testing import assert_close
 
 DATA, NONE = PartitionSpec("data"), PartitionSpec()

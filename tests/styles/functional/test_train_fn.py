@@ -13,14 +13,13 @@ import pytest
 from flax import nnx
 from functional_runs import KEY, STEPS, Calls, arrays, data, fresh, straight, train_step, trained, val_step
 
-from jax_trainer.adapters import nnx_program
+from jax_trainer.adapters import flax_nnx, nnx_program
 from jax_trainer.core import NonFiniteError, compile_program, lazy_import
 from jax_trainer.datasets import DataError
 from jax_trainer.engine import Plan, run
-from jax_trainer.styles.functional import flax_nnx
-from jax_trainer.styles.functional.checkpointer import get_default_checkpointer
-from jax_trainer.styles.functional.ema import get_ema_hook
-from jax_trainer.styles.functional.train_fn import train_fn
+from jax_trainer.styles.checkpointer import get_default_checkpointer
+from jax_trainer.styles.ema import get_ema_hook
+from jax_trainer.styles.functional import train_fn
 from jax_trainer.testing import TinyNNX, assert_same_bits, nnx_loss
 
 

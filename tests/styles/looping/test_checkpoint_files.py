@@ -18,7 +18,7 @@ import pytest
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.core.failpoints import arm
 from jax_trainer.engine import is_by_ctrl_c
-from jax_trainer.styles.looping.checkpoint_files import (
+from jax_trainer.styles.checkpoint_files import (
     CheckpointFileReader,
     CheckpointFileWriter,
     HighestCheckpointFileReader,
@@ -26,8 +26,9 @@ from jax_trainer.styles.looping.checkpoint_files import (
     LowestCheckpointFileReader,
     LowestCheckpointFileWriter,
 )
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, state_of, summarised
-from jax_trainer.styles.looping.loops import TrainLoop, TrainTask
+from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
+from jax_trainer.styles.loop_tasks import TrainTask
+from jax_trainer.styles.looping import TrainLoop
 from jax_trainer.testing import assert_same_bits
 
 X = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 10

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of, summarised
+from jax_trainer.styles.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of, summarised
 
 WEIGHTS = {"kernel": np.full((2, 2), 2.0, np.float32), "bias": np.full(9, 1.0, np.float32)}
 GRADS = {"kernel": np.full((2, 2), 0.5, np.float32), "bias": np.zeros(9, np.float32)}
@@ -21,7 +21,7 @@ def test_a_summary_is_the_checkpoint_with_metrics_in_groups():
     assert isinstance(summary, Summary)
     assert (summary.step, summary.model_params, summary.loss) == (8, WEIGHTS, 0.5)
     assert list(summary.metrics) == ["train", "eval", "held_out"]
-    assert by_full_name(summary.metrics)["held_out/acc"] == 0.25
+    assert by_full_name(summary)["held_out/acc"] == 0.25
 
 
 def test_a_group_that_is_measured_again_has_the_new_metrics():

@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 from flax.core import FrozenDict
 
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary
+from jax_trainer.styles.checkpoints import Checkpoint, Summary
 from jax_trainer.testing import assert_same_bits
 
 # what the document imports, from where it is here

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jax_trainer.datasets import ArrayLoader, DataError
-from jax_trainer.styles.looping.checkpoints import Checkpoint
-from jax_trainer.styles.looping.eval_loop import EvalLoop, EvalTask
+from jax_trainer.styles.checkpoints import Checkpoint
+from jax_trainer.styles.loop_tasks import EvalTask
+from jax_trainer.styles.looping import EvalLoop
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(10, 3)).astype(np.float32), RNG.normal(size=10).astype(np.float32)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from redex import combinator
 
-from jax_trainer.styles.looping.checkpoints import Checkpoint
-from jax_trainer.styles.looping.serial import serial
+from jax_trainer.styles.checkpoints import Checkpoint, serial
 
 CHECKPOINT = Checkpoint({}, {}, (), {}, 0.5, 1, 0.1, 3)
 

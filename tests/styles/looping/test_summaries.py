@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from event_files import scalars_in  # type: ignore[import-not-found] - beside the tests of the logger
 
-from jax_trainer.styles.looping.checkpoints import Checkpoint, summarised
-from jax_trainer.styles.looping.summaries import SummaryLogger, SummaryWriter
+from jax_trainer.styles.checkpoints import Checkpoint, SummaryLogger, SummaryWriter, summarised
 
 WEIGHTS = {"w": np.full(4, 1.0, np.float32)}
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch, noting
-from jax_trainer.datasets import ArrayLoader, DataError
+from jax_trainer.datasets import ArrayLoader, DataError, DataSource
 from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
 from jax_trainer.datasets.peek import peeked
 
@@ -52,6 +52,18 @@ def as_fit_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, shu
         )
     example, data = peeked(batch(batch_size), name)
     return FitData(data, example, from_arrays=False)
+
+
+def as_eval_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, is_repeated: bool) -> Any:
+    """Returns `data` as a source of batches to evaluate on, once or repeatedly."""
+    if is_arrays(data) or callable(getattr(data, "batch", None)):
+        return as_fit_data(data, name, split, batch_size=batch_size, shuffle=False, seed=0).data
+    if DataSource(data, name, may_be_empty=True).is_one_shot and is_repeated:
+        raise DataError(
+            f"`test_ds` is an iterator that can be used only once ({type(data).__name__}), but the run evaluates "
+            "several times. Pass a list, a loader, or a function that returns a new iterator."
+        )
+    return data
 
 
 def _is_single(example: Batch, split: SplitBatch) -> bool:

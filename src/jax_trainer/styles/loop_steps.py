@@ -23,7 +23,7 @@ from jax_trainer.engine import (
     driving,
 )
 from jax_trainer.runs import Run, RunSpec
-from jax_trainer.styles.looping.checkpoints import Checkpoint
+from jax_trainer.styles.checkpoints import Checkpoint
 
 NO_END = 2**62  # steps: the caller sets the goal of each call
 

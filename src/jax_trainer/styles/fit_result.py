@@ -14,8 +14,8 @@ from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate, predictions
 from jax_trainer.runs import Best, Run, Weights, select_weights, used_by_default
-from jax_trainer.styles.fitting.data import Inputs
-from jax_trainer.styles.fitting.program import FitTarget
+from jax_trainer.styles.fit_data import Inputs
+from jax_trainer.styles.fit_program import FitTarget
 
 _GUARD_PREFIX = "guard/"  # always 0 here: a run ends at the first non-finite step
 _OPTIMIZER_PREFIX = "optimizer/"  # metrics that are not about the model

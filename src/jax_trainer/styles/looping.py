@@ -1,78 +1,50 @@
-"""`TrainLoop`: an iterator over training that yields checkpoints."""
+"""`TrainLoop` and `EvalLoop`: an iterator over training that yields checkpoints, and what evaluates them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import linen as nn
-from flax import nnx
-from flax.core.scope import CollectionFilter, DenyList, in_filter
+from flax.core.scope import CollectionFilter, DenyList
 from jax.sharding import Mesh
 
-from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
-    Batch,
+    FlatState,
     Layout,
-    Metrics,
-    Program,
     ProgramOptions,
-    PyTree,
     TrainState,
-    check_call,
     checked_int,
-    checked_loss,
-    class_of,
     compile_program,
-    kinds_of,
-    make_program,
     readable_bytes,
     resolve_layout,
-    streams,
 )
-from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.output import OUT
-from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
+from jax_trainer.core.rng import key_data
+from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.peek import peeked
-from jax_trainer.engine import LoopState
-from jax_trainer.optimizer import checked_optimizer
-from jax_trainer.styles.looping.calls import Collections, ModelCall, split
-from jax_trainer.styles.looping.checkpoint_files import CheckpointFileReader
-from jax_trainer.styles.looping.checkpoints import Checkpoint, number_of_weights, state_of
-from jax_trainer.styles.looping.steps import Steps
+from jax_trainer.engine import EvalEnd, Event, LoopState, Plan, eval_events
+from jax_trainer.styles.checkpoint_files import CheckpointFileReader
+from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
+from jax_trainer.styles.loop_steps import Steps
+from jax_trainer.styles.loop_tasks import (
+    SOWN,
+    Collections,
+    EvalTask,
+    TrainTask,
+    check_function,
+    eval_program,
+    first_variables,
+    train_program,
+)
 from jax_trainer.suggestions import checks_keywords
 
-SOWN = "intermediates"  # the Flax collection of sown values
 ALL_BUT_SOWN = DenyList(SOWN)
-
-
-@checks_keywords
-@dataclass(frozen=True, eq=False)
-class TrainTask:
-    """The model, optimizer, loss and data of a training.
-
-    Args:
-        apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
-        optimizer: an optax optimizer.
-        loss: a function `(*outputs, *targets)` that returns a scalar.
-        data: yields pairs of inputs and targets, `(x, y)`, each an array or a tuple of arrays: `((x1, x2), ())`. An
-            iterator, a list, a loader, or a function that returns an iterator; all but the first start over at the end.
-    """
-
-    apply: Callable[..., Any] = field(repr=False)
-    optimizer: optax.GradientTransformation = field(repr=False)
-    loss: Callable[..., Any]
-    data: Any = field(repr=False)
-
-    def __post_init__(self) -> None:
-        checked_optimizer(self.optimizer)
-        _check_function("TrainTask.apply", self.apply, "apply")
-        _check_function("TrainTask.loss", self.loss)
 
 
 @checks_keywords
@@ -113,14 +85,16 @@ class TrainLoop:
         if not isinstance(task, TrainTask):
             raise TypeError(f"`task` must be a TrainTask, got a {type(task).__name__}.")
         if not isinstance(init, CheckpointFileReader | Checkpoint):
-            _check_function("init", init, "init")
+            check_function("init", init, "init")
         if rnkey is not None and not hasattr(rnkey, "dtype"):
             raise TypeError(f"`rnkey` must be a key, such as `jax.random.key(0)`, got {rnkey!r}.")
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_printed_size = stdout, False
         data = Data.of(task.data)
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
-        program = _program(init, task, Collections.of(collections), mutable_collections, options)
+        names = Collections.of(collections)
+        first = _first_variables(init, names.init)
+        program = train_program(first, task, names.apply, mutable_collections, options)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
         program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
         layout = resolve_layout(options.mesh)
@@ -202,7 +176,8 @@ class TrainLoop:
 
     def _to(self, step: int, *, yields_partial: bool) -> Checkpoint:
         if not self._has_printed_size:
-            number, size = number_of_weights(self._steps.params)
+            weights = jax.tree.leaves(self._steps.params)
+            number, size = (sum(getattr(one, name) for one in weights) for name in ("size", "nbytes"))
             self._print(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
             self._has_printed_size = True
         return self._steps.to(step, yields_partial=yields_partial)
@@ -239,44 +214,11 @@ class TrainLoop:
             OUT.write(f"{text}\n")
 
 
-def _program(
-    init: Callable[..., Any] | CheckpointFileReader | Checkpoint,
-    task: TrainTask,
-    collections: Collections,
-    mutable: CollectionFilter,
-    options: ProgramOptions,
-) -> Program:
-    target = init.target if isinstance(init, CheckpointFileReader) else init
-    call = ModelCall(task.apply, collections.apply)
-
-    def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        if isinstance(target, Checkpoint):
-            return target.model_params, target.model_state
-        flags = mode_flags(target, train=False, only_required=True)
-        made = dict(target(streams(key, *collections.init), *split(batch)[0], **flags))
-        made.pop(SOWN, None)  # sown during initialisation, not needed later
-        return made.pop("params", {}), made
-
-    def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
-        inputs, targets = split(batch)
-        outputs, changed = call(params, model_state, inputs, rng, train=True)
-        check_call(task.loss, "TrainTask.loss", *("outputs" for _ in outputs), *("targets" for _ in targets))
-        loss = task.loss(*outputs, *targets)
-        if isinstance(loss, tuple | dict):
-            raise TypeError(
-                f"`TrainTask.loss` must return a scalar, got {kinds_of(loss)}. Compute other metrics in an `EvalTask`."
-            )
-        loss = checked_loss(loss, "TrainTask.loss")
-        check_loss(loss, {"predictions": outputs, "targets": targets})
-        check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
-        kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
-        return loss, (kept, {})
-
-    def no_eval_step(state: TrainState, batch: Batch) -> Metrics:
-        return Metrics({}, 0)
-
-    program = make_program(variables, loss_fn, task.optimizer, **options.step_options())
-    return program._replace(eval_step=no_eval_step)
+def _first_variables(init: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function `(key, batch)` that returns the variables that the model starts from."""
+    if isinstance(init, Checkpoint):
+        return lambda key, batch: (init.model_params, init.model_state)
+    return first_variables(init.target if isinstance(init, CheckpointFileReader) else init, names)
 
 
 def _check_fits(state: TrainState, outline: TrainState) -> None:
@@ -307,15 +249,54 @@ def _layout(devices: Sequence[Any] | None) -> Layout | None:
     return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
 
 
-def _check_function(name: str, function: Any, of_module: str = "") -> None:
-    if of_module and isinstance(function, nn.Module):
-        raise TypeError(f"`{name}` is the module {type(function).__name__}. Pass its method: `model.{of_module}`.")
-    if isinstance(function, nnx.Module) or (isinstance(function, type) and issubclass(function, nnx.Module)):
-        raise TypeError(
-            f"`{name}` is an nnx module, but `TrainLoop` trains linen modules and functions. Train an nnx module with "
-            "`train_fn` or `fit`."
-        )
-    if not callable(function):
-        raise TypeError(
-            f"`{name}` must be a function, such as `model.{of_module or 'apply'}`, got a {class_of(function)}."
-        )
+@checks_keywords
+class EvalLoop:
+    """Evaluates the checkpoints that it is called with; returns them with metrics, as summaries.
+
+    Iterator data continues where the previous evaluation stopped; a list or a loader starts over.
+
+    Args:
+        task: the metrics and the data.
+        rnkey: random key of the evaluations, the same for each of them.
+        n_steps: number of batches per evaluation.
+        collections: names of the model's random streams, under "apply".
+        group: the group of the metrics in the summary.
+    """
+
+    def __init__(
+        self,
+        task: EvalTask,
+        rnkey: jax.Array | None = None,
+        n_steps: int = 1,
+        collections: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group: str = "eval",
+    ) -> None:
+        if not isinstance(task.metrics, Mapping) or not all(map(callable, task.metrics.values())):
+            raise TypeError(f"`EvalTask(metrics=…)` must be a dict of functions by label, got {task.metrics!r}.")
+        if not task.metrics:
+            raise ValueError("`EvalTask(metrics=…)` is empty. Pass at least one metric function.")
+        self._key, self._group, self._rounds = rnkey, group, 0
+        self._plan = Plan(max_steps=0, eval_batches=n_steps)
+        self._data_source = DataSource(task.data, group)
+        self._program = compile_program(eval_program(task, Collections.of(collections).apply))
+
+    def __call__(self, checkpoint: Checkpoint) -> Summary:
+        """Returns `checkpoint` with its evaluation and training metrics."""
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"An EvalLoop must be called with a checkpoint of a TrainLoop, got a {type(checkpoint).__name__}."
+            )
+        self._rounds += 1
+        key = jax.random.key(0) if self._key is None else self._key
+        # the parts of the state that an evaluation needs; all others are constant
+        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+        at = Event(checkpoint.step, self._rounds, FlatState.of(state))
+        # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost
+        with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]
+            for event in events:
+                if isinstance(event, EvalEnd):
+                    found = {label: float(value) for label, value in event.metrics.items()}
+                    return summarised(checkpoint, self._group, found)
+        raise self._data_source.exhausted_error(self._rounds)

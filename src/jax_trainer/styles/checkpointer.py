@@ -8,21 +8,19 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jax_trainer.adapters.nnx import nnx_state, write_back
-from jax_trainer.adapters.nnx_optimizer import write_back_optimizer
+from jax_trainer.adapters.nnx_objects import NnxObjects
 from jax_trainer.checkpoint import direction
 from jax_trainer.checkpoint.direction import Mode
 from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, SaveError
 from jax_trainer.core import PyTree, TrainState, checked_int, step_of
+from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Event, Every, FitEnd, FitStart, Observer, SavePoint, StepMetrics
+from jax_trainer.engine import Event, Every, FitEnd, FitStart, SavePoint, StepMetrics
 from jax_trainer.runs import loop_state_of
 from jax_trainer.settings import checked
-from jax_trainer.styles.functional.hooks import ResumePoint, Training, TrainingHook
-from jax_trainer.styles.functional.report import MetricReport, is_settled
+from jax_trainer.styles.hooks import MetricReport, Training, TrainingHook, numbers
 from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
@@ -69,23 +67,19 @@ def get_default_checkpointer(
 
 
 def _restore(store: CheckpointStore, which: Literal["best", "latest"], objects: tuple[Any, ...]) -> Any:
-    model, optimizer = objects if len(objects) == 2 else (getattr(objects[0], "model", None), objects[0])
-    if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError("Pass a model and its nnx.Optimizer, or an nnx.ModelAndOptimizer.")
+    restored = NnxObjects.of(*(objects if len(objects) == 2 else (None, objects[0])))
     store.wait()
     has_no_best = which == "best" and store.best() is None and store.all()
     if has_no_best or not store.infos():  # where all are damaged, `restore` raises
         LOG.warning(f"No {which} checkpoint in {store.folder}: model and optimizer are unchanged.")
     else:
-        like = nnx_state(model, optimizer, jax.random.key(0))
-        state, saved = store.restore(which, like, only=TRAINED, check=usable)
-        write_back(model, state)
-        write_back_optimizer(optimizer, state)
+        state, saved = store.restore(which, restored.state(jax.random.key(0)), only=TRAINED, check=_usable)
+        restored.update(state)
         LOG.info(f"Restored step {saved.step} from {saved.path}.")
-    return objects if len(objects) == 2 else optimizer
+    return objects if len(objects) == 2 else objects[0]
 
 
-def usable(saved: SavedCheckpoint) -> None:
+def _usable(saved: SavedCheckpoint) -> None:
     """Raises a `CheckpointError` if a training cannot be resumed from the record of this checkpoint."""
     loop_state_of(saved)
     with damage(saved.path, "the states of the hooks"):
@@ -96,39 +90,41 @@ def usable(saved: SavedCheckpoint) -> None:
 
 
 class SaveHook(TrainingHook):
-    """Saves checkpoints: in `train_fn`, in the background, everything that is needed to resume exactly.
+    """Saves checkpoints: in `train_fn`, as an observer in the background, all that is needed to resume exactly.
 
     Called in a custom loop, it saves the model and the optimizer.
     """
 
+    # of the current training
+    _training: Training
+    _first: int  # its first step
+    _saved: tuple[int, bool]  # the step of the last save, and whether it had been evaluated
+
     def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
-        self._store, self.criterion = store, criterion
+        self._store, self._criterion = store, criterion
         self.every_n_steps = checked_int("save_every_n_steps", every_n_steps, 1)
+        self.saves_every = Every(steps=self.every_n_steps)
 
     def __call__(
-        self,
-        step: int,
-        *,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, step: int, *, model: Any, optimizer: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Saves in a custom loop if `step` is due; `metrics` are those of this step, if any."""
         if step % self.every_n_steps == 0:
-            state = nnx_state(model, optimizer, jax.random.key(0))
+            state = NnxObjects.of(model, optimizer).state(jax.random.key(0))
             state = state.replace(step=jax.numpy.full_like(state.step, step))
             self._store.save(state, Position(), self._compared(metrics or {}), wait=False)
+
+    # in `train_fn`
 
     def check(self, reported: Iterable[str] | None, first: int, training: Training) -> None:
         """Refuses an unknown criterion; warns if no saved state will have been evaluated."""
         if reported is None:
-            LOG.warning(f"No validation data: no checkpoint can be the best by `criterion_key={self.criterion!r}`.")
+            LOG.warning(f"No validation data: no checkpoint can be the best by `criterion_key={self._criterion!r}`.")
             return
         known = sorted(reported)
-        if self.criterion not in known:
+        if self._criterion not in known:
             raise ValueError(
-                f"`criterion_key` is {self.criterion!r}, which is not reported. Reported metrics: {', '.join(known)}."
+                f"`criterion_key` is {self._criterion!r}, which is not reported. Reported metrics: {', '.join(known)}."
             )
         common = math.lcm(self.every_n_steps, training.evaluations.steps)
         if first < training.last < common * (first // common + 1):
@@ -138,18 +134,21 @@ class SaveHook(TrainingHook):
                 "best. Make one a multiple of the other."
             )
 
-    def resume_point(self, state: TrainState, training: Training) -> ResumePoint | None:
-        """The checkpoint with exactly these weights, if any; refuses to mix two trainings in one folder."""
+    def start(self, state: TrainState, training: Training) -> tuple[TrainState, SavedCheckpoint] | None:
+        """Starts a training; returns the checkpoint with exactly these weights, if any, from which it resumes.
+
+        Refuses to mix two trainings in one folder.
+        """
+        self._training = training
         step, checkpoints = step_of(state), self._store.all()
         trains = step < training.last  # otherwise nothing in the folder changes
         for saved in checkpoints:
             if saved.step == step and (restored := self._same(state, saved)) is not None:
                 if trains:
                     self._store.mark_resumed_from(saved)
-                key = saved.run.get("key")
-                if key is not None and key != _key_data(training.key):
+                if saved.run.get("key") not in (None, _key_of(training)):
                     LOG.warning("`rng_key` differs from that of the checkpoint: random numbers differ from here on.")
-                return ResumePoint(restored, loop_state_of(saved), saved.callbacks)
+                return restored, saved
         if trains and (later := [saved.step for saved in checkpoints if saved.step >= step]):
             raise CheckpointError(
                 f"{self._store.folder} has checkpoints of another training, up to step {later[-1]}, and this one "
@@ -158,46 +157,19 @@ class SaveHook(TrainingHook):
             )
         return None
 
-    def observers(self, training: Training) -> list[Observer]:
-        return [_Saving(self._store, Every(steps=self.every_n_steps), self._compared, training)]
-
-    def _compared(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics to save; empty if the criterion is not among them."""
-        numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        return numbers if self.criterion in numbers else {}
-
-    def _same(self, state: TrainState, saved: SavedCheckpoint) -> TrainState | None:
-        """The state of the checkpoint, if its weights equal those of `state`."""
-        try:
-            restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True, check=usable)
-        except CheckpointError:
-            return None
-        return restored if all(_equal(getattr(state, name), getattr(restored, name)) for name in TRAINED) else None
-
-
-class _Saving:
-    """Saves when due, at the last step, and when a training ends early."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        every: Every,
-        compared: Callable[[Mapping[str, Any]], dict[str, float]],
-        training: Training,
-    ) -> None:
-        self._store, self.saves_every, self._compared, self._training = store, every, compared, training
-        self._first = 0
-        self._saved = (0, False)  # the step of the last save, and whether it had been evaluated
-
     def handle(self, event: Event) -> None:
+        """Saves when due, at the last step, and when a training ends early."""
         match event:
             case FitStart():
-                self._first = event.step
+                self._first, self._saved = event.step, (0, False)
                 self._store.prepare(event.state)
             case StepMetrics():
                 self._store.check()
             case SavePoint() if event.step > self._first and self._is_due(event):
-                self._save(event)
+                metrics = self._compared(self._training.report.evaluated(event.step))
+                if self._saved != (event.step, bool(metrics)):
+                    self._save(event, metrics)
+                    self._saved = (event.step, bool(metrics))
             case FitEnd():
                 (self._store.completed if event.status in ("completed", "stopped") else self._store.wait)()
 
@@ -205,23 +177,30 @@ class _Saving:
         if event.reason is not None:
             return not isinstance(event.reason, SaveError)
         is_time = self.saves_every.at_step(event.step) or event.step == self._training.last
-        return is_time and is_settled(event, self._training.evaluations)
+        return is_time and self._training.report.is_settled(event)
 
-    def _save(self, event: SavePoint) -> None:
-        metrics = self._compared(self._training.report.evaluated(event.step))
-        saved = (event.step, bool(metrics))
-        if saved == self._saved:
-            return
+    def _save(self, event: SavePoint, metrics: Mapping[str, float]) -> None:
         loop_state = event.loop_state
-        run = {"loop": loop_state.to_data(), "key": _key_data(self._training.key)}
+        run = {"loop": loop_state.to_data(), "key": _key_of(self._training)}
         states = self._training.states()
         self._store.save(event.state, loop_state.position, metrics, callbacks=states, run=run, wait=False)
-        self._saved = saved
+
+    def _compared(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """The metrics to save; empty if the criterion is not among them."""
+        found = numbers(metrics)
+        return found if self._criterion in found else {}
+
+    def _same(self, state: TrainState, saved: SavedCheckpoint) -> TrainState | None:
+        """The state of the checkpoint, if its weights equal those of `state`."""
+        try:
+            restored, _ = self._store.restore(saved, state, only=(*TRAINED, "extra"), partial=True, check=_usable)
+        except CheckpointError:
+            return None
+        return restored if all(_equal(getattr(state, name), getattr(restored, name)) for name in TRAINED) else None
 
 
-def _key_data(key: jax.Array) -> list[int]:
-    is_typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(key) if is_typed else key).tolist()
+def _key_of(training: Training) -> list[int]:
+    return np.asarray(key_data(training.key)).tolist()
 
 
 def _equal(a: PyTree, b: PyTree) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
@@ -18,11 +18,11 @@ from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState, driving
 from jax_trainer.runs import loop_state_of
-from jax_trainer.styles.looping.checkpoints import Checkpoint, Summary, by_full_name, metrics_of, state_of
+from jax_trainer.styles.checkpoints import AnyCheckpoint, Checkpoint, Summary, by_full_name, state_of
 
 LOG = logging.getLogger("jax_trainer")
-AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 REGULAR = "regular"
+Extreme = Literal["lowest", "highest"]
 
 
 class CheckpointFileWriter:
@@ -41,15 +41,14 @@ class CheckpointFileWriter:
 
     def __call__(self, checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `checkpoint`."""
-        _save(self._store, checkpoint, by_full_name(_metrics(checkpoint)), overwrite=self._overwrite)
+        _save(self._store, checkpoint, by_full_name(checkpoint), overwrite=self._overwrite)
         return checkpoint
 
 
 class _BestCheckpointFileWriter:
     """Saves the checkpoints whose metric is better than all before, including those already on disk."""
 
-    word: ClassVar[str]
-    mode: ClassVar[Literal["min", "max"]]
+    word: ClassVar[Extreme]
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class _BestCheckpointFileWriter:
         stdout: bool = True,
     ) -> None:
         self._name, self._overwrite, self._has_warned = f"{group}/{metric}", overwrite, False
-        self._store = _best_store(Path(output_dir), self.word, self.mode, group, metric, keep)
+        self._store = _best_store(output_dir, self.word, group, metric, keep)
         found = self._store.best()
         self.best = None if found is None else found.metrics[self._name]
         if stdout and self.best is not None:
@@ -72,20 +71,15 @@ class _BestCheckpointFileWriter:
 
     def __call__(self, summary: AnyCheckpoint) -> AnyCheckpoint:
         """Saves `summary` if its metric is the best so far."""
-        metrics = by_full_name(_metrics(summary))
+        metrics = by_full_name(summary)
         if self._name not in metrics:
             self._report_missing(summary, metrics)
             return summary
-        value = metrics[self._name]
-        if self._is_better(value):
+        value, sign = metrics[self._name], 1 if self.word == "lowest" else -1
+        if not math.isnan(value) and (self.best is None or sign * value < sign * self.best):
             _save(self._store, summary, metrics, overwrite=self._overwrite)
             self.best = value
         return summary
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None or math.isnan(value):
-            return not math.isnan(value)
-        return value < self.best if self.mode == "min" else value > self.best
 
     def _report_missing(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         kind, available = type(self).__name__, f"Its metrics: {', '.join(sorted(metrics))}."
@@ -111,7 +105,7 @@ class LowestCheckpointFileWriter(_BestCheckpointFileWriter):
         stdout: print the lowest value so far, if checkpoints are on disk.
     """
 
-    word, mode = "lowest", "min"
+    word = "lowest"
 
 
 class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
@@ -126,7 +120,7 @@ class HighestCheckpointFileWriter(_BestCheckpointFileWriter):
         stdout: print the highest value so far, if checkpoints are on disk.
     """
 
-    word, mode = "highest", "max"
+    word = "highest"
 
 
 @dataclass(frozen=True)
@@ -138,12 +132,18 @@ class CheckpointFileReader:
         target: the `init` of the model, called if there is no checkpoint yet.
     """
 
+    which: ClassVar[Literal["latest", "best"]] = "latest"
+
     dir: str | Path
     target: Callable[..., Any]
 
     def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
         """The state, with the structure of `like`, and the position in the data; None without a checkpoint."""
-        return _read(self._store(), "latest", like)
+        store = self._store()
+        if not store.infos():
+            return None
+        state, saved = store.restore(self.which, like=like, check=loop_state_of)
+        return state, loop_state_of(saved)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(Path(self.dir) / REGULAR)
@@ -153,17 +153,14 @@ class CheckpointFileReader:
 class _BestCheckpointFileReader(CheckpointFileReader):
     """Lets a loop resume from the best checkpoint."""
 
-    word: ClassVar[str]
-    mode: ClassVar[Literal["min", "max"]]
+    which = "best"
+    word: ClassVar[Extreme]
 
     metric: str
     group: str = "eval"
 
-    def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
-        return _read(self._store(), "best", like)
-
     def _store(self) -> CheckpointStore:
-        return _best_store(Path(self.dir), self.word, self.mode, self.group, self.metric)
+        return _best_store(self.dir, self.word, self.group, self.metric)
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class LowestCheckpointFileReader(_BestCheckpointFileReader):
         group: the group of the metric.
     """
 
-    word, mode = "lowest", "min"
+    word = "lowest"
 
 
 @dataclass(frozen=True)
@@ -191,18 +188,12 @@ class HighestCheckpointFileReader(_BestCheckpointFileReader):
         group: the group of the metric.
     """
 
-    word, mode = "highest", "max"
+    word = "highest"
 
 
-def _best_store(
-    folder: Path, word: str, mode: Literal["min", "max"], group: str, metric: str, keep: int = 1
-) -> CheckpointStore:
-    path = safe_join(folder.absolute(), f"{word}_{group}_{metric}")
+def _best_store(folder: str | Path, word: Extreme, group: str, metric: str, keep: int = 1) -> CheckpointStore:
+    path, mode = safe_join(Path(folder).absolute(), f"{word}_{group}_{metric}"), "min" if word == "lowest" else "max"
     return CheckpointStore(path, keep_best=keep, keep_latest=1, monitor=f"{group}/{metric}", mode=mode)
-
-
-def _metrics(checkpoint: Checkpoint) -> dict[str, Mapping[str, float]]:
-    return {group: {label: float(value) for label, value in m.items()} for group, m in metrics_of(checkpoint).items()}
 
 
 def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, float], *, overwrite: bool) -> None:
@@ -225,12 +216,3 @@ def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, 
         store.save(state, loop_state.position, metrics, run={"loop": loop_state.to_data()})
         if later:
             store.completed()
-
-
-def _read(
-    store: CheckpointStore, which: Literal["latest", "best"], like: TrainState
-) -> tuple[TrainState, Position | LoopState] | None:
-    if not store.infos():
-        return None
-    state, saved = store.restore(which, like=like, check=loop_state_of)
-    return state, loop_state_of(saved)

@@ -1,19 +1,20 @@
 """`get_ema_hook`: an exponential moving average (EMA) of the weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from jax_trainer.adapters.handles import module_kind
+from jax_trainer.adapters.nnx_objects import evaluation_clone, params_of
 from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, leaf_path, with_ema
-from jax_trainer.styles.functional.hooks import TrainingHook
+from jax_trainer.styles.hooks import TrainingHook
 from jax_trainer.suggestions import checks_keywords
 
 
 @checks_keywords
-def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Callable[..., nnx.Module]]:
+def get_ema_hook(model: Any, decay: float = 0.999) -> tuple["EmaHook", Callable[..., Any]]:
     """Returns a hook that averages the parameters of `model`, and a function that returns a module with the averages.
 
     The function optionally takes the module that has the other variables: `get_ema_model(model)`.
@@ -22,7 +23,7 @@ def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Ca
     every step.
 
     Args:
-        model: the trained module; only its parameters are averaged, not its other variables.
+        model: the trained nnx module; only its parameters are averaged, not its other variables.
         decay: EMA decay per step, 0 ≤ decay < 1.
     """
     hook = EmaHook(model, decay)
@@ -32,50 +33,42 @@ def get_ema_hook(model: nnx.Module, decay: float = 0.999) -> tuple["EmaHook", Ca
 class EmaHook(TrainingHook):
     """Updates the EMA of the parameters."""
 
-    is_unique = True  # the state holds one average
-
-    def __init__(self, model: nnx.Module, decay: float) -> None:
-        if not isinstance(model, nnx.Module):
+    def __init__(self, model: Any, decay: float) -> None:
+        if isinstance(model, type) or module_kind(model) != "nnx":
             raise TypeError(f"`get_ema_hook` averages the weights of an nnx.Module, got a {class_of(model)}.")
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
         self._model, self._decay = model, decay
         self._average: PyTree | None = None  # None: before the first step
-        self._first: PyTree | None = copy_state(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self._first: PyTree | None = copy_state(params_of(model))
 
-    def __call__(self, step: int, *, model: nnx.Module, **kwargs: Any) -> None:
+    def __call__(self, step: int, *, model: Any, **kwargs: Any) -> None:
         """Updates the average after a step of a custom loop."""
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         before = self._first if self._average is None else self._average
-        self._average, self._first = jax.tree.map(self._mixed, before, params), None
+        self._average, self._first = jax.tree.map(self._mixed, before, params_of(model)), None
 
-    def averaged(self, model: nnx.Module | None = None) -> nnx.Module:
+    def averaged(self, model: Any = None) -> Any:
         """A new module with the averaged parameters, in evaluation mode.
 
         Args:
             model: the module with the variables that are not averaged, such as BatchNorm statistics; default: the
                 trained module.
         """
-        module = nnx.clone(self._model if model is None else model)
+        module = self._model if model is None else model
         if self._average is not None:
-            _check_alike(nnx.to_pure_dict(nnx.state(module, nnx.Param)), self._average)
-            nnx.update(module, nnx.State(copy_state(self._average)))
-        module.eval()
-        return module
+            _check_alike(params_of(module), self._average)
+        return evaluation_clone(module, self._average)
 
     def wrap(self, program: Program) -> Program:
         """`program` with the average in its state; an earlier average is continued."""
         averaging, before = with_ema(program, self._decay, warmup=False, evaluate=False), self._average
-        first = nnx.to_pure_dict(nnx.state(self._model, nnx.Param))
+        expected = params_of(self._model) if before is None else before
         self._first = None
 
         def init(key: jax.Array, batch: Batch) -> TrainState:
             state = averaging.init(key, batch)
-            _check_alike(state.params, first if before is None else before)
-            if before is None:
-                return state
-            extra: Mapping[str, PyTree] = {**state.extra, "ema": before}
-            return state.replace(extra=extra)
+            _check_alike(state.params, expected)
+            return state if before is None else state.replace(extra={**state.extra, "ema": before})
 
         return averaging._replace(init=init)
 

@@ -1,0 +1,275 @@
+"""Converts the `model` of `fit` (a state, a module, functions, a program) and its loss to a `Program`."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from compoconf import ConfigInterface
+
+from jax_trainer.adapters import ModelHandle, handle_of
+from jax_trainer.adapters.handle import ModelHooks
+from jax_trainer.adapters.nnx_optimizer import optax_of
+from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, kinds_of, loss_and_metrics, masked_mean
+from jax_trainer.core.loss_shape import check_loss, check_pairing
+from jax_trainer.core.program_options import OF_THE_STEP
+from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
+from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
+from jax_trainer.styles.fit_data import Inputs, SplitBatch, inputs_of, split_of
+
+LOG = logging.getLogger("jax_trainer")
+OPTIONAL = ("rng", "step", "train")  # parameters that a loss may have besides the first two
+_FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)`, or for linen models `loss_fn(params, batch)`"
+_OUTPUTS = ("y_pred", "logits", "predictions", "outputs", "preds", "pred", "output", "prediction", "y_hat")
+_TARGETS = ("y_true", "labels", "targets", "label", "target", "true")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class FitTarget(NamedTuple):
+    """The program to train, its root key and name, and the model."""
+
+    program: Program
+    key: jax.Array
+    name: str
+    model: ModelHandle | None  # None: a user's program, which defines what a batch is
+
+    def as_passed(self, state: TrainState) -> Any:
+        """The state in the form that the user passed."""
+        return state if self.model is None else self.model.as_passed(state)
+
+    def write_back(self, state: TrainState) -> Any:
+        """The trained model; an nnx module that was passed is updated. None if only the state has the weights."""
+        return None if self.model is None else self.model.write_back(state)
+
+
+def fit_target(
+    model: Any,
+    *,
+    loss_fn: Any,
+    eval_step: Any,
+    optimizer: Any,
+    split_batch: SplitBatch | None,
+    total_steps: int | None,
+    seed: int = 0,
+    example: Batch = None,
+    options: ProgramOptions | None = None,
+) -> FitTarget:
+    """The program that trains `model`, from the arguments of `fit`; its evaluations include `eval_step`."""
+    key, options = jax.random.key(seed), options or ProgramOptions()
+    if eval_step is not None:
+        checked_eval_step(eval_step)
+    if isinstance(model, Program):
+        _check_program({"loss_fn": loss_fn, "optimizer": optimizer, "split_batch": split_batch}, options)
+        return FitTarget(_with_eval_step(model, lambda state: state, eval_step), key, "Program", None)
+    if loss_fn is None:
+        raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
+    handle = checked_model(model, ModelHooks(inputs_of(split_batch), key=lambda: key, example=lambda: example))
+    tx = _tx_of(optimizer, handle, total_steps)
+    program = handle.program(handle.calling(loss_of(loss_fn, handle, split_batch)), tx, **options.step_options())
+    return FitTarget(_with_eval_step(program, handle.evaluated, eval_step), handle.key, handle.name, handle)
+
+
+def checked_model(model: Any, hooks: ModelHooks | None = None) -> Any:
+    """The handle of a model that `fit` can train; a `Program` is returned as it is."""
+    if isinstance(model, Program):
+        return model
+    handle = handle_of(model, hooks)
+    if handle.is_builder:
+        hint = f": `{handle.name}(…)`" if isinstance(model, type) else ", such as a linen or nnx module"
+        raise TypeError(f"The model of `fit` is the {type(model).__name__} {handle.name}. Pass an object{hint}.")
+    return handle
+
+
+def _check_program(others: Mapping[str, Any], options: ProgramOptions) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise TypeError(f"`{name}`: a `Program` has its own loss and optimizer. Leave it out.")
+    for name, value in options.changed(OF_THE_STEP).items():
+        raise TypeError(
+            f"`options` has `{name}={value!r}`, but a `Program` computes its own gradients. Pass it to the function "
+            "that makes the program (`linen_program`, `nnx_program`, …)."
+        )
+
+
+def _tx_of(optimizer: Any, handle: ModelHandle, total_steps: int | None) -> optax.GradientTransformation:
+    if handle.tx is not None:
+        if optimizer is not None:
+            raise TypeError("`optimizer`: the state already has an optimizer (`tx`). Leave it out.")
+        return handle.tx
+    if isinstance(optimizer, ConfigInterface):
+        return optimizer.instantiate(OptimizerInterface).build(total_steps)
+    return checked_optimizer(optax_of(optimizer), ", or an optimizer's configuration")
+
+
+# the loss
+
+
+class LossForm(NamedTuple):
+    """How a loss is called: `(logits, labels)`, or with `takes_batch` `(model or params, batch)`.
+
+    `first` is its first parameter; `optional` are those of `rng`, `step` and `train` that it has.
+    """
+
+    takes_batch: bool
+    first: str
+    optional: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Any) -> "LossForm":
+        """A first parameter `model` or `params`, or a second one `batch`, means that `function` calls the model."""
+        first, second, others = _parameters(function, "loss_fn", f"Write {_FORMS}.")
+        _check_others(others)
+        if first in _TARGETS and second in _OUTPUTS:
+            raise TypeError(
+                f"`loss_fn({first}, {second})` has its parameters in the order of Keras. It is called with the model's "
+                f"outputs first and the targets second: write `loss_fn({second}, {first})`."
+            )
+        takes_batch = first in ("model", "params") or second == "batch"
+        return cls(takes_batch, first, tuple(name for name in OPTIONAL if name in others))
+
+
+def loss_of(function: Any, handle: ModelHandle, split_batch: SplitBatch | None) -> Callable[..., Any]:
+    """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics."""
+    form, expected, split = LossForm.of(function), handle.loss_argument, split_of(split_batch)
+    if form.takes_batch and form.first in ("model", "params") and form.first != expected:
+        raise TypeError(
+            f"`loss_fn({form.first}, batch)` is not for {handle.mode} models. Write `loss_fn({expected}, batch)`, "
+            "which calls the model, or `loss_fn(logits, labels)`."
+        )
+
+    def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
+        offered = {"rng": rng, "step": step, "train": train}
+        more = {name: offered[name] for name in form.optional}
+        if form.takes_batch:
+            return loss_and_metrics(function(handle.loss_subject(model), batch, **more), "loss_fn")
+        inputs, targets = split(batch)
+        outputs = handle.apply(model, inputs, train)
+        loss, reported = loss_and_metrics(function(outputs, targets, **more), "loss_fn")
+        seen = {"predictions": outputs, "targets": targets}
+        check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
+        check_pairing(lambda a, b: loss_and_metrics(function(a, b, **more), "loss_fn")[0], outputs, targets)
+        return _averaged(loss, reported, batch.mask if isinstance(batch, SupervisedBatch) else None)
+
+    return attribute_to(on_model, function)
+
+
+def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss and the metrics, with values per example averaged over the mask of the batch."""
+    shape = jnp.shape(loss)
+    if not shape and mask is not None:
+        raise ValueError(
+            f"The batch has a `mask` of shape {jnp.shape(mask)}, but `loss_fn(logits, labels)` returned a scalar, "
+            "which includes the masked-out examples. Return one loss per example, which is averaged over the mask, "
+            "or write `loss_fn(model, batch)` (linen: `loss_fn(params, batch)`) with "
+            "`jax_trainer.core.masked_mean(losses, batch.mask)`."
+        )
+    if not shape:
+        return loss, reported
+    per_example = [name for name, one in reported.items() if not isinstance(one, Mapping) and jnp.shape(one) == shape]
+    return masked_mean(loss, mask), {**reported, **{name: masked_mean(reported[name], mask) for name in per_example}}
+
+
+def _check_others(others: Mapping[str, bool]) -> None:
+    unknown = [name for name, is_needed in others.items() if is_needed and name not in OPTIONAL]
+    if "epoch" in unknown:
+        raise TypeError(
+            "`loss_fn` requires `epoch`, which is not available: the step is compiled once for all epochs. Give the "
+            "parameter a default, or remove it; `step` is available."
+        )
+    if unknown:
+        raise TypeError(
+            f"`loss_fn` requires {_listed(unknown)}; besides the first two arguments, only {_listed(OPTIONAL)} are "
+            f"available. Write {_FORMS}."
+        )
+    if "epoch" in others:
+        LOG.warning(
+            "`loss_fn` has a parameter `epoch`, which keeps its default: the step is compiled once for all epochs. Use "
+            "`step`, or an optimizer schedule, for what depends on time."
+        )
+
+
+def _parameters(function: Any, name: str, hint: str) -> tuple[str, str, dict[str, bool]]:
+    """The names of the first two parameters, and of the others, with whether they are required."""
+    if not callable(function):
+        raise TypeError(f"`{name}` must be a function, got a {type(function).__name__}. {hint}")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return "", "", {}
+    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        positional = [*positional, "", ""]
+    if len(positional) < 2:
+        takes = f"takes only `{positional[0]}`" if positional else "has no parameters"
+        raise TypeError(f"`{name}` {takes}, but is called with two arguments. {hint}")
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    first, second = positional[:2]
+    return first, second, {p.name: p.default is p.empty for p in named if p.name not in (first, second)}
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# the evaluation
+
+
+def checked_eval_step(function: Any) -> Callable[[Any, Any], Any]:
+    """Returns `function` if it can be called as `eval_step(state, batch)`."""
+    others = _parameters(function, "eval_step", "Write `eval_step(state, batch)`, or `eval_step(model, batch)`.")[2]
+    if needed := [name for name, is_needed in others.items() if is_needed]:
+        raise TypeError(
+            f"`eval_step` is called with a state or model and a batch, but also requires {_listed(needed)}."
+        )
+    return function
+
+
+def evaluated_by(returned: Any) -> dict[str, Any]:
+    """The metrics that an `eval_step` returned, by name: a number is the accuracy, per-example values are averaged."""
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    if isinstance(returned, tuple | list | str) or returned is None:
+        raise TypeError(f"`eval_step` must return a number, or a dict of numbers, got {kinds_of(returned)}.")
+    return {"accuracy": jnp.mean(jnp.asarray(returned))}
+
+
+def _with_eval_step(program: Program, view: Callable[[TrainState], Any], eval_step: Any) -> Program:
+    """`program` whose evaluation includes `eval_step`, called with the state or module that `view` returns."""
+    if eval_step is None:
+        return program
+
+    def evaluate(state: TrainState, batch: Batch) -> Any:
+        return program.eval_step(state, batch).adding(**evaluated_by(eval_step(view(state), batch)))
+
+    return program._replace(eval_step=evaluate)
+
+
+# device transforms
+
+
+def with_data_transforms(target: FitTarget, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> FitTarget:
+    """`target` with the device transforms of its data, unless its program already has transforms."""
+    if target.program.info.transforms is not None:
+        return target
+    common = common_transforms(transforms, evals)
+    return target._replace(program=with_transforms(target.program, _InputTransforms(common))) if common else target
+
+
+class _InputTransforms(NamedTuple):
+    """Device transforms of batches, extended to inputs without targets."""
+
+    transforms: DeviceTransforms
+
+    def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
+        if not isinstance(batch, Inputs):
+            return self.transforms.apply(key, batch, train=train)
+        if isinstance(batch.value, tuple):
+            raise DataError(
+                f"The training data has device transforms of its field {self.transforms.field!r}, and it is unknown "
+                "which of several inputs that is. Pass batches like those of the training: `predict([batch])`."
+            )
+        return Inputs(self.transforms.apply_to_images(key, batch.value, train=train))

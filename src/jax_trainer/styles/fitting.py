@@ -1,0 +1,385 @@
+"""`fit`: trains a model on data with a loss, in one call."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import optax
+import yaml
+
+from jax_trainer.callbacks import (
+    Callback,
+    CallbackConfig,
+    ModelCheckpoint,
+    ModelCheckpointConfig,
+    RunContext,
+    full_names,
+    with_needs_of,
+)
+from jax_trainer.callbacks.monitored import Mode, may_add_metrics
+from jax_trainer.checkpoint.folder import CONFIG, RunFolder
+from jax_trainer.core import MeshLike, Metrics, ProgramOptions, checked_int, compile_program, resolve_layout
+from jax_trainer.datasets import Data, DataSource, transforms_of
+from jax_trainer.datasets.foreign import is_arrays
+from jax_trainer.engine import Every, Plan, checked_evals
+from jax_trainer.engine.batches import train_source
+from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
+from jax_trainer.redaction import redact
+from jax_trainer.runs import (
+    CallbacksLike,
+    Ranking,
+    Recording,
+    Run,
+    RunSpec,
+    RunTarget,
+    before_first_step,
+    broadcast_from_primary,
+    named_callbacks,
+    run_and_step,
+)
+from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
+from jax_trainer.styles.fit_program import checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fit_result import FitResult
+from jax_trainer.suggestions import checks_keywords, suggestion
+
+VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
+SAVER = "ModelCheckpoint"
+Resume = bool | Literal["auto"] | str | Path
+Steps = int | Literal["epoch"]
+
+
+@checks_keywords
+def fit(
+    model: Any,
+    train_ds: Any,
+    test_ds: Any = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    eval_step: Callable[..., Any] | None = None,
+    eval_freq: int = 1,
+    num_epochs: int = 10,
+    log_name: str = "fit",
+    hparams: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    batch_size: int = 32,
+    metric: str | None = None,
+    mode: Mode = "auto",
+    callbacks: CallbacksLike = (),
+    resume: Resume = False,
+    save: bool | Every = True,
+    seed: int = 0,
+    split_batch: SplitBatch | None = None,
+    log_dir: str | Path = "runs",
+    tensorboard: bool = True,
+    progress: bool = True,
+    steps_per_epoch: int | None = None,
+    steps_per_call: Steps = 1,
+    resident: bool | Literal["auto"] = False,
+    detect_nans: bool = False,
+    mesh: MeshLike | None = None,
+    options: ProgramOptions | None = None,
+) -> FitResult:
+    """Trains `model` on `train_ds`, evaluates it on `test_ds`, and records the run in a new folder.
+
+    Args:
+        model: a state (of `TrainState.create`, or of flax.training), which is not modified; a linen module; an nnx
+            module, which is updated with the trained weights; a `FunctionModel` or a callable pytree, such as an
+            Equinox module; a model configuration; or a `Program`, which has its own loss.
+        train_ds: a loader, a list of batches, an iterable or a function that returns one, an iterator; or the complete
+            dataset as arrays, `(x, y)`, a dict, or one array, reshuffled every epoch. Batches are pairs `(x, y)`, dicts
+            or dataclasses; see `split_batch`.
+        test_ds: the evaluation data, in the same forms; arrays are not shuffled. None: no evaluation.
+        loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
+            `loss_fn(model, batch)` for all others. The second form is recognised by its parameter names: a first
+            parameter `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of
+            metrics. It may also have parameters `train`, `rng` and `step`.
+        eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
+            "accuracy", or a dict of numbers, each a mean over the batch.
+        eval_freq: epochs between two evaluations; the final state is always evaluated.
+        num_epochs: number of epochs.
+        log_name: name of the run: a folder in `log_dir`.
+        hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
+        optimizer: for modules: an optax optimizer, or an optimizer's configuration.
+        batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`.
+        metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
+            `test_ds`, "train/loss".
+        mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
+            refuses a name that it does not know.
+        callbacks: callbacks or callback configurations, as a list or by name.
+        resume: True: resume the newest run of this name with the same configuration; "auto": resume it, or start a new
+            one; a path: resume the run in that folder, or from that checkpoint.
+        save: True: write a checkpoint after every evaluation (after every epoch, without `test_ds`) and at the end, in
+            the background; keeps the latest two and the best. `Every(epochs=10)`, `Every(minutes=5)`: save that often.
+            False: write none, and keep the best weights in memory; such a run cannot be resumed.
+        seed: for the weights of a linen module, all randomness in training, and the shuffling of arrays. A state of
+            `TrainState.create` has its own key (`rng=`).
+        split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
+            arguments.
+        log_dir: the parent folder of all runs.
+        tensorboard: write event files for TensorBoard.
+        progress: show a progress bar.
+        steps_per_epoch: maximum number of batches per epoch; defines an epoch for an endless generator.
+        steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch. Speeds up small models.
+        resident: keep arrays on the device if they fit.
+        detect_nans: skip the update of a step with a non-finite loss or gradient, and keep its batch; costs a little
+            time. A non-finite loss ends the run in any case, as soon as it is read.
+        mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
+        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
+            `ProgramOptions`.
+    """
+    eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
+    batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
+    _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
+    policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
+    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
+    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
+    plan = Plan(
+        max_epochs=num_epochs,
+        steps_per_epoch=steps_per_epoch,
+        eval_every=Every(epochs=eval_freq),
+        eval_at_end=True,
+        steps_per_call=steps_per_call,
+    )
+    if not is_arrays(train_ds):
+        train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
+    with before_first_step():
+        train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, batch_size, seed)
+        target = fit_target(
+            model,
+            loss_fn=loss_fn,
+            eval_step=eval_step,
+            optimizer=optimizer,
+            split_batch=split_batch,
+            total_steps=plan.ends_at(DataSource(train.data, "train").length)[1],
+            seed=seed,
+            example=train.example,
+            options=options,
+        )
+        target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
+        needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
+        # the last batch of arrays may be smaller, which needs no warning
+        program = compile_program(needed, layout=layout, on_recompile="ignore" if train.from_arrays else "warn")
+        # traced: mistakes in the steps or the data show before anything is written
+        state, training, evaluating = program.shapes(target.key, train.example)
+        evals = checked_evals(program, state, evals, train.example)
+    ranked_by = _metric(evaluating, VAL, metric, named) if evals else _metric(training, "train", metric, named)
+    saver, named = _with_saver(named, ranked_by, mode, save, metric_is_set=metric is not None)
+    metadata = {
+        "style": "fit",
+        "model": target.name,
+        "loss_fn": name_of(loss_fn),
+        "eval_step": name_of(eval_step),
+        "num_epochs": num_epochs,
+        "eval_freq": eval_freq,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "batch_size": batch_size,
+        "seed": seed,
+        "metric": saver.monitor,
+        "mode": saver.best_mode,
+        "options": options.described() or None,
+        "hparams": plain,
+    }
+    spec = RunSpec(
+        program=program,
+        plan=plan,
+        data=Data(train.data, evals, resident=resident),
+        init=partial(program.init, target.key, train.example),  # so that the initial state is not kept in memory
+        policy=options.guard or "raise",
+        max_rollbacks=options.max_rollbacks,
+        progress=progress,
+        recording=_recording(metadata, named, saver, tensorboard, saves=save is not False, validates=bool(evals)),
+    )
+    run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, metadata, resume)))
+    try:
+        return run.execute(lambda run: FitResult(run, target, batch_size))
+    except BaseException:
+        if run.has_state:
+            target.write_back(run.state)
+        raise
+
+
+# arguments
+
+
+def _check_arguments(
+    model: Any, test_ds: Any, eval_step: Any, log_name: Any, log_dir: Any, save: Any, resume: Any
+) -> None:
+    """Refuses arguments that are swapped or contradict each other, before any data is read."""
+    if not isinstance(save, bool | Every) or save == Every():
+        raise ValueError(f"`save` must be True, False, or an interval such as `Every(epochs=10)`, got {save!r}.")
+    if save is False and resume is not False:
+        raise ValueError(f"`save=False` writes no checkpoints, but `resume` is {resume!r}. Leave out one of them.")
+    if eval_step is not None and test_ds is None:
+        raise ValueError(
+            "`eval_step` needs `test_ds`, which is None. Pass the data to evaluate on, or leave out `eval_step`."
+        )
+    checked_model(model)
+    if isinstance(test_ds, optax.GradientTransformation):
+        raise TypeError("`test_ds` is an optimizer. Pass it by keyword: `optimizer=optax.adam(1e-3)`.")
+    if not isinstance(log_name, str) or not log_name.strip("/. "):
+        raise ValueError(f"`log_name` must be a string, the name of a folder in `log_dir`, got {log_name!r}.")
+    if not isinstance(log_dir, str | Path):
+        raise TypeError(f"`log_dir` must be the path of a folder, got {log_dir!r}.")
+
+
+def _data(
+    train_ds: Any, test_ds: Any, split: SplitBatch, plan: Plan, batch_size: int, seed: int
+) -> tuple[FitData, dict[str, Any]]:
+    """The training data with its first batch, and the evaluation data by name."""
+    train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
+    if test_ds is None:
+        return train, {}
+    is_repeated = (plan.max_epochs or 0) > plan.eval_every.epochs
+    return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=batch_size, is_repeated=is_repeated)}
+
+
+def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
+    """The metric that selects the best checkpoint, of those that are reported where: in "val" or in "train"."""
+    names = full_names(reported.by_name, where)
+    if where == VAL:
+        _check_monitored(callbacks, names)
+    if metric is None:
+        return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
+    full = metric if metric in names else f"{where}/{metric}"
+    if full not in names:
+        more = "" if where == VAL else " Without `test_ds`, only training metrics are reported."
+        raise ValueError(
+            f"`metric` is {metric!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}.{more}"
+        )
+    return full
+
+
+def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses a callback that monitors an unknown metric, unless a callback may add metrics."""
+    if any(map(may_add_metrics, callbacks.values())):
+        return
+    for name, one in callbacks.items():
+        config = one.config if isinstance(one, Callback) else one
+        monitor = getattr(config, "monitor", None)
+        if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
+            raise ValueError(
+                f"`{name}` monitors {monitor!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}."
+                f"{suggestion(monitor, names)}"
+            )
+
+
+# what the run writes
+
+
+def _with_saver(
+    callbacks: Mapping[str, Any], metric: str, mode: Mode, save: bool | Every, *, metric_is_set: bool
+) -> tuple[ModelCheckpointConfig, dict[str, Any]]:
+    """The configuration of the checkpoint callback, and `callbacks` with it: the user's, or one for `metric`.
+
+    Args:
+        metric_is_set: whether the user passed `metric`.
+    """
+    found = next((config for config in map(_saver_config, callbacks.values()) if config is not None), None)
+    if found is None:
+        every = save if isinstance(save, Every) else Every(epochs=1)
+        often = {"every_n_epochs": every.epochs, "every_n_steps": every.steps, "every_n_minutes": every.minutes}
+        created = ModelCheckpointConfig(monitor=metric, mode=mode, **often)
+        return created, {**callbacks, SAVER: created}
+    if metric_is_set:
+        raise ValueError(
+            "`metric` and a `ModelCheckpoint` both select the best checkpoint. Leave out `metric`, and set `monitor`."
+        )
+    if save is not True:
+        raise ValueError(f"`save={save!r}` and a `ModelCheckpoint` both set when to save. Leave out one of them.")
+    return found, dict(callbacks)
+
+
+def _saver_config(callback: Any) -> ModelCheckpointConfig | None:
+    config = callback.config if isinstance(callback, ModelCheckpoint) else callback
+    return config if isinstance(config, ModelCheckpointConfig) else None
+
+
+def _recording(
+    metadata: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
+    saver: ModelCheckpointConfig,
+    tensorboard: bool,
+    *,
+    saves: bool,
+    validates: bool,
+) -> Recording:
+    def created(run: RunContext) -> dict[str, Callback]:
+        used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
+        for name, one in used.items():
+            if isinstance(one, CallbackConfig):
+                used[name] = one.instantiate(Callback, run)
+            else:
+                one.attach(run)
+        return used
+
+    tools = TensorboardConfig() if tensorboard else None
+    arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
+    return Recording(
+        logger=lambda folder: LoggerConfig(tool_config=tools).instantiate(Logger, folder.path),
+        callbacks=created,
+        files={CONFIG: config_text(metadata)},
+        hparams={**arguments, **metadata["hparams"]},
+        saver=saver if saves else None,
+        ranking=None if saves else Ranking.by(saver.monitor, saver.best_mode),
+        monitors=validates,
+        resume_call="fit(…, resume={})",
+    )
+
+
+def _folder(log_dir: Path, log_name: str, metadata: Mapping[str, Any], resume: Resume) -> RunTarget:
+    """The folder to write to and the run to resume; creates the folder of a new run."""
+    if isinstance(resume, str | Path) and resume != "auto":
+        folder, step = run_and_step(Path(resume))
+        return RunTarget(folder, folder, step)
+    found = RunFolder.find(log_dir, log_name, None, config_text(metadata)) if resume else None
+    if resume is True and found is None:
+        raise ValueError(
+            f"`resume=True`: no run in {log_dir / log_name} has this configuration. Resume another run by its folder "
+            f"(`resume='{log_dir / log_name}/…'`), or pass `resume='auto'` to start a new one."
+        )
+    return RunTarget(RunFolder.create(log_dir, log_name) if found is None else found, found)
+
+
+def config_text(metadata: Mapping[str, Any]) -> str:
+    """The text of `config.yaml`; equal metadata give equal text."""
+    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+
+
+def plain_hparams(hparams: Any) -> dict[str, Any]:
+    """Returns `hparams` as numbers, strings, lists and dicts, without secrets; refuses other types.
+
+    >>> plain_hparams({"lr": np.float32(0.5), "layers": (8, 8), "api_key": "hunter2"})
+    {'lr': 0.5, 'layers': [8, 8], 'api_key': '<hidden>'}
+    """
+    if hparams is None:
+        return {}
+    if not isinstance(hparams, Mapping):
+        raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
+    return redact(_plain(hparams, "hparams"))
+
+
+def _plain(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"`{path}` has the key {name!r}, a {type(name).__name__}. Use strings as keys.")
+        return {name: _plain(item, f"{path}[{name!r}]") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
+        return np.asarray(value).item()  # first: numpy's float64 is also a float
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | Path):
+        return str(value)
+    raise TypeError(
+        f"`{path}` is a {type(value).__name__}, which cannot be saved. Pass numbers, strings, and lists and "
+        "dicts of them."
+    )
+
+
+def name_of(function: Any) -> str | None:
+    """The qualified name of a function; None for None."""
+    return None if function is None else getattr(function, "__qualname__", type(function).__name__)

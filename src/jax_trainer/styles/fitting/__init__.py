@@ -1,1 +1,0 @@
-"""`fit`: a model, data and a loss."""

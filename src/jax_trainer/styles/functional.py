@@ -1,0 +1,244 @@
+"""`train_fn`: builds a training function from the training and the validation step of an nnx model."""
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
+from jax_trainer.adapters.nnx_objects import NnxObjects, is_nnx_optimizer
+from jax_trainer.callbacks import with_needs_of
+from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    Layout,
+    LogMode,
+    MeshLike,
+    NonFiniteError,
+    Program,
+    ProgramOptions,
+    TrainState,
+    checked_int,
+    compile_program,
+    explaining,
+    resolve_layout,
+)
+from jax_trainer.core.user_frame import describe_shapes, noting
+from jax_trainer.datasets import (
+    ArrayLoader,
+    Data,
+    Position,
+    common_transforms,
+    transforms_of,
+    with_transforms,
+)
+from jax_trainer.datasets.peek import peeked
+from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
+from jax_trainer.logger.active_wandb import ActiveWandb
+from jax_trainer.processes import process_group
+from jax_trainer.runs import Run, RunSpec, loop_state_of
+from jax_trainer.styles.checkpointer import SaveHook
+from jax_trainer.styles.ema import EmaHook
+from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
+from jax_trainer.suggestions import checks_keywords
+
+LOG = logging.getLogger("jax_trainer")
+Train = Callable[..., None]
+
+
+@checks_keywords
+def train_fn(
+    *,
+    fns: tuple[NnxStep, NnxStep],
+    shardings: tuple[NamedSharding, NamedSharding] | None = None,
+    mesh: MeshLike | None = None,
+    data_partition_spec: PartitionSpec | None = None,
+    n_steps: int,
+    eval_every_n_steps: int,
+    n_eval_batches: int,
+    log_to_wandb: bool = False,
+    hooks: Iterable[Hook] = (),
+    progress: bool = True,
+    steps_per_call: int = 1,
+    detect_nans: bool = False,
+    options: ProgramOptions | None = None,
+) -> Train:
+    """Returns a function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
+
+    It trains from the optimizer's step to `n_steps`, compiled, and evaluates every `eval_every_n_steps` steps and after
+    the last one. However it ends, `model` and `optimizer` are updated with the trained state. Call
+    `train(rng_key, optimizer, train_itr, val_itr)` for an optimizer that has its model. `val_itr` may be None.
+
+    Args:
+        fns: `train_step(model, rng_key, batch) -> (loss, grads)` or `((loss, metrics), grads)`, and
+            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
+        shardings: of the model and of the data; None: one device.
+        mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
+            metadata.
+        data_partition_spec: mesh axes that shard a batch.
+        n_steps: total number of steps.
+        eval_every_n_steps: steps between two evaluations.
+        n_eval_batches: maximum number of batches per evaluation.
+        log_to_wandb: log evaluation metrics and training means to the active wandb run.
+        hooks: called as `hook(step, model=…, optimizer=…, metrics=…)` after every step, or every
+            `hook.every_n_steps` steps, after the evaluation of that step.
+        progress: show a progress bar.
+        steps_per_call: optimizer steps per dispatch.
+        detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
+            costs a little time. A non-finite loss ends training in any case.
+        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
+            `ProgramOptions`. EMA weights are in the states of hooks and checkpoints; see also `get_ema_hook`.
+    """
+    n_steps = checked_int("n_steps", n_steps, 1)
+    plan = Plan(
+        max_steps=n_steps,
+        eval_every=EveryAndLast(steps=checked_int("eval_every_n_steps", eval_every_n_steps, 1), last=n_steps),
+        eval_batches=checked_int("n_eval_batches", n_eval_batches, 1),
+        steps_per_call=checked_int("steps_per_call", steps_per_call, 1),
+    )
+    called, own = checked_hooks(hooks)
+    savers = [one for one in own if isinstance(one, SaveHook)]
+    emas = [one for one in own if isinstance(one, EmaHook)]
+    if len(emas) > 1:
+        raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
+    given = mesh if shardings is None else shardings
+    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
+    layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
+    if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
+        raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
+
+    @checks_keywords
+    def train(
+        rng_key: jax.Array, model: Any = None, optimizer: Any = None, train_itr: Any = None, val_itr: Any = None
+    ) -> None:
+        """Trains `model` in place."""
+        if is_nnx_optimizer(model):  # the form without a model
+            model, optimizer, train_itr, val_itr = None, model, optimizer, train_itr
+        objects = _checked(rng_key, model, optimizer, train_itr)
+        if objects.step >= n_steps:
+            LOG.warning(
+                f"The optimizer is already at step {objects.step}, and `n_steps={n_steps}` is the total: nothing to "
+                "do. To train further, create a `train_fn` with a larger `n_steps`."
+            )
+            if not own:
+                return
+        with objects.modes_kept():
+            (example, data), (val_example, val) = _peeked(train_itr, "train"), _peeked(val_itr, "val")
+            program = nnx_step_program(objects.model, objects.optimizer, *fns, **options.step_options())
+            program = with_transforms(program, common_transforms(transforms_of(train_itr), {"val": val_itr}))
+            for ema in emas:
+                program = ema.wrap(program)
+            program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+            compiled = compile_program(program, layout=layout)
+            reported = _reported(program, compiled, rng_key, example, val, val_example)
+            writer = ActiveWandb() if log_to_wandb and process_group().is_primary else None
+            training = Training(plan, rng_key, objects, called, writer)
+            training.mirror.followers += [ema.follow for ema in emas]
+            for saver in savers:
+                saver.check(reported, objects.step, training)
+            warn_about_slow_hooks(called)
+            spec = RunSpec(
+                program=compiled,
+                plan=plan,
+                data=Data(data, {} if val is None else {"val": val}),
+                init=partial(compiled.init, rng_key, example),
+                restore=partial(_resume_point, savers, training),
+                observers=lambda run: [training.report, *training.callers, *savers, training.mirror],
+                policy=options.guard or "raise",
+                progress=progress,
+                in_steps=True,
+            )
+            run = Run(spec)
+            if objects.step >= n_steps:  # a finished run: the averages of the checkpoint are still of use
+                run.open()
+                for ema in emas:
+                    ema.follow(run.state)
+            else:
+                _execute(run, objects, saves=bool(savers), guarded=options.guard is not None)
+
+    return train
+
+
+def layout_from(
+    shardings: tuple[NamedSharding, NamedSharding] | None,
+    mesh: MeshLike | None,
+    data_partition_spec: PartitionSpec | None,
+) -> Layout | None:
+    """The layout of the arguments of `train_fn`; None: one device."""
+    if shardings is not None and (mesh is not None or data_partition_spec is not None):
+        raise ValueError("Pass either `shardings`, or `mesh` and `data_partition_spec`, not both.")
+    if mesh is None and data_partition_spec is not None:
+        raise ValueError("`data_partition_spec` needs a `mesh` whose axes it names.")
+    return resolve_layout(mesh if shardings is None else shardings, batch_spec=data_partition_spec)
+
+
+def _checked(key: Any, model: Any, optimizer: Any, train: Any) -> NnxObjects:
+    if not hasattr(key, "dtype"):
+        raise TypeError(
+            f"The first argument of `train` must be a key, such as `jax.random.key(0)`, got a {type(key).__name__}."
+        )
+    objects = NnxObjects.of(model, optimizer)
+    if train is None:
+        raise TypeError("`train_itr` is None. Pass the training data.")
+    return objects
+
+
+def _peeked(data: Any, name: str) -> tuple[Batch, Any]:
+    return (None, None) if data is None else peeked(data, name)
+
+
+def _reported(
+    program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
+) -> list[str] | None:
+    """Traces both steps; returns the full names of their metrics, or None without validation data."""
+    if val is not None and _signature(example) == _signature(val_example):
+        state, trained, evaluated = compiled.shapes(key, example)
+    else:
+        with explaining(example):
+            state = jax.eval_shape(program.init, key, example)
+            trained = jax.eval_shape(program.train_step, state, example)[1].metrics
+        if val is None:
+            return None
+        where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
+        with noting(f"{where}The training data has {describe_shapes(example)}."):
+            evaluated = compiled.eval_shapes(state, val_example)
+    examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else val_example
+    with noting(f"This happened on the 'val' data: {describe_shapes(val_example)}."):
+        compiled.check_eval_indices(state, val_example, examples)
+    names = full_names(trained.only(LogMode.TRAIN).by_name, "train")
+    return [*names, *full_names(evaluated.only(LogMode.VAL).by_name, "val")]
+
+
+def _signature(batch: Batch) -> Any:
+    """Structure, shapes without the batch dimension, and dtypes of a batch."""
+    return jax.tree.structure(batch), [(jnp.shape(x)[1:], jnp.asarray(x).dtype) for x in jax.tree.leaves(batch)]
+
+
+def _resume_point(
+    savers: Iterable[SaveHook], training: Training, initial: TrainState
+) -> tuple[TrainState, Position | LoopState] | None:
+    """The checkpoint that `initial` belongs to, with its position; None: a new training."""
+    found = [one for one in [saver.start(initial, training) for saver in savers] if one]  # each may refuse
+    if not found:
+        return None
+    state, saved = found[0]
+    training.load_states(saved.callbacks)
+    return state, loop_state_of(saved)
+
+
+def _execute(run: Run, objects: NnxObjects, *, saves: bool, guarded: bool) -> None:
+    try:
+        run.execute()
+    except KeyboardInterrupt as end:
+        if saves and is_by_ctrl_c(end):
+            end.args = (f"{end} The same call again resumes from the latest checkpoint.",)
+        raise
+    except NonFiniteError as error:
+        if guarded:  # steps after the last finite one only advanced the step counter
+            objects.step = error.step - 1
+        raise

@@ -1,1 +1,0 @@
-"""`train_fn`: training with the user's own gradient step."""

@@ -1,1 +1,0 @@
-"""`TrainLoop`: the user writes the loop."""
