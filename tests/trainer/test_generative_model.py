@@ -144,7 +144,7 @@ def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(
     options = {"teacher": str(teacher.folder.path), "callbacks": {"saver": ModelCheckpointConfig(every_n_steps=3)}}
     broken = trainer_of(tmp_path / "student", objective, **options)
     begun = broken.state
-    averaged = teacher._weights("best").extra["ema"]
+    averaged = teacher._weights_of("best").extra["ema"]
     assert_same_bits(begun.params["student"], averaged)  # it is like its teacher, and begins as that
     assert_same_bits(begun.model_state["frozen"], averaged)
     with fault("step:raise:5"), pytest.raises(FaultInjected):
@@ -175,7 +175,7 @@ def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
     small = ConditionalMLPConfig(hidden=(8,), num_classes=10)
     trainer = trainer_of(tmp_path, objective, model=small, teacher=str(flow.folder.path))
-    assert_same_bits(trainer.state.model_state["frozen"], flow._weights("best").extra["ema"])
+    assert_same_bits(trainer.state.model_state["frozen"], flow._weights_of("best").extra["ema"])
     assert trainer.dry_run(digits().train_loader) is not None
 
 

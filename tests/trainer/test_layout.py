@@ -100,7 +100,7 @@ def meshes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", meshes())
 def test_a_trainer_takes_a_mesh_in_any_form(kind, tmp_path):
-    layout = plain_for("nnx", tmp_path, mesh=meshes()[kind])._layout
+    layout = plain_for("nnx", tmp_path, mesh=meshes()[kind]).program.layout
     assert dict(layout.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     assert layout.batch_axes == ("data", "fsdp")
 
@@ -153,4 +153,4 @@ def test_a_run_resumes_on_more_or_fewer_devices(counts, tmp_path):
 
 def test_defaults_are_one_device(tmp_path):
     assert TrainerConfig().mesh is None
-    assert plain_for("linen", tmp_path)._layout is None
+    assert plain_for("linen", tmp_path).program.layout is None
