@@ -114,7 +114,8 @@ def overridden(tree: Node, overrides: Sequence[str], problems: Problems) -> Node
     for override in overrides:
         match = _OVERRIDE.fullmatch(override)
         if match is None:
-            problems.add(location, "", f"expected `path.to.key=value`, found {shown(override)}.")
+            key = re.split(r"[=:\s]", override, maxsplit=1)[0]
+            problems.add(location, "", f"expected `path.to.key=value`, found {shown(override, key)}.")
             continue
         path, names = match["path"], match["path"].split(".")
         problem = _path_problem(tree, names)
