@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pytest
+from compoconf import RegistrableConfigInterface, register_interface
 from config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
 from jsonschema import Draft202012Validator
 
@@ -116,3 +117,14 @@ def test_two_classes_of_one_name_are_kept_apart():
     writer.schema(Paper | other)
     assert set(writer.definitions) == {"Paper", "Paper1"}
     assert set(writer.definitions["Paper1"]["properties"]) == {"folds"}
+
+
+@register_interface
+class SketchNobody(RegistrableConfigInterface):
+    """Nothing implements it."""
+
+
+def test_an_interface_without_classes_allows_nothing():
+    schema = _SchemaWriter().schema(SketchNobody.cfgtype | int)
+    Draft202012Validator.check_schema(schema)
+    assert Draft202012Validator(schema).is_valid(1) and not Draft202012Validator(schema).is_valid({})

@@ -160,7 +160,9 @@ class _SchemaWriter:
     def _one(self, hint: Any) -> dict[str, Any]:
         origin, args = get_origin(hint), get_args(hint)
         if origin is Annotated:
-            return functools.reduce(operator.or_, (bound.schema for bound in args[1:]), self._one(args[0]))
+            return functools.reduce(
+                operator.or_, (getattr(bound, "schema", {}) for bound in args[1:]), self._one(args[0])
+            )
         if hint in _TYPES:
             return {"type": _TYPES[hint]}
         if origin is Literal:
@@ -176,10 +178,11 @@ class _SchemaWriter:
         if is_generic(hint, Sequence):
             return {"type": "array", "items": self.schema(args[0])}
         if isinstance(hint, LazyConfigUnion):
-            names = {
-                one: [other.name for other in candidates(hint) if other.config is one] for one in config_classes(hint)
-            }
-            return {"anyOf": [self._reference(config, names[config]) for config in names]}
+            names: dict[type, list[str]] = {}
+            for one in candidates(hint):
+                names.setdefault(one.config, []).append(one.name)
+            allowed = [self._reference(config, names[config]) for config in names]
+            return {"anyOf": allowed} if allowed else {"not": {}}  # no class is registered: nothing is valid
         return self._reference(hint, ()) if is_dataclass(hint) and isinstance(hint, type) else {}
 
     def _reference(self, config: type, names: Sequence[str]) -> dict[str, Any]:
