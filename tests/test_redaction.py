@@ -9,13 +9,13 @@ from jax_trainer.config import (
     ConfigError,
     as_data,
     config_from,
-    describe,
     dump_config,
     json_schema,
     load_config,
     redact,
     redact_text,
 )
+from jax_trainer.config.describing import describe
 from jax_trainer.redaction import environment_secrets, is_secret
 from jax_trainer.settings import Settings, SettingsError
 
