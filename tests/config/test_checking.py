@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -415,3 +416,26 @@ def test_an_invalid_default_is_found_when_a_file_leaves_it():
     with pytest.raises(ConfigError, match="size.*at least 1.*0"):
         config_from({}, Wrong)
     assert config_from({"size": 1}, Wrong).size == 1
+
+
+class NotEmpty:
+    """A bound of a whole list or section."""
+
+    description = "that is not empty"
+
+    def allows(self, value: Any) -> bool:
+        return len(value) > 0
+
+
+@dataclass
+class Filled(Settings):
+    sizes: Annotated[list[int], NotEmpty()] | None = None
+    names: Annotated[dict[str, int], NotEmpty()] | None = None
+
+
+@pytest.mark.parametrize("key", ["sizes", "names"])
+def test_a_bound_may_be_about_a_whole_list_or_section(key: str):
+    good, empty = {"sizes": ([1], []), "names": ({"a": 1}, {})}[key]
+    assert getattr(config_from({key: good}, Filled), key) == good
+    with pytest.raises(ConfigError, match=f"{key}: expected .*not empty.*, found {re.escape(str(empty))}"):
+        config_from({key: empty}, Filled)

@@ -20,6 +20,7 @@ from jax_trainer.settings import (
     is_generic,
     kinds,
     listed,
+    options,
     value_suggestion,
     words,
 )
@@ -48,11 +49,17 @@ class Checker:
         if allowed and (node.is_section or (likely and node.value is None)):
             chosen = self._choose(allowed, node, path, likely)
             return INVALID if chosen is None else self._configuration(chosen.name, chosen.config, node, path)
-        for kind in kinds(hint):
+        for option, kind in zip(options(hint), kinds(hint), strict=True):
             if isinstance(node.value, list) and is_generic(kind, Sequence):
-                return self._list(kind, node.value, node, path)
-            if node.is_section and is_generic(kind, Mapping):
-                return self._mapping(kind, node, path)
+                made = self._list(kind, node.value, node, path)
+            elif node.is_section and is_generic(kind, Mapping):
+                made = self._mapping(kind, node, path)
+            else:
+                continue
+            if made is not INVALID and option is not kind and not fits(option, made):  # a bound of the whole list
+                found = self._shown(node.data(), path)
+                return self._complain(node, path, f"expected {expected(hint)}, found {found}.")
+            return made
         return self._plain(hint, node, path)
 
     def _plain(self, hint: Any, node: Node, path: str) -> Any:
