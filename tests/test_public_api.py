@@ -1,12 +1,16 @@
 """What is exported is documented and annotated, and importing it costs and does little."""
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import jax_trainer
 
 ROOMS = [
     *("core", "adapters", "engine", "datasets", "optimizer", "models", "logger", "checkpoint", "callbacks", "config"),
@@ -58,17 +62,46 @@ def test_exports_are_sorted_and_unique(module: str):
     assert len(set(names)) == len(names)
 
 
+def test_importing_the_package_loads_no_part_of_it_until_it_is_used():
+    script = """
+    import sys
+    import jax_trainer
+    assert not [name for name in sys.modules if name.startswith("jax_trainer.") or name == "jax"]
+    assert set(jax_trainer.__all__) <= set(dir(jax_trainer))
+    assert jax_trainer.settings.Settings and "jax" not in sys.modules
+    assert jax_trainer.fit is jax_trainer.styles.fit
+    assert not hasattr(jax_trainer, "fitt")
+    """
+    assert run_script(script) == ""
+
+
+def test_type_checkers_read_the_same_names():
+    stub = ast.parse(Path(jax_trainer.__file__).with_suffix(".pyi").read_text())
+    imported = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {*imported, "__version__"} == set(jax_trainer.__all__)
+    for name, (module, original) in imported.items():
+        assert getattr(importlib.import_module(module or ""), original) is getattr(jax_trainer, name)
+
+
 def test_importing_loads_no_optional_tool_and_touches_no_device():
     script = """
     import sys, threading
-    import jax_trainer
+    from jax_trainer import *
     heavy = {"torch", "tensorboardX", "tensorboard", "wandb", "matplotlib", "optuna", "grain", "orbax", "keras"}
     assert not heavy & set(sys.modules), heavy & set(sys.modules)
     assert threading.active_count() == 1
     from jax._src import xla_bridge
     assert not xla_bridge._backends, "a device was initialised"
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert run_script(script) == ""
+
+
+def run_script(script: str) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.stderr if done.returncode else ""

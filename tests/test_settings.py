@@ -185,6 +185,7 @@ def test_values_that_fit_make_a_configuration():
     house = House(rooms=2, height=3.5, colour="white", pet=CatConfig(3), names=("a",))
     assert house.stored() == {"rooms": 2, "height": 3.5, "colour": "white", "pet": CatConfig(3), "names": ("a",)}
     assert House() == House()
+    assert isinstance(House(height=3).height, float)
 
 
 def test_all_invalid_values_are_reported_at_once():

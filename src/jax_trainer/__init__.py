@@ -3,172 +3,61 @@
 Subclass `TrainerModule` and define the loss, or use one of the other interfaces: `fit`, `train_fn`, `TrainLoop`. They
 share one engine, in which a run is a pure `Program`, a `Plan` and a stream of events: an adapter creates the program
 from a model and a loss, `compile_program` compiles it, and `run` executes it and notifies observers.
+
+A name is imported when it is first used, so that importing one part does not load the others.
 """
 
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from jax_trainer.adapters import (
-    FunctionModel,
-    flax_state_program,
-    function_program,
-    linen_program,
-    nnx_program,
-    stateful_program,
-    write_back,
-)
-from jax_trainer.adapters import flax_nnx as nnx
-from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
-from jax_trainer.core import (
-    Layout,
-    LogFreq,
-    LogMetricMode,
-    LogMode,
-    NonFiniteError,
-    Partitioning,
-    Precision,
-    Program,
-    ProgramOptions,
-    RecompileError,
-    RecompileWarning,
-    TrainState,
-    compile_program,
-    make_mesh,
-    with_ema,
-    with_finite_guard,
-)
-from jax_trainer.datasets import (
-    ArrayLoader,
-    Batch,
-    Data,
-    DataError,
-    DatasetConfig,
-    DatasetModule,
-    Position,
-    SupervisedBatch,
-    load_digits,
-)
-from jax_trainer.engine import (
-    Edit,
-    Every,
-    Plan,
-    StopTraining,
-    drive,
-    eval_events,
-    evaluate,
-    predictions,
-    run,
-    train_events,
-)
-from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
-from jax_trainer.styles import (
-    Checkpoint,
-    CheckpointFileReader,
-    CheckpointFileWriter,
-    EvalLoop,
-    EvalTask,
-    FitResult,
-    HighestCheckpointFileReader,
-    HighestCheckpointFileWriter,
-    LowestCheckpointFileReader,
-    LowestCheckpointFileWriter,
-    Summary,
-    SummaryLogger,
-    SummaryWriter,
-    TrainLoop,
-    TrainTask,
-    every_n_steps,
-    fit,
-    get_default_checkpointer,
-    get_ema_hook,
-    lr_schedule,
-    serial,
-    train_fn,
-)
-from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
-from jax_trainer.tuning import tune
+_EXPORTS = {
+    "adapters": (
+        "FunctionModel flax_state_program function_program linen_program nnx_program stateful_program write_back"
+    ),
+    "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
+    "core": (
+        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Program ProgramOptions "
+        "RecompileError RecompileWarning TrainState compile_program make_mesh with_ema with_finite_guard"
+    ),
+    "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
+    "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions run train_events",
+    "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
+    "styles": (
+        "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
+        "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "
+        "LowestCheckpointFileWriter Summary SummaryLogger SummaryWriter TrainLoop TrainTask every_n_steps fit "
+        "get_default_checkpointer get_ema_hook lr_schedule serial train_fn"
+    ),
+    "trainer": "ImgClassifierTrainer TrainerConfig TrainerModule",
+    "tuning": "tune",
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-try:
-    __version__ = version("jax-trainer")
-except PackageNotFoundError:  # a source tree on the path, not installed
-    __version__ = "0.0.0"
+__all__ = sorted([*_MODULE_OF, "__version__", "nnx"])  # pyright: ignore[reportUnsupportedDunderAll]
 
-__all__ = [
-    "ArrayLoader",
-    "Batch",
-    "Callback",
-    "Checkpoint",
-    "CheckpointFileReader",
-    "CheckpointFileWriter",
-    "Data",
-    "DataError",
-    "DatasetConfig",
-    "DatasetModule",
-    "Edit",
-    "EvalLoop",
-    "EvalTask",
-    "Every",
-    "FitResult",
-    "FunctionModel",
-    "HighestCheckpointFileReader",
-    "HighestCheckpointFileWriter",
-    "ImgClassifierTrainer",
-    "JsonlWriter",
-    "LambdaCallback",
-    "Layout",
-    "LogFreq",
-    "LogMetricMode",
-    "LogMetrics",
-    "LogMode",
-    "Logger",
-    "LoggerConfig",
-    "LowestCheckpointFileReader",
-    "LowestCheckpointFileWriter",
-    "MetricWriter",
-    "NonFiniteError",
-    "Partitioning",
-    "Plan",
-    "Position",
-    "Precision",
-    "Program",
-    "ProgramOptions",
-    "ProgressBar",
-    "RecompileError",
-    "RecompileWarning",
-    "StopTraining",
-    "Summary",
-    "SummaryLogger",
-    "SummaryWriter",
-    "SupervisedBatch",
-    "TrainLoop",
-    "TrainState",
-    "TrainTask",
-    "TrainerConfig",
-    "TrainerModule",
-    "__version__",
-    "compile_program",
-    "drive",
-    "eval_events",
-    "evaluate",
-    "every_n_steps",
-    "fit",
-    "flax_state_program",
-    "function_program",
-    "get_default_checkpointer",
-    "get_ema_hook",
-    "linen_program",
-    "load_digits",
-    "lr_schedule",
-    "make_mesh",
-    "nnx",
-    "nnx_program",
-    "predictions",
-    "run",
-    "serial",
-    "stateful_program",
-    "train_events",
-    "train_fn",
-    "tune",
-    "with_ema",
-    "with_finite_guard",
-    "write_back",
-]
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value = _version()
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"jax_trainer.{_MODULE_OF[name]}"), name)
+    elif name == "nnx":
+        value = importlib.import_module("jax_trainer.adapters.flax_nnx")
+    elif not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
+        return importlib.import_module(f"jax_trainer.{name}")
+    else:
+        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    try:
+        return version("jax-trainer")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0.0.0"

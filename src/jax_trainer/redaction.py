@@ -1,4 +1,8 @@
-"""Redacts secrets in everything that is written: files, tables, errors."""
+"""Configured secrets never reach a file or a log: values of secret keys and variables, and credentials in URLs.
+
+A secret is recognized by the name of its key or environment variable. Its value is hidden wherever it occurs; text that
+only looks like a secret is not searched for.
+"""
 
 import os
 import re
@@ -22,12 +26,6 @@ _CAMEL_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]{0,30}://)[^\s/]+@", re.IGNORECASE)
 _IN_QUERY = re.compile(r"(?P<before>[?&](?P<key>[\w.\-]{1,60})=)[^&#\s]+")
-_ASSIGNED = re.compile(
-    r"(?<![\w.\-])(?P<before>(?P<key>[\w.\-]++)[\"']?\s*[=:]\s*)"
-    r"(?:\"[^\"]*\"|'[^']*'|(?:(?:bearer|basic|token)\s+)?\S+)",
-    re.IGNORECASE,
-)
-_BEARER = re.compile(r"(?P<before>\bbearer\s+)[\w\-.~+/=]{8,}", re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:
@@ -57,32 +55,25 @@ def redact(data: Any, key: str = "", secrets: Collection[str] = ()) -> Any:
 def _redacted(data: Any, is_hidden: bool, known: Collection[str]) -> Any:
     if isinstance(data, Mapping):
         return {
-            _without_known(str(name), known): _redacted(value, is_hidden or is_secret(str(name)), known)
+            redact_text(str(name), known): _redacted(value, is_hidden or is_secret(str(name)), known)
             for name, value in data.items()
         }
     if isinstance(data, list | tuple):
         return [_redacted(value, is_hidden, known) for value in data]
     if is_hidden and _can_be_secret(data):
         return HIDDEN
-    return _without_known(data, known) if isinstance(data, str) else data
+    return redact_text(data, known) if isinstance(data, str) else data
 
 
-def redact_text(text: str, known: Collection[str] | None = None) -> str:
-    """A message without `known` secrets (by default those of the environment), and without values of secret keys.
+def redact_text(text: str, known: Collection[str]) -> str:
+    """A text without `known` secrets, and without credentials in URLs.
 
-    >>> redact_text("https://me:hunter2@host/x, password=hunter2")
-    'https://<hidden>@host/x, password=<hidden>'
+    >>> redact_text("hunter2 is no password of https://me:swordfish@host/x?token=abc", ["hunter2"])
+    '<hidden> is no password of https://<hidden>@host/x?token=<hidden>'
     """
-    text = _without_known(text, environment_secrets() if known is None else known)
-    text = _ASSIGNED.sub(_hide_if_secret, text)
-    return _BEARER.sub(rf"\g<before>{HIDDEN}", text)
-
-
-def _without_known(text: str, known: Collection[str]) -> str:
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    text = _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text)
-    return _IN_QUERY.sub(_hide_if_secret, text)
+    return _IN_QUERY.sub(_hide_if_secret, _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text))
 
 
 def _hide_if_secret(match: re.Match[str]) -> str:

@@ -20,19 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
@@ -42,19 +30,6 @@ from jax_trainer.suggestions import check_keywords, keywords_of, suggestion, val
 Problem = tuple[str, str]  # a dotted key, and its error message
 
 
-class Bound(Protocol):
-    """A constraint on a value, besides its type."""
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` satisfies the bound."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The bound as text."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Limit:
     """A bound on one side of `limit`."""
@@ -62,6 +37,7 @@ class _Limit:
     limit: float
     compare: ClassVar[Callable[[Any, Any], bool]]
     phrase: ClassVar[str]
+    schema_key: ClassVar[str]
 
     def allows(self, value: Any) -> bool:
         return type(self).compare(value, self.limit)
@@ -70,46 +46,48 @@ class _Limit:
     def description(self) -> str:
         return f"{self.phrase} {self.limit}"
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {self.schema_key: self.limit}
+
 
 class AtLeast(_Limit):
     """A number of at least `limit`."""
 
-    compare, phrase = operator.ge, "of at least"
+    compare, phrase, schema_key = operator.ge, "of at least", "minimum"
 
 
 class Above(_Limit):
     """A number larger than `limit`."""
 
-    compare, phrase = operator.gt, "above"
+    compare, phrase, schema_key = operator.gt, "above", "exclusiveMinimum"
 
 
 class AtMost(_Limit):
     """A number of at most `limit`."""
 
-    compare, phrase = operator.le, "of at most"
+    compare, phrase, schema_key = operator.le, "of at most", "maximum"
 
 
 class Below(_Limit):
     """A number smaller than `limit`."""
 
-    compare, phrase = operator.lt, "below"
+    compare, phrase, schema_key = operator.lt, "below", "exclusiveMaximum"
 
 
 @dataclass(frozen=True)
 class IsRegex:
     """Text that is a regular expression."""
 
+    description: ClassVar[str] = "that is a regular expression"
+    schema: ClassVar[dict[str, Any]] = {"format": "regex"}
+
     def allows(self, value: Any) -> bool:
-        """Whether `value` can be compiled."""
         try:
             re.compile(value)
         except (re.error, RecursionError, OverflowError):  # the last two: brackets too deep, counts too large
             return False
         return True
-
-    @property
-    def description(self) -> str:
-        return "that is a regular expression"
 
 
 class SettingsError(ValueError):
@@ -143,23 +121,29 @@ class Settings(ConfigInterface):
         cls.class_name = ""  # until a class is registered with it: not inherited from the parent
 
     def __post_init__(self) -> None:
-        hints, values = hints_of(type(self)), self.stored()
-        for name, value in values.items():
-            if (number := plain(value)) is not value:
-                object.__setattr__(self, name, number)
-                values[name] = number
-        found = [
-            (
-                name,
-                f"`{name}` must be {expected(hints[name])}, got {value!r}.{value_suggestion(hints[name], value, name)}",
-            )
-            for name, value in values.items()
-            if not fits(hints[name], value)
-        ]
+        hints, valid, found = hints_of(type(self)), self.__dict__.get("_valid", ()), []
+        for name, given in self.stored().items():
+            if name in valid:
+                continue
+            value = plain(given)
+            if not fits(hints[name], value):
+                near = value_suggestion(hints[name], value, name)
+                found.append((name, f"`{name}` must be {expected(hints[name])}, got {value!r}.{near}"))
+            elif (value := as_float(hints[name], value)) is not given:
+                object.__setattr__(self, name, value)
         # constraints between keys are checked only if each key is valid
         found = found or list(self.problems())
         if found:
             raise SettingsError(found)
+
+    @classmethod
+    def of_valid(cls, values: Mapping[str, Any]) -> Self:
+        """A configuration of values that are known to be valid: only the others, and `problems`, are checked."""
+        config = cls.__new__(cls)
+        config.__dict__["_valid"] = values.keys()
+        config.__init__(**values)
+        del config.__dict__["_valid"]
+        return config
 
     def problems(self) -> Iterator[Problem]:
         """Constraints between keys: override it, and yield key and message of each violation."""
@@ -177,9 +161,7 @@ class ValueSettings(Settings):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("__hash__") is None:
-            cls.__hash__ = (
-                ValueSettings.__hash__
-            )  # `@dataclass` removes an inherited `__hash__`, and keeps a class's own
+            cls.__hash__ = ValueSettings.__hash__  # `@dataclass` removes an inherited one, and keeps a class's own
 
     def __hash__(self) -> int:
         return _value_hash(self)
@@ -212,7 +194,9 @@ def options(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) is Annotated:
         kind, *notes = get_args(hint)
         bounds = [note for note in notes if hasattr(note, "allows")]
-        return tuple(_bounded(option, bounds) for option in options(kind))
+        return tuple(
+            Annotated[(option, *bounds)] if bounds and option is not NoneType else option for option in options(kind)
+        )
     if hasattr(hint, "_others"):  # compoconf's type of `X.cfgtype | None`
         parts = (hint._lazy, *hint._others)
     elif get_origin(hint) in (Union, UnionType):
@@ -225,8 +209,29 @@ def options(hint: Any) -> tuple[Any, ...]:
 _OF_ANYTHING = {list: list[Any], tuple: tuple[Any, ...], dict: dict[str, Any]}
 
 
-def _bounded(option: Any, bounds: Sequence[Bound]) -> Any:
-    return Annotated[(option, *bounds)] if bounds and option is not NoneType else option
+def kinds(hint: Any) -> list[Any]:
+    """The alternatives of `hint` without their bounds."""
+    return [get_args(option)[0] if get_origin(option) is Annotated else option for option in options(hint)]
+
+
+def words(hint: Any) -> list[str]:
+    """The strings that `hint` lists as valid values."""
+    literals = [get_args(kind) for kind in kinds(hint) if get_origin(kind) is Literal]
+    return [word for values in literals for word in values if isinstance(word, str)]
+
+
+def is_generic(hint: Any, kind: type) -> bool:
+    """Whether `hint` is a `kind` of something, as `list[int]` is a `Sequence`."""
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, kind)
+
+
+def as_float(hint: Any, value: Any) -> Any:
+    """`value`, as a float if it is an integer and `hint` allows only floats."""
+    if type(value) is not int:
+        return value
+    allowed = kinds(hint)
+    return float(value) if float in allowed and int not in allowed else value
 
 
 def config_of(cls: Any) -> type:
@@ -303,10 +308,8 @@ def value_suggestion(hint: Any, value: Any, key: str = "") -> str:
     """A hint for an invalid value: the closest valid word, or the largest number."""
     if _is_too_large(value):
         return f" An integer has at most 64 bits: it is at most {_LARGEST}."
-    kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)]
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind) if isinstance(word, str)]
     is_word = isinstance(value, str | int) and not isinstance(value, bool)
-    return value_hint(key, value) or (suggestion(str(value), words) if is_word else "")
+    return value_hint(key, value) or (suggestion(str(value), words(hint)) if is_word else "")
 
 
 def fits(hint: Any, value: Any) -> bool:
@@ -337,23 +340,15 @@ def _fits_one(hint: Any, value: Any) -> bool:
         return type(value) is hint and not _is_too_large(value)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
-    if origin is tuple:
-        return isinstance(value, tuple | list) and _fit_in_order(args, value)
-    if origin is list or (isinstance(origin, type) and issubclass(origin, Sequence)):
+    if origin is tuple and args[1:] != (...,):
+        return isinstance(value, tuple | list) and len(args) == len(value) and all(map(fits, args, value))
+    if is_generic(hint, Sequence):
         return isinstance(value, tuple | list) and all(fits(args[0], item) for item in value)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(
-            fits(args[0], key) and fits(args[1], item) for key, item in value.items()
-        )
+    if is_generic(hint, Mapping):
+        return isinstance(value, Mapping) and all(fits(args[0], k) and fits(args[1], v) for k, v in value.items())
     if isinstance(hint, LazyConfigUnion):
         return isinstance(value, config_classes(hint))
     return isinstance(value, origin or hint) if isinstance(origin or hint, type) else True
-
-
-def _fit_in_order(args: tuple[Any, ...], value: Sequence[Any]) -> bool:
-    if args[1:] == (...,):
-        return all(fits(args[0], item) for item in value)
-    return len(args) == len(value) and all(fits(arg, item) for arg, item in zip(args, value, strict=True))
 
 
 def checked(data: Any, hints: Mapping[str, Any]) -> Any:
@@ -399,9 +394,9 @@ def _expected_one(hint: Any) -> str:
         return f"one of {', '.join(map(written, args))}"
     if origin is tuple and args[1:] != (...,):
         return f"a list of {len(args)}: {', '.join(map(expected, args))}"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if is_generic(hint, Mapping):
         return f"a section whose values are each {expected(args[1])}"
-    if isinstance(origin, type) and issubclass(origin, Sequence):
+    if is_generic(hint, Sequence):
         return f"a list, each {expected(args[0])}"
     if isinstance(hint, LazyConfigUnion):
         names = listed(one.name for one in candidates(hint))

@@ -59,7 +59,7 @@ class LeakyCallback(Callback):
     config: LeakyCallbackConfig
 
     def on_training_end(self):
-        raise RuntimeError(f"cannot send {self.run.dataset.config} with password=CANARY-9f3a-text-beef")
+        raise RuntimeError(f"cannot send {self.run.dataset.config}")
 '''
 
 
@@ -119,7 +119,6 @@ def test_a_run_with_hidden_secrets_is_resumed_when_they_are_set_again(
     [
         "dataset.aux.api_key=[1",
         f"dataset.api_key={CANARY}-wrong-0002",
-        f"trainer.train_epochs=password={CANARY}-wrong-0003",
         f"trainer.train_epochs=https://me:{CANARY}-wrong-0004@host",
         f"model.class_name={CANARY}-env-1c07",
         "model.class_name=${dataset.aux.api_key}",

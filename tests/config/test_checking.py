@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -364,3 +365,77 @@ def test_classes_that_share_a_configuration_can_all_be_named():
     assert type(kennel.first.instantiate(SketchAnimal)) is SketchDog
     assert type(kennel.second.instantiate(SketchAnimal)) is SketchPuppy
     assert as_data(kennel)["first"] == {"class_name": "SketchDog", "legs": 3}
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A bound that remembers what it was asked about."""
+
+    asked: list[Any]
+    description = "of any size"
+
+    def allows(self, value: Any) -> bool:
+        self.asked.append(value)
+        return value > 0
+
+
+ASKED: list[Any] = []
+
+
+@dataclass
+class Watched(Settings):
+    given: Annotated[int, Remembering(ASKED)]
+    default: Annotated[int, Remembering(ASKED)] = 2
+    problems_seen = 0
+
+    def problems(self) -> Any:
+        """It is asked once, too."""
+        Watched.problems_seen += 1
+        yield from ()
+
+
+@dataclass
+class Outer(Settings):
+    inner: Watched
+
+
+def test_each_value_is_validated_once_from_a_file_and_in_python():
+    made = config_from({"inner": {"given": 1}}, Outer)
+    assert (ASKED, Watched.problems_seen) == ([1, 2], 1)
+    ASKED.clear()
+    assert Outer(Watched(1)) == made
+    assert (ASKED, Watched.problems_seen) == ([1, 2], 2)
+    assert vars(made.inner).keys() == vars(Watched(1)).keys()
+
+
+def test_an_invalid_default_is_found_when_a_file_leaves_it():
+    @dataclass
+    class Wrong(Settings):
+        size: Annotated[int, AtLeast(1)] = 0
+
+    with pytest.raises(ConfigError, match="size.*at least 1.*0"):
+        config_from({}, Wrong)
+    assert config_from({"size": 1}, Wrong).size == 1
+
+
+class NotEmpty:
+    """A bound of a whole list or section."""
+
+    description = "that is not empty"
+
+    def allows(self, value: Any) -> bool:
+        return len(value) > 0
+
+
+@dataclass
+class Filled(Settings):
+    sizes: Annotated[list[int], NotEmpty()] | None = None
+    names: Annotated[dict[str, int], NotEmpty()] | None = None
+
+
+@pytest.mark.parametrize("key", ["sizes", "names"])
+def test_a_bound_may_be_about_a_whole_list_or_section(key: str):
+    good, empty = {"sizes": ([1], []), "names": ({"a": 1}, {})}[key]
+    assert getattr(config_from({key: good}, Filled), key) == good
+    with pytest.raises(ConfigError, match=f"{key}: expected .*not empty.*, found {re.escape(str(empty))}"):
+        config_from({key: empty}, Filled)

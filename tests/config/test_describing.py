@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from config_things import Paper, Sketch, SketchCircle, SketchShape, SketchSquare
 
-from jax_trainer.config import Key, describe, keys_of, registered_classes
-from jax_trainer.config.describing import help_of
+from jax_trainer.config import Key, keys_of, registered_classes
+from jax_trainer.config.describing import describe, help_of
 from jax_trainer.datasets import DatasetConfig
 from jax_trainer.settings import Settings
 

@@ -16,7 +16,8 @@ from config_things import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_trainer.config import as_data, config_from, dump_config, dump_data, load_config, redact
+from jax_trainer.config import as_data, config_from, dump_config, load_config, redact
+from jax_trainer.config.dumping import dump_data
 from jax_trainer.config.files import overridden
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Location, Problems

@@ -3,11 +3,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pytest
+from compoconf import RegistrableConfigInterface, register_interface
 from config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
 from jsonschema import Draft202012Validator
 
 from jax_trainer.config import ConfigError, as_data, config_from, json_schema
-from jax_trainer.config import schema as schema_file
+from jax_trainer.config.describing import _SchemaWriter
 from jax_trainer.settings import AtLeast, Settings
 
 SCHEMA = json_schema(Sketch)
@@ -112,7 +113,18 @@ def test_a_class_may_contain_itself():
 
 def test_two_classes_of_one_name_are_kept_apart():
     other = twin()
-    writer = schema_file._SchemaWriter()
+    writer = _SchemaWriter()
     writer.schema(Paper | other)
     assert set(writer.definitions) == {"Paper", "Paper1"}
     assert set(writer.definitions["Paper1"]["properties"]) == {"folds"}
+
+
+@register_interface
+class SketchNobody(RegistrableConfigInterface):
+    """Nothing implements it."""
+
+
+def test_an_interface_without_classes_allows_nothing():
+    schema = _SchemaWriter().schema(SketchNobody.cfgtype | int)
+    Draft202012Validator.check_schema(schema)
+    assert Draft202012Validator(schema).is_valid(1) and not Draft202012Validator(schema).is_valid({})

@@ -8,7 +8,8 @@ import pytest
 from compoconf import Registry, registered
 from config_things import Sketch
 
-from jax_trainer.config import ConfigError, UserCodeError, config_from, describe, import_user_code
+from jax_trainer.config import ConfigError, UserCodeError, config_from, import_user_code
+from jax_trainer.config.describing import describe
 
 OWN = '''
 from __future__ import annotations

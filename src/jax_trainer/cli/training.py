@@ -9,8 +9,8 @@ from typing import Any, Literal
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
 from jax_trainer.cli import commands, tables
+from jax_trainer.cli.commands import RunSelector, select_run, without_resume
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
-from jax_trainer.cli.runs import RunSelector, select_run, without_resume
 from jax_trainer.config import Loaded, redact
 from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment

@@ -4,12 +4,10 @@ A file cannot run code: `class_name` is looked up in registries, and only explic
 are redacted from everything that is written.
 """
 
-from jax_trainer.config.describing import Described, Key, describe, keys_of, registered_classes
-from jax_trainer.config.dumping import as_data, dump_config, dump_data
-from jax_trainer.config.loading import Loaded, config_from, load_config
+from jax_trainer.config.describing import Described, Key, json_schema, keys_of, registered_classes
+from jax_trainer.config.dumping import as_data, dump_config
+from jax_trainer.config.loading import Loaded, UserCodeError, config_from, import_user_code, load_config
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location
-from jax_trainer.config.schema import json_schema
-from jax_trainer.config.user_code import UserCodeError, import_user_code
 from jax_trainer.redaction import redact, redact_text
 
 __all__ = [
@@ -22,9 +20,7 @@ __all__ = [
     "UserCodeError",
     "as_data",
     "config_from",
-    "describe",
     "dump_config",
-    "dump_data",
     "import_user_code",
     "json_schema",
     "keys_of",

@@ -1,9 +1,8 @@
 """Builds configurations from parsed values: checks every value and collects all problems."""
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import Problems, shown
@@ -11,14 +10,19 @@ from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.registration import full_name
 from jax_trainer.settings import (
     Candidate,
+    Settings,
     SettingsError,
+    as_float,
     candidates,
     expected,
     fits,
     hints_of,
+    is_generic,
+    kinds,
     listed,
     options,
     value_suggestion,
+    words,
 )
 from jax_trainer.suggestions import elsewhere
 
@@ -45,11 +49,17 @@ class Checker:
         if allowed and (node.is_section or (likely and node.value is None)):
             chosen = self._choose(allowed, node, path, likely)
             return INVALID if chosen is None else self._configuration(chosen.name, chosen.config, node, path)
-        for option in map(_bare, options(hint)):
-            if isinstance(node.value, list) and _is(option, Sequence):
-                return self._list(option, node.value, node, path)
-            if node.is_section and _is(option, Mapping):
-                return self._mapping(option, node, path)
+        for option, kind in zip(options(hint), kinds(hint), strict=True):
+            if isinstance(node.value, list) and is_generic(kind, Sequence):
+                made = self._list(kind, node.value, node, path)
+            elif node.is_section and is_generic(kind, Mapping):
+                made = self._mapping(kind, node, path)
+            else:
+                continue
+            if made is not INVALID and option is not kind and not fits(option, made):  # a bound of the whole list
+                found = self._shown(node.data(), path)
+                return self._complain(node, path, f"expected {expected(hint)}, found {found}.")
+            return made
         return self._plain(hint, node, path)
 
     def _plain(self, hint: Any, node: Node, path: str) -> Any:
@@ -59,28 +69,27 @@ class Checker:
         if not fits(hint, value):
             near = "" if self._problems.is_full else value_suggestion(hint, value, path.rpartition(".")[2])
             return self._complain(node, path, f"expected {expected(hint)}, found {self._shown(value, path)}.{near}")
-        kinds = [_bare(option) for option in options(hint)]
-        return float(value) if type(value) is int and float in kinds and int not in kinds else value
+        return as_float(hint, value)
 
-    def _list(self, option: Any, items: Sequence[Node], node: Node, path: str) -> Any:
-        kinds: Iterable[Any] = get_args(option)
-        if get_origin(option) is not tuple or kinds[1:] == (...,):
-            kinds = itertools.repeat(kinds[0], len(items))
-        elif len(kinds) != len(items):
-            return self._complain(node, path, f"expected {expected(option)}, found a list of {len(items)}.")
-        pairs = enumerate(zip(kinds, items, strict=True))
-        made = [self.make(kind, item, _under(path, str(number))) for number, (kind, item) in pairs]
+    def _list(self, kind: Any, items: Sequence[Node], node: Node, path: str) -> Any:
+        hints = get_args(kind)
+        if get_origin(kind) is not tuple or hints[1:] == (...,):
+            hints = (hints[0],) * len(items)
+        elif len(hints) != len(items):
+            return self._complain(node, path, f"expected {expected(kind)}, found a list of {len(items)}.")
+        pairs = enumerate(zip(hints, items, strict=True))
+        made = [self.make(hint, item, _under(path, str(number))) for number, (hint, item) in pairs]
         if any(value is INVALID for value in made):
             return INVALID
-        return tuple(made) if get_origin(option) is tuple else made
+        return tuple(made) if get_origin(kind) is tuple else made
 
-    def _mapping(self, option: Any, node: Node, path: str) -> Any:
-        key, item = get_args(option)
+    def _mapping(self, kind: Any, node: Node, path: str) -> Any:
+        key, item = get_args(kind)
         made: dict[str, Any] = {}
         for name, part in node.section.items():
             made[name] = self.make(item, part, _under(path, name), name)
             if not fits(key, name):
-                near = self._problems.suggestion(name, _literals(key))
+                near = self._problems.suggestion(name, words(key))
                 made[name] = self._complain(part, _under(path, name), f"expected a key that is {expected(key)}.{near}")
         return INVALID if any(value is INVALID for value in made.values()) else made
 
@@ -105,7 +114,7 @@ class Checker:
 
     def _construct(self, owner: str, config: type, made: dict[str, Any], node: Node, path: str) -> Any:
         try:
-            value = config(**made)
+            value = config.of_valid(made) if issubclass(config, Settings) else config(**made)
             if getattr(value, CLASS, ""):
                 value.class_name = owner  # several classes may share this configuration class
             return value
@@ -184,25 +193,11 @@ def _could_be(config: type, node: Node) -> bool:
     return required <= node.section.keys() - {CLASS} <= _fields(config).keys()
 
 
-def _bare(option: Any) -> Any:
-    return get_args(option)[0] if get_origin(option) is Annotated else option
-
-
-def _is(option: Any, kind: type) -> bool:
-    origin = get_origin(option)
-    return isinstance(origin, type) and issubclass(origin, kind)
-
-
 def _inside(name: str, node: Node) -> str:
     """A hint at a sibling section that has the unknown key."""
     sections = (section for section, part in node.section.items() if part.is_section and name in part.section)
     section = next(sections, "")
     return f" Did you mean `{section}.{name}`?" if section else ""
-
-
-def _literals(hint: Any) -> list[str]:
-    kinds = [option for option in map(_bare, options(hint)) if get_origin(option) is Literal]
-    return [value for kind in kinds for value in get_args(kind) if isinstance(value, str)]
 
 
 def _has_hidden(value: Any) -> bool:

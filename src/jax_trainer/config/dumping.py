@@ -2,20 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import yaml
 
 from jax_trainer.config.yaml_text import key_problem, scalar_of
 from jax_trainer.redaction import redact
 from jax_trainer.registration import stored_name
-from jax_trainer.settings import Settings, hints_of, options, plain
+from jax_trainer.settings import Settings, plain
 
 
 def as_data(config: Any) -> Any:
     """A configuration as nested dicts, lists and scalars, with `class_name` for registered classes."""
     if isinstance(config, Settings):
-        return _named(config, _as_read(type(config), config.stored()))
+        return _named(config, config.stored())
     if is_dataclass(config) and not isinstance(config, type):
         return _named(config, {field.name: getattr(config, field.name) for field in fields(config) if field.init})
     if isinstance(config, Mapping):
@@ -27,20 +27,6 @@ def _named(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     name = stored_name(config)
     plain = {key: as_data(value) for key, value in values.items()}
     return {"class_name": name, **plain} if name else plain
-
-
-def _as_read(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` as a file would give them: 1 becomes 1.0 for a key that takes only floats."""
-    hints = hints_of(kind)
-    return {
-        name: float(value) if type(value) is int and name in hints and _is_float(hints[name]) else value
-        for name, value in values.items()
-    }
-
-
-def _is_float(hint: Any) -> bool:
-    kinds = {get_args(one)[0] if get_origin(one) is Annotated else one for one in options(hint)}
-    return float in kinds and int not in kinds
 
 
 def dump_config(config: Any) -> str:

@@ -5,17 +5,22 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
-from jax_trainer.config.nodes import BROKEN, Node, merged
+from jax_trainer.config.nodes import BROKEN, Broken, Node, Scalar, merged
 from jax_trainer.config.problems import ConfigError, Location, Problems, shown
-from jax_trainer.config.references import resolved
 from jax_trainer.config.yaml_text import MAX_BYTES, MAX_DEPTH, key_problem, parse
+from jax_trainer.settings import written
 from jax_trainer.suggestions import suggestion
 
 INCLUDE = "include"
 MAX_FILES = 20
 
+MAX_CHAIN = 40  # references in a chain
+MAX_CHARS = 100_000  # that references insert into strings, in total
+
+_REFERENCE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<path>[^{}]*)\}|(?P<unclosed>\$\{)")
 _OVERRIDE = re.compile(r"(?P<path>[^=\s]+?)=(?P<value>.*)", re.DOTALL)
 
 
@@ -46,19 +51,19 @@ class _Files:
         self._files += 1
         if real in above:
             chain = " includes ".join(path.name for path in (*above[above.index(real) :], real))
-            raise self._fatal(included_at, INCLUDE, f"Circular include: {chain}.")
+            raise self._problems.fatal(included_at, INCLUDE, f"Circular include: {chain}.")
         if self._files > MAX_FILES:
-            raise self._fatal(included_at, INCLUDE, f"More than {MAX_FILES} files are included.")
+            raise self._problems.fatal(included_at, INCLUDE, f"More than {MAX_FILES} files are included.")
         is_own = not above and self._may_include  # named on the command line, where it may be a pipe
         tree = parse(self.text(file, included_at, any_kind=is_own), str(file), self._problems)
         if not tree.is_section:
             # the content is not shown: a link may point at a private file
             found = "nothing" if tree.value is None else "a list" if isinstance(tree.value, list) else "a single value"
-            raise self._fatal(tree.location, "", f"expected keys and values, found {found}.")
+            raise self._problems.fatal(tree.location, "", f"expected keys and values, found {found}.")
         own = Node({name: node for name, node in tree.section.items() if name != INCLUDE}, tree.location)
         bases = tree.section.get(INCLUDE, Node([], tree.location))
         if INCLUDE in tree.section and not self._may_include:
-            raise self._fatal(bases.location, INCLUDE, "a stored configuration cannot include other files.")
+            raise self._problems.fatal(bases.location, INCLUDE, "a stored configuration cannot include other files.")
         result = Node({}, own.location)
         for base in bases.value if isinstance(bases.value, list) else [bases]:
             result = merged(result, self.read(file.parent / self._name(base), base.location, (*above, real)))
@@ -68,7 +73,7 @@ class _Files:
         if isinstance(node.value, str) and node.value.isprintable() and node.value.endswith((".yaml", ".yml")):
             return node.value
         text = f"expected the name of a .yaml file, or a list of them, found {shown(node.data())}."
-        raise self._fatal(node.location, INCLUDE, text)
+        raise self._problems.fatal(node.location, INCLUDE, text)
 
     def text(self, file: Path, included_at: Location, *, any_kind: bool = True) -> str:
         """The text of `file`, which is included at `included_at`; with `any_kind`, also of a pipe."""
@@ -76,31 +81,27 @@ class _Files:
             with open(file, "rb", opener=None if any_kind else _open_at_once) as stream:
                 if not (any_kind or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
                     text = f"{file} cannot be read: it is a pipe or a device. Include a regular file."
-                    raise self._fatal(included_at, "", text)
+                    raise self._problems.fatal(included_at, "", text)
                 data = stream.read(MAX_BYTES + 1)
         except FileNotFoundError:
             near = suggestion(file.name, [other.name for other in file.parent.glob("*.y*ml")])
-            raise self._fatal(included_at, "", f"File not found: {file}.{near}") from None
+            raise self._problems.fatal(included_at, "", f"File not found: {file}.{near}") from None
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise self._fatal(included_at, "", f"{file} cannot be read: {reason}.") from None
+            raise self._problems.fatal(included_at, "", f"{file} cannot be read: {reason}.") from None
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
             name = f"{file}, with its includes," if self._files > 1 else str(file)
             text = f"{name} is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most."
-            raise self._fatal(included_at, "", text)
+            raise self._problems.fatal(included_at, "", text)
         try:
             return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         except UnicodeDecodeError as error:
             line = data[: error.start].count(b"\n") + 1
             text = f"This is not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8."
-            raise self._fatal(Location(str(file), line), "", text) from None
-
-    def _fatal(self, location: Location, key: str, text: str) -> ConfigError:
-        self._problems.add(location, key, text)
-        return self._problems.error()
+            raise self._problems.fatal(Location(str(file), line), "", text) from None
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -114,7 +115,8 @@ def overridden(tree: Node, overrides: Sequence[str], problems: Problems) -> Node
     for override in overrides:
         match = _OVERRIDE.fullmatch(override)
         if match is None:
-            problems.add(location, "", f"expected `path.to.key=value`, found {shown(override)}.")
+            key = re.split(r"[=:\s]", override, maxsplit=1)[0]
+            problems.add(location, "", f"expected `path.to.key=value`, found {shown(override, key)}.")
             continue
         path, names = match["path"], match["path"].split(".")
         problem = _path_problem(tree, names)
@@ -159,3 +161,88 @@ def _put(tree: Node, names: Sequence[str], node: Node) -> Node:
         return node
     name, *rest = names
     return tree.with_child(name, _put(tree.child(name) or Node({}, node.location), rest, node))
+
+
+def resolved(tree: Node, problems: Problems) -> Node:
+    """`tree` with every `${path.to.value}` replaced by that value; `$${` is a literal `${`."""
+    return _Resolver(tree, problems).replaced(tree, "")
+
+
+class _Resolver:
+    """Resolves each reference once, and detects circular ones."""
+
+    def __init__(self, tree: Node, problems: Problems) -> None:
+        self._tree, self._problems = tree, problems
+        self._done: dict[str, Node] = {}
+        self._stack: list[str] = []  # paths that are being resolved
+        self._chars_left = MAX_CHARS
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return _paths(self._tree)
+
+    def replaced(self, node: Node, path: str) -> Node:
+        if isinstance(node.value, dict | list):
+            parts = [(name, self.replaced(part, f"{path}.{name}".lstrip("."))) for name, part in node.children()]
+            return Node(dict(parts) if node.is_section else [part for _, part in parts], node.location)
+        if not isinstance(node.value, str) or "${" not in node.value:
+            return node
+        if path not in self._done:
+            self._stack.append(path)
+            self._done[path] = Node(self._value(node.value, node, path), node.location)
+            self._stack.pop()
+        return self._done[path]
+
+    def _value(self, text: str, node: Node, path: str) -> Scalar | Broken:
+        only = _REFERENCE.fullmatch(text)  # keeps the type of the value
+        if only is not None and only["path"] is not None:
+            return self._target(only["path"].strip(), node, path)
+        parts, at = [], 0
+        for match in _REFERENCE.finditer(text):
+            piece = self._piece(match, node, path)
+            if isinstance(piece, Broken):
+                return piece
+            parts += [text[at : match.start()], piece]
+            at = match.end()
+        return "".join([*parts, text[at:]])
+
+    def _piece(self, match: re.Match[str], node: Node, path: str) -> str | Broken:
+        if match["escaped"]:
+            return "${"
+        if match["unclosed"]:
+            return self._complain(node, path, "`${` has no closing `}`. For a literal `${`, write `$${`.")
+        value = self._target(match["path"].strip(), node, path)
+        if isinstance(value, Broken):
+            return value
+        text = written(value)
+        self._chars_left -= len(text)
+        if self._chars_left < 0:
+            return self._complain(node, path, f"references expand to more than {MAX_CHARS:,} characters.")
+        return text
+
+    def _target(self, target: str, node: Node, path: str) -> Scalar | Broken:
+        found = self._tree.at(target) if target else None
+        if found is None:
+            near = self._problems.suggestion(target, self._paths)
+            return self._complain(node, path, f"`${{{target}}}` refers to a key that does not exist.{near}")
+        if isinstance(found.value, dict | list):
+            return self._complain(node, path, f"`${{{target}}}` is a section or list. Refer to a scalar.")
+        if target in self._stack:
+            return self._complain(node, path, f"`${{{target}}}` is a circular reference.")
+        if len(self._stack) > MAX_CHAIN:
+            return self._complain(node, path, f"a chain of references is longer than {MAX_CHAIN}.")
+        value = self.replaced(found, target).value
+        assert not isinstance(value, dict | list)
+        return value
+
+    def _complain(self, node: Node, path: str, text: str) -> Broken:
+        self._problems.add(node.location, path, text)
+        return BROKEN
+
+
+def _paths(tree: Node, above: str = "") -> list[str]:
+    return [
+        path
+        for name, node in tree.children()
+        for path in (_paths(node, f"{above}{name}.") if isinstance(node.value, dict | list) else [f"{above}{name}"])
+    ]

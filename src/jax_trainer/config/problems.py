@@ -87,6 +87,11 @@ class Problems:
             self._kept.append(ConfigProblem(location, key, text))
         self._count += 1
 
+    def fatal(self, location: Location, key: str, text: str) -> ConfigError:
+        """Adds a problem after which nothing more can be read, and returns the error with all problems."""
+        self.add(location, key, text)
+        return self.error()
+
     def error(self, secrets: Collection[str] = ()) -> ConfigError:
         """An error with all problems."""
         return ConfigError(self._kept, more=self._count - len(self._kept), secrets=secrets)

@@ -6,6 +6,7 @@ limited. So a file cannot run code, construct objects, or exhaust memory.
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
@@ -61,23 +62,23 @@ def parse(text: str, source: str, problems: Problems, *, numbered: bool = True, 
     """
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         size = f"The text is larger than {MAX_BYTES:,} bytes. A configuration is a few pages at most."
-        raise _fatal(problems, Location(source), size)
-    builder = _Builder(source, numbered, problems, dotted)
+        raise problems.fatal(Location(source), "", size)
+    reader = _Reader(yaml.parse(text, Loader=yaml.SafeLoader), source, numbered, problems, dotted)
     try:
-        return builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
+        return reader.document()
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if numbered and mark is not None else 0
-        raise _fatal(problems, Location(source, line), _describe(error, text)) from None
+        raise problems.fatal(Location(source, line), "", _describe(error, text)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1 if numbered else 0
         text = f"Invalid YAML: write the character {error.character:#x} as an escape in double quotes."
-        raise _fatal(problems, Location(source, line), text) from None
+        raise problems.fatal(Location(source, line), "", text) from None
     except (ValueError, OverflowError):  # PyYAML converts numbers without checking them
         text = "Invalid YAML: the number of an escape or of the version is too large."
-        raise _fatal(problems, builder.location, text) from None
+        raise problems.fatal(reader.location, "", text) from None
 
 
 def _describe(error: yaml.MarkedYAMLError, text: str) -> str:
@@ -95,119 +96,93 @@ def _describe(error: yaml.MarkedYAMLError, text: str) -> str:
     return f"Invalid YAML:{context} {problem}.{near}"
 
 
-def _fatal(problems: Problems, location: Location, text: str) -> ConfigError:
-    problems.add(location, "", text)
-    return problems.error()
+class _Reader:
+    """Turns parser events into nodes."""
 
-
-class _Open:
-    """A mapping or sequence that is being parsed."""
-
-    def __init__(self, value: dict[str, Node] | list[Node], location: Location, is_plain: bool) -> None:
-        self.value, self.location, self.is_plain = value, location, is_plain
-        self.key: str | None = None
-        self.key_location = location
-        self.is_key_usable = True
-
-    @property
-    def expects_key(self) -> bool:
-        return isinstance(self.value, dict) and self.key is None
-
-    @property
-    def name(self) -> str:
-        """The key or index of the current entry, for paths."""
-        return str(len(self.value)) if isinstance(self.value, list) else self.key or ""
-
-
-class _Builder:
-    """Builds nodes from parser events without recursion, so that a number limits the depth and not the stack."""
-
-    def __init__(self, source: str, numbered: bool, problems: Problems, dotted: bool) -> None:
-        self._source, self._numbered, self._problems, self._dotted = source, numbered, problems, dotted
+    def __init__(
+        self, events: Iterator[yaml.Event], source: str, numbered: bool, problems: Problems, dotted: bool
+    ) -> None:
+        self._events, self._source, self._numbered = events, source, numbered
+        self._problems, self._dotted = problems, dotted
         self.location = Location(source, 1 if numbered else 0)  # of the current event
-        self._open: list[_Open] = []
-        self._root: Node | None = None
+        self._path: list[str] = []  # keys and indices of the current value
         self._values = 0
 
-    def build(self, events: Iterator[yaml.Event]) -> Node:
-        for event in events:
-            self._handle(event)
-        return self._root or Node(None, self.location)
+    def document(self) -> Node:
+        root: Node | None = None
+        while not isinstance(event := self._next(), yaml.StreamEndEvent):
+            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
+                raise self._fatal("A second document starts here (`---`). A configuration is one document.")
+            if isinstance(event, yaml.NodeEvent):
+                root = self._node(event)
+        return root or Node(None, self.location)
 
-    def _handle(self, event: yaml.Event) -> None:
-        location = self.location = Location(self._source, event.start_mark.line + 1 if self._numbered else 0)
-        match event:
-            case yaml.AliasEvent():
-                self._refuse(location, "Aliases (`*`) are not supported. Use a reference: `${path.to.value}`.")
-                self._scalar("*", Node(BROKEN, location))
-            case yaml.DocumentStartEvent() if self._root is not None:
-                raise self._fatal(location, "A second document starts here (`---`). A configuration is one document.")
-            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                is_plain = self._is_plain(event, event.tag, location)
-                self._begin(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], location, is_plain))
-            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                done = self._open.pop()
-                self._add(Node(done.value if done.is_plain else BROKEN, done.location))
-            case yaml.ScalarEvent():
-                value = scalar_of(event.value) if event.style is None else event.value
-                self._scalar(
-                    event.value, Node(value if self._is_plain(event, event.tag, location) else BROKEN, location)
-                )
+    def _next(self) -> yaml.Event:
+        event = next(self._events)
+        self.location = Location(self._source, event.start_mark.line + 1 if self._numbered else 0)
+        return event
 
-    def _is_plain(self, event: yaml.NodeEvent, tag: str | None, location: Location) -> bool:
-        if event.anchor is not None:
-            self._refuse(location, "Anchors (`&`) are not supported. Use a reference: `${path.to.value}`.")
-        if tag is not None:
-            self._refuse(location, "Tags (`!`) are not supported: a configuration is plain data. Quote the string.")
-        is_valid = not _SURROGATE.search(getattr(event, "value", ""))
-        if not is_valid:
-            self._refuse(location, "This string contains an unpaired surrogate escape.")
-        return tag is None and is_valid
-
-    def _begin(self, new: _Open) -> None:
-        if self._open and self._open[-1].expects_key:
-            raise self._fatal(new.location, "A key must be a string, not a list or a section.")
-        if len(self._open) >= MAX_DEPTH:
-            raise self._fatal(new.location, f"Sections are nested more than {MAX_DEPTH} deep.")
-        self._open.append(new)
-
-    def _scalar(self, text: str, node: Node) -> None:
-        if self._open and self._open[-1].expects_key:
-            self._key(self._open[-1], text, node)
-        else:
-            self._add(node)
-
-    def _key(self, holder: _Open, key: str, node: Node) -> None:
-        assert isinstance(holder.value, dict)
-        holder.key, holder.key_location = key[:MAX_KEY], node.location
-        problem = key_problem(key, dotted=self._dotted and len(self._open) == 1)
-        if key in holder.value:
-            first = holder.value[key].location
-            problem = f"Duplicate key `{key}`; the first is at {first}."
-        if problem:
-            self._refuse(node.location, problem)
-        holder.is_key_usable = not problem and node.value is not BROKEN
-
-    def _add(self, node: Node) -> None:
+    def _node(self, event: yaml.Event) -> Node:
+        location, is_plain = self.location, self._is_plain(event)
         self._values += 1
         if self._values > MAX_VALUES:
-            raise self._fatal(node.location, f"More than {MAX_VALUES:,} values. Put large data into data files.")
-        if not self._open:
-            self._root = node
-            return
-        holder = self._open[-1]
-        if isinstance(holder.value, list):
-            holder.value.append(node)
-            return
-        assert holder.key is not None
-        if holder.is_key_usable:
-            # the line of the key, also if its section starts on the next line
-            holder.value[holder.key] = Node(node.value, holder.key_location)
-        holder.key = None
+            raise self._fatal(f"More than {MAX_VALUES:,} values. Put large data into data files.")
+        if isinstance(event, yaml.CollectionStartEvent) and len(self._path) >= MAX_DEPTH:
+            raise self._fatal(f"Sections are nested more than {MAX_DEPTH} deep.")
+        value: Any = BROKEN
+        if isinstance(event, yaml.ScalarEvent):
+            value = scalar_of(event.value) if event.style is None else event.value
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value = self._list()
+        elif isinstance(event, yaml.MappingStartEvent):
+            value = self._mapping()
+        return Node(value if is_plain else BROKEN, location)
 
-    def _refuse(self, location: Location, text: str) -> None:
-        self._problems.add(location, ".".join(holder.name for holder in self._open if holder.name), text)
+    def _list(self) -> list[Node]:
+        items: list[Node] = []
+        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
+            self._path.append(str(len(items)))
+            items.append(self._node(event))
+            self._path.pop()
+        return items
 
-    def _fatal(self, location: Location, text: str) -> ConfigError:
-        self._refuse(location, text)
+    def _mapping(self) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        while not isinstance(event := self._next(), yaml.MappingEndEvent):
+            if isinstance(event, yaml.CollectionStartEvent):
+                raise self._fatal("A key must be a string, not a list or a section.")
+            location, is_usable = self.location, self._is_plain(event)
+            key = getattr(event, "value", "*")
+            problem = key_problem(key, dotted=self._dotted and not self._path)
+            if key in entries:
+                problem = f"Duplicate key `{key}`; the first is at {entries[key].location}."
+            self._path.append(key[:MAX_KEY])
+            if problem:
+                self._refuse(problem)
+            node = self._node(self._next())
+            self._path.pop()
+            if is_usable and not problem:
+                entries[key] = Node(node.value, location)  # the line of the key, also if its section starts on the next
+        return entries
+
+    def _is_plain(self, event: yaml.Event) -> bool:
+        """Whether a node is only data; refuses it otherwise."""
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse("Aliases (`*`) are not supported. Use a reference: `${path.to.value}`.")
+            return False
+        if getattr(event, "anchor", None) is not None:
+            self._refuse("Anchors (`&`) are not supported. Use a reference: `${path.to.value}`.")
+        has_tag = getattr(event, "tag", None) is not None
+        if has_tag:
+            self._refuse("Tags (`!`) are not supported: a configuration is plain data. Quote the string.")
+        is_text = not _SURROGATE.search(getattr(event, "value", ""))
+        if not is_text:
+            self._refuse("This string contains an unpaired surrogate escape.")
+        return is_text and not has_tag
+
+    def _refuse(self, text: str) -> None:
+        self._problems.add(self.location, ".".join(filter(None, self._path)), text)
+
+    def _fatal(self, text: str) -> ConfigError:
+        self._refuse(text)
         return self._problems.error()
