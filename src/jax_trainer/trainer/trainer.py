@@ -15,7 +15,7 @@ from rich.progress import track
 
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitored import may_add_metrics
-from jax_trainer.callbacks.screen import progress_console
+from jax_trainer.callbacks.progress import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import (
     Batch,

@@ -41,7 +41,7 @@ from jax_trainer.datasets import (
 )
 from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine import LoopState, Observer, Plan, is_by_ctrl_c
-from jax_trainer.logger.active_wandb import ActiveWandb
+from jax_trainer.logger.wandb import ActiveWandb
 from jax_trainer.runs import Run, RunSpec
 from jax_trainer.styles.functional.hooks import (
     Hook,
