@@ -1,20 +1,22 @@
-"""`Study`: an Optuna study that several processes share, with repeated trials after interruptions."""
+"""`Study`: an Optuna study that several processes share, with repeated trials after interruptions; `TrialRunner`."""
 
 import json
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_trainer.tuning.choosing import SearchOptions, StudyError, untried
-from jax_trainer.tuning.dimensions import Space, Values
-from jax_trainer.tuning.liveness import PROCESS, is_running
-from jax_trainer.tuning.storage import optuna
+from jax_trainer.tuning.objectives import NotFinite, Objective
+from jax_trainer.tuning.space import Space, Values
+from jax_trainer.tuning.storage import PROCESS, beating, is_running, optuna
 
 LOG = logging.getLogger("jax_trainer")
 AGAIN, DEATHS, REPEATS, ERROR = "again", "deaths", "repeats", "error"  # user attributes of a trial
+MAX_FAILURES = 3  # in a row from the first trial on: then the experiment is wrong, not the values
 _MAX_DEATHS = 5  # with the same values: then they are assumed to kill the process, e.g. by memory
 _INITIAL, _EXPERIMENT = "initial", "experiment"  # user attributes of a study
 
@@ -23,27 +25,15 @@ State = Literal["complete", "pruned", "failed", "interrupted", "running"]
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial: its state, hyperparameters and result."""
+    """One trial: its number, state, hyperparameters and result."""
 
-    number: int
+    trial: int
     state: State
     value: float | None
-    values: Values
     reports: int
     seconds: float | None
+    params: Values
     error: str = ""
-
-    def data(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {
-            "trial": self.number,
-            "state": self.state,
-            "value": self.value,
-            "reports": self.reports,
-            "seconds": self.seconds,
-            "params": self.values,
-            "error": self.error,
-        }
 
 
 def study_exists(storage: Any, name: str) -> bool:
@@ -211,12 +201,12 @@ class Study:
         states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "RUNNING": "running"}
         ended: State = "interrupted" if notes.get(AGAIN) else "failed"
         return TrialRecord(
-            number=trial.number,
+            trial=trial.number,
             state=states.get(trial.state.name, ended),
             value=trial.value,
-            values=self._space.values(trial.params),
             reports=len(trial.intermediate_values),
             seconds=_seconds(trial),
+            params=self._space.values(trial.params),
             error=str(notes.get(ERROR, "")),
         )
 
@@ -237,3 +227,82 @@ def _seconds(trial: Any) -> float | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+class TrialRunner:
+    """Asks the study for values, calls the objective, and reports the result to the study.
+
+    Args:
+        study: the study.
+        objective: returns a number; may raise `optuna.TrialPruned`.
+        space: the search space.
+        hide: redacts the secrets in a text.
+        after: called with the number of each finished trial.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        objective: Objective,
+        space: Space,
+        *,
+        hide: Callable[[str], str],
+        after: Callable[[int], None],
+    ) -> None:
+        self._study, self._objective, self._space = study, objective, space
+        self._hide, self._after = hide, after
+        self._failures: int | None = 0  # None after the first trial that did not fail
+
+    def run(self, wanted: int, timeout: float | None = None) -> None:
+        """Runs trials until `wanted` are finished or running elsewhere; starts none after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while end is None or time.monotonic() < end:
+            self._study.fail_stale_trials()
+            if self._study.has_unclaimed_trial():
+                time.sleep(0.1)  # its process is about to claim it, or was killed before that
+                continue
+            if self._study.finished() + self._study.running() >= wanted:
+                return
+            trial = self._study.ask()
+            if trial is None:
+                return
+            self._try(trial)
+            self._after(trial.number)
+
+    def _try(self, trial: Any) -> None:
+        try:
+            with beating(trial):
+                value = _number(self._objective(self._space.suggest(trial), trial))
+        except optuna().TrialPruned:
+            if self._study.diverged(trial):
+                self._fail(trial, NotFinite("The last reported value is not finite."))
+            else:
+                self._study.tell_pruned(trial)
+                self._failures = None
+        except Exception as error:
+            self._fail(trial, error)
+        except BaseException:  # Ctrl-C, SIGTERM
+            self._study.tell_interrupted(trial)
+            raise
+        else:
+            self._study.tell(trial, value)
+            self._failures = None
+
+    def _fail(self, trial: Any, error: Exception) -> None:
+        self._study.tell_failed(trial, self._hide(f"{type(error).__name__}: {error}"))
+        if self._failures is None:
+            return
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            error.add_note(f"The first {self._failures} trials failed, the last one with this error: the study stops.")
+            raise error
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"The objective must return a number, got {value!r}.") from None
+    if number != number or number in (float("inf"), -float("inf")):
+        raise NotFinite(f"The objective returned {number}.")
+    return number

@@ -11,15 +11,11 @@ from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, PrunerName, SamplerName, SearchOptions, StudyError, grid_size
-from jax_trainer.tuning.dimensions import Space
-from jax_trainer.tuning.experiments import ExperimentTrials
-from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
-from jax_trainer.tuning.reporting import Report, line_writer
-from jax_trainer.tuning.result import TuneResult
-from jax_trainer.tuning.space import readable_space, with_problems
+from jax_trainer.tuning.objectives import ExperimentTrials, Function, FunctionTrials, Objective
+from jax_trainer.tuning.result import Report, TuneResult, line_writer
+from jax_trainer.tuning.space import Space, readable_space, with_problems
 from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_storage
-from jax_trainer.tuning.study import Study, study_exists
-from jax_trainer.tuning.trials import TrialRunner
+from jax_trainer.tuning.study import Study, TrialRunner, study_exists
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
