@@ -199,13 +199,14 @@ def _public_optimizers() -> dict[str, Any]:
 
 def _is_optimizer(thing: Any) -> bool:
     """Whether `thing` is a function that can be called with only a learning rate."""
-    if not isinstance(thing, FunctionType | partial) or not (rate := argument_of(thing, RATES)):
+    if not isinstance(thing, FunctionType | partial):
         return False
+    signature = inspect.signature(thing)
+    rate = next((name for name in RATES if name in signature.parameters), None)
     try:
-        inspect.signature(thing).bind(**{rate: 1.0})
-    except TypeError:  # other arguments are needed
+        return rate is not None and bool(signature.bind(**{rate: 1.0}))
+    except TypeError:  # it needs other arguments
         return False
-    return True
 
 
 _CLASSES = [_optimizer_class(name, factory) for name, factory in _public_optimizers().items()]
