@@ -162,7 +162,8 @@ class ProgressBar:
         self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
         self._seen: set[str] = set()  # stages that are compiled
         self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
-        self._evaluated = _Evaluated()
+        self._evaluated = WindowAccumulator(LogMode.VAL)
+        self._eval_rows: list[MetricWindow] = []  # that are not in it yet
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
         self._first_step = 0
         self._train_metrics: Callable[[], str] = str  # the latest, shown until an epoch has its own
@@ -194,7 +195,7 @@ class ProgressBar:
             case EvalStart():
                 if self._stage is self._training:
                     self._paused = time.perf_counter()
-                self._evaluated = _Evaluated()
+                self._evaluated, self._eval_rows = WindowAccumulator(LogMode.VAL), []
                 self._start(event.name, f"{self._epoch(event)} {event.name}", "batches", event.batches)
             case EvalStep():
                 self._evaluate(event)
@@ -256,9 +257,17 @@ class ProgressBar:
         now = time.perf_counter()
         self._stage.count(event.batches, now)
         if event.rows:
-            self._evaluated.rows += event.rows
-            self._stage.latest = self._evaluated.line
+            self._eval_rows += event.rows
+            self._stage.latest = self._eval_line
         self._draw_if_time(now)
+
+    def _eval_line(self) -> str:
+        """The metrics of the evaluation so far: aggregated when they are shown, not at every batch."""
+        while self._eval_rows:
+            self._evaluated.add(self._eval_rows.pop(0))
+        so_far = WindowAccumulator(LogMode.VAL)
+        so_far.load(self._evaluated.state())
+        return _line(so_far.compute())
 
     def _draw_if_time(self, now: float) -> None:
         if now - self._drawn >= self._refresh_seconds:
@@ -309,22 +318,6 @@ def _clock(seconds: float) -> str:
 
 def _latest_line(rows: MetricWindow) -> str:
     return _line({name: column.values[-1] for name, column in rows.columns.items()})
-
-
-class _Evaluated:
-    """The metrics of an evaluation so far, which are computed when they are shown."""
-
-    def __init__(self) -> None:
-        self.rows: list[MetricWindow] = []  # that are not added yet
-        self._added = WindowAccumulator(LogMode.VAL)
-
-    def line(self) -> str:
-        rows, self.rows = self.rows, []
-        for one in rows:
-            self._added.add(one)
-        so_far = WindowAccumulator(LogMode.VAL)
-        so_far.load(self._added.state())
-        return _line(so_far.compute())
 
 
 def _line(metrics: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ LOG = logging.getLogger("jax_trainer")
 GRAD_NORM, LOSS = "optimizer/grad_global_norm", "loss"
 FILE = "gradient_spikes.npz"
 COLUMNS = ("steps", "values", "averages")
+COUNTS: tuple[str, ...] = ("grad_norms", "losses", "synchronous", "grad_before_loss", "loss_before_grad")
 NEW_LEVEL = 100  # after so many spikes in a row, the average restarts: the values have moved to another level
 NEAR = 5  # steps within which a spike of one kind follows one of the other
 
@@ -69,27 +70,16 @@ class Level:
 
 
 @dataclass
-class SpikeCounts:
-    """Numbers of spikes, by kind.
+class Spikes:
+    """Counts the spikes of the gradient norm and the loss, by kind.
 
     A step is `synchronous` if both quantities spike. A spike of one quantity alone, at most 5 steps after one of the
     other alone, counts as following it.
     """
 
-    grad_norms: int = 0
-    losses: int = 0
-    synchronous: int = 0
-    grad_before_loss: int = 0
-    loss_before_grad: int = 0
-
-
-@dataclass
-class Spikes:
-    """Counts the spikes of the gradient norm and the loss."""
-
     grad_norm: Level
     loss: Level
-    counts: SpikeCounts = field(default_factory=SpikeCounts)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     last_grad_norm: int = -NEAR - 1  # step of the last spike of the norm alone
     last_loss: int = -NEAR - 1
 
@@ -102,23 +92,23 @@ class Spikes:
         """Adds the values of a step; returns whether the norm and whether the loss was a spike."""
         found = self.grad_norm.update(grad_norm), self.loss.update(loss)
         counts = self.counts
-        counts.grad_norms += found[0]
-        counts.losses += found[1]
+        counts["grad_norms"] += found[0]
+        counts["losses"] += found[1]
         match found:
             case True, True:
-                counts.synchronous += 1
+                counts["synchronous"] += 1
             case True, False:
-                counts.loss_before_grad += step - self.last_loss <= NEAR
+                counts["loss_before_grad"] += step - self.last_loss <= NEAR
                 self.last_grad_norm = step
             case False, True:
-                counts.grad_before_loss += step - self.last_grad_norm <= NEAR
+                counts["grad_before_loss"] += step - self.last_grad_norm <= NEAR
                 self.last_loss = step
         return found
 
     def pop_counts(self) -> dict[str, int]:
         """Returns and resets the counts."""
-        counts, self.counts = self.counts, SpikeCounts()
-        return asdict(counts)
+        counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0)
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data."""
@@ -127,10 +117,10 @@ class Spikes:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Spikes":
         """Restores the result of `state_dict`; a `ValueError` for other data."""
-        parts = {"grad_norm": Level, "loss": Level, "counts": SpikeCounts}
-        checked(state, {**hints_of(cls), **dict.fromkeys(parts, dict[str, object])})
-        restored = {name: part(**checked(state[name], hints_of(part))) for name, part in parts.items()}
-        return cls(**{**state, **restored})
+        levels = ("grad_norm", "loss")
+        checked(state, {**hints_of(cls), **dict.fromkeys((*levels, "counts"), dict[str, object])})
+        restored = {name: Level(**checked(state[name], hints_of(Level))) for name in levels}
+        return cls(**{**state, **restored, "counts": dict(checked(state["counts"], dict.fromkeys(COUNTS, int)))})
 
 
 class SpikeFile:

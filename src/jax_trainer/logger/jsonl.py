@@ -61,16 +61,17 @@ class JsonlWriter:
 
     def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
         """Appends an edit of the training state: `{"step": 80, "epoch": 4, "edit": {"by": …}}`."""
-        self.append(edit_row(step, edit))
+        rest = {name: value for name, value in edit.items() if name not in ("step", "epoch")}
+        self.append({"step": step, "epoch": edit["epoch"], "edit": rest})
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a row as a line, after unwritten ones."""
         if len(self._unwritten) >= MOST_UNWRITTEN:
             raise OSError(errno.ENOSPC, f"{len(self._unwritten)} rows are waiting for disk space", str(self.path))
         self._unwritten.append(json_text(row).encode() + b"\n")
-        self.catch_up()
+        self.flush()
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Writes unwritten lines, if possible."""
         try:
             while self._unwritten:
@@ -93,7 +94,7 @@ class JsonlWriter:
     def replace_unwritten(self, lines: Iterable[str]) -> None:
         """Replaces the unwritten lines, and writes them if possible."""
         self._unwritten = deque(line.encode() for line in lines)
-        self.catch_up()
+        self.flush()
 
     def _put(self, line: bytes) -> None:
         before = self.size
@@ -110,23 +111,12 @@ class JsonlWriter:
         """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
-    @property
-    def is_deleted(self) -> bool:
-        """Whether the file was deleted, in which case writes are lost without an error."""
-        return os.fstat(self._file.fileno()).st_nlink == 0
-
     def close(self, status: str) -> None:
         """Closes the file; raises an `UnwrittenError` if lines could not be written."""
-        self.catch_up()
+        self.flush()
         self._file.close()
         if self._unwritten:
             raise UnwrittenError(len(self._unwritten), self.path)
-
-
-def edit_row(step: int, edit: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of an edit of the training state."""
-    rest = {name: value for name, value in edit.items() if name not in ("step", "epoch")}
-    return {"step": step, "epoch": edit["epoch"], "edit": rest}
 
 
 class RecordMark(NamedTuple):
@@ -142,7 +132,7 @@ class JSONLConfig(Settings):
 
 
 @register
-class JSONLToolLogger(ToolLoggerInterface):
+class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
     """Writes everything that is logged to `metrics.jsonl` in the run folder. Every run has it.
 
     A line is a row: `{"step": 8, "epoch": 2, "val/loss": 0.31}`. Pictures are files in `media`, and their row is
@@ -153,11 +143,12 @@ class JSONLToolLogger(ToolLoggerInterface):
     config: JSONLConfig
 
     def __init__(self, config: JSONLConfig, folder: Path) -> None:
-        super().__init__(config, folder)
-        self._writer = JsonlWriter(folder / METRICS_FILE)
+        ToolLoggerInterface.__init__(self, config, folder)
+        JsonlWriter.__init__(self, folder / METRICS_FILE)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._append({"step": step, **values})
+    def append(self, row: Mapping[str, Any]) -> None:
+        self._check_exists()
+        super().append(row)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         self.figure(step, name, png_of(pixels))
@@ -165,19 +156,16 @@ class JSONLToolLogger(ToolLoggerInterface):
     def figure(self, step: int, name: str, png: bytes) -> None:
         path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
         write_atomically(self.folder / path, png)
-        self._append({"step": step, "media": {name: path}})
+        self.append({"step": step, "media": {name: path}})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        self._append({"step": step, "histograms": {name: bins_of(values)._asdict()}})
+        self.append({"step": step, "histograms": {name: bins_of(values)._asdict()}})
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._append({"step": step, "text": {name: text}})
+        self.append({"step": step, "text": {name: text}})
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        self._append({"step": step, "hparams": params, "metrics": metrics})
-
-    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
-        self._append(edit_row(step, edit))
+        self.append({"step": step, "hparams": params, "metrics": metrics})
 
     def save(self, file_name: str, data: Mapping[str, Any]) -> None:
         """Writes plain data to `metrics/<file_name>.json`."""
@@ -186,37 +174,23 @@ class JSONLToolLogger(ToolLoggerInterface):
     def evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Appends the arrays of an evaluation, and writes all of it to `metrics/<name>.json`."""
         if arrays := {name: value for name, value in metrics.items() if isinstance(value, list)}:
-            self._append({"step": step, "epoch": epoch, "arrays": arrays})
+            self.append({"step": step, "epoch": epoch, "arrays": arrays})
         self.save(name, {"step": step, "epoch": epoch, **metrics})
 
     def mark(self) -> RecordMark:
         """The current position in the file."""
         self._check_exists()
-        self._writer.catch_up()
-        return RecordMark(self._writer.size, self._writer.unwritten)
+        self.flush()
+        return RecordMark(self.size, self.unwritten)
 
     def cut(self, mark: RecordMark | None) -> None:
         """Truncates the file to `mark`."""
-        if cut(self._writer.path, None if mark is None else mark.size) and mark is not None:
-            self._writer.replace_unwritten(mark.unwritten)
-
-    def flush(self) -> None:
-        self._writer.catch_up()
-
-    def is_written(self) -> bool:
-        """Whether all rows are written."""
-        return not self._writer.unwritten
-
-    def close(self, status: str) -> None:
-        self._writer.close(status)
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self._check_exists()
-        self._writer.append(row)
+        if cut(self.path, None if mark is None else mark.size) and mark is not None:
+            self.replace_unwritten(mark.unwritten)
 
     def _check_exists(self) -> None:
-        if self._writer.is_deleted:
-            raise FileNotFoundError(f"{self._writer.path} was deleted while the run wrote to it.")
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # writes would be lost without an error
+            raise FileNotFoundError(f"{self.path} was deleted while the run wrote to it.")
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:

@@ -144,7 +144,7 @@ class Logger(RegistrableConfigInterface):
         written = [tool.flush(deadline) for tool in self._tools]  # all of them, also after a False
         if not all(written) or self._own.count or self._is_closed:
             return all(written) and not self._own.count
-        return bool(self._tools[0].ask(lambda tool: tool.is_written())(max(0.0, deadline - time.monotonic())))
+        return bool(self._tools[0].ask(lambda tool: not tool.unwritten)(max(0.0, deadline - time.monotonic())))
 
     def mark(self) -> Callable[[], RecordMark | None]:
         """Marks the current position in `metrics.jsonl`; cheap, and does not wait.

@@ -71,7 +71,7 @@ EXCLUDED = {
 
 
 NUMBER = Annotated[float, AtLeast(0)]
-FLOAT_TYPE = Annotated[str, IsFloatType()]
+FLOAT_TYPE: Any = Annotated[str, IsFloatType()]
 # masks follow from `weight_decay`; the others have numeric defaults but are pytrees, or are deprecated
 UNWRITABLE = {*MASKS, "trust_ratio_mask", "weight_dimension_numbers", "muon_weight_dimension_numbers", "seed"}
 CHOICES = {"variant": Literal["sps", "sps+"], "weight_decay": NUMBER, "adam_weight_decay": NUMBER}

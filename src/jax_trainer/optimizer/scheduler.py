@@ -90,6 +90,7 @@ def _exact_ends(curve: optax.Schedule, start: float, end: float, steps: int) -> 
     """
 
     def schedule(count: ArrayLike) -> jax.Array:
+        count = jnp.asarray(count)
         return jnp.where(count <= 0, start, jnp.where(count >= steps, end, curve(count))).astype(jnp.float32)
 
     return schedule

@@ -205,15 +205,15 @@ class Report:
         return result
 
     def _best_file(self, best: TrialRecord | None) -> Path | None:
-        text = None if best is None else self._objective.config_text(best.params)
-        if best is None or text is None:
-            return None
         file = self._folder / BEST
-        if best.trial != self._written:
+        if best is not None and best.trial != self._written:
+            text = self._objective.config_text(best.params)
+            if text is None:
+                return None
             found = f"{self._objective.monitor} was {best.value:.6g}"
             write_atomically(file, f"# Trial {best.trial} of the study {self._study.name!r}: {found}.\n{text}")
             self._written = best.trial
-        return file
+        return None if self._written is None else file
 
     def _line(self, record: TrialRecord, result: TuneResult) -> str:
         names = dict(zip(self._keys, short_names(self._keys), strict=True))

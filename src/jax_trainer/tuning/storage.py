@@ -190,7 +190,7 @@ def beating(trial: Any) -> Iterator[None]:
 def _identity(pid: int) -> dict[str, Any]:
     """A process by more than its id, which other machines and containers use, and this one reuses."""
     return {
-        "machine": f"{platform.node()} {_link('/proc/self/ns/pid')}".strip(),
+        "machine": f"{platform.node()} {_text('/proc/self/ns/pid')}".strip(),
         "boot": _text("/proc/sys/kernel/random/boot_id"),
         "pid": pid,
         "began": _began(pid),
@@ -215,14 +215,8 @@ def _exists(pid: int) -> bool:
 
 
 def _text(path: str) -> str:
+    """The target of a link, or the content of a file; empty if there is none: not on Linux, or no such process."""
     try:
-        return Path(path).read_text().strip()
-    except OSError:  # not on Linux, or no such process
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
+        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
     except OSError:
         return ""

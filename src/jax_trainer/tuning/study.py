@@ -1,4 +1,4 @@
-"""`Study`: an Optuna study that several processes share, with repeated trials after interruptions; `TrialRunner`."""
+"""`Study`: an Optuna study that several processes share, with repeated trials after interruptions."""
 
 import json
 import logging
@@ -60,6 +60,7 @@ class Study:
         self._study = optuna().create_study(storage=storage, study_name=name, **options)
         self._storage, self._space, self._choosing = storage, space, choosing
         self.name = name
+        self._failures: int | None = 0  # in a row; None after the first trial that did not fail
         self._check_unchanged({**notes, "space": space.data()})
 
     def _check_unchanged(self, ours: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class Study:
         """The number of running trials, of all processes."""
         return len(self._frozen(optuna().trial.TrialState.RUNNING))
 
-    def has_unclaimed_trial(self) -> bool:
+    def _has_unclaimed_trial(self) -> bool:
         """Whether a running trial has no process attribute yet; its process may also have been killed."""
         return any(PROCESS not in trial.user_attrs for trial in self._frozen(optuna().trial.TrialState.RUNNING))
 
@@ -124,24 +125,65 @@ class Study:
         trials = [trial for trial in self._frozen() if trial.state.name != "WAITING"]
         return sum(not trial.user_attrs.get(AGAIN) and (number is None or trial.number < number) for trial in trials)
 
-    def tell(self, trial: Any, value: float) -> None:
-        """Stores the value of a completed trial."""
-        self._study.tell(trial, value, skip_if_finished=True)
+    def run(
+        self,
+        objective: Objective,
+        wanted: int,
+        timeout: float | None = None,
+        *,
+        hide: Callable[[str], str],
+        after: Callable[[int], None],
+    ) -> None:
+        """Runs trials until `wanted` are finished or running elsewhere; starts none after `timeout` seconds.
 
-    def tell_pruned(self, trial: Any) -> None:
-        """Marks a trial as pruned."""
-        self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
+        Args:
+            objective: called with the values of each trial; may raise `optuna.TrialPruned`.
+            wanted: number of trials, including those of other processes.
+            timeout: in seconds.
+            hide: redacts the secrets in a text.
+            after: called with the number of each finished trial.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while end is None or time.monotonic() < end:
+            self.fail_stale_trials()
+            if self._has_unclaimed_trial():
+                time.sleep(0.1)  # its process is about to claim it, or was killed before that
+                continue
+            if self.finished() + self.running() >= wanted or (trial := self.ask()) is None:
+                return
+            self._try(trial, objective, hide)
+            after(trial.number)
 
-    def diverged(self, trial: Any) -> bool:
-        """Whether the last reported value of the trial is not finite."""
-        reported = self._storage.get_trial(trial._trial_id).intermediate_values
-        return bool(reported) and not math.isfinite(reported[max(reported)])
+    def _try(self, trial: Any, objective: Objective, hide: Callable[[str], str]) -> None:
+        try:
+            with beating(trial):
+                value = _number(objective(self._space.suggest(trial), trial))
+        except optuna().TrialPruned:
+            reported = self._storage.get_trial(trial._trial_id).intermediate_values
+            if reported and not math.isfinite(reported[max(reported)]):
+                self._fail(trial, NotFinite("The last reported value is not finite."), hide)
+            else:
+                self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
+                self._failures = None
+        except Exception as error:
+            self._fail(trial, error, hide)
+        except BaseException:  # Ctrl-C, SIGTERM
+            self.tell_interrupted(trial)
+            raise
+        else:
+            self._study.tell(trial, value, skip_if_finished=True)
+            self._failures = None
 
-    def tell_failed(self, trial: Any, error: str) -> None:
-        """Marks a trial as failed, with the error."""
+    def _fail(self, trial: Any, error: Exception, hide: Callable[[str], str]) -> None:
         with suppress(Exception):  # another process may have marked this trial as stale
-            trial.set_user_attr(ERROR, error)
+            trial.set_user_attr(ERROR, hide(f"{type(error).__name__}: {error}"))
         self._study.tell(trial, state=optuna().trial.TrialState.FAIL, skip_if_finished=True)
+        if self._failures is None:
+            return
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            error.add_note(f"The first {self._failures} trials failed, the last one with this error: the study stops.")
+            raise error
 
     def tell_interrupted(self, trial: Any) -> None:
         """Marks a trial as interrupted; its values are tried again."""
@@ -227,75 +269,6 @@ def _seconds(trial: Any) -> float | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:299]}…"
-
-
-class TrialRunner:
-    """Asks the study for values, calls the objective, and reports the result to the study.
-
-    Args:
-        study: the study.
-        objective: returns a number; may raise `optuna.TrialPruned`.
-        space: the search space.
-        hide: redacts the secrets in a text.
-        after: called with the number of each finished trial.
-    """
-
-    def __init__(
-        self,
-        study: Study,
-        objective: Objective,
-        space: Space,
-        *,
-        hide: Callable[[str], str],
-        after: Callable[[int], None],
-    ) -> None:
-        self._study, self._objective, self._space = study, objective, space
-        self._hide, self._after = hide, after
-        self._failures: int | None = 0  # None after the first trial that did not fail
-
-    def run(self, wanted: int, timeout: float | None = None) -> None:
-        """Runs trials until `wanted` are finished or running elsewhere; starts none after `timeout` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while end is None or time.monotonic() < end:
-            self._study.fail_stale_trials()
-            if self._study.has_unclaimed_trial():
-                time.sleep(0.1)  # its process is about to claim it, or was killed before that
-                continue
-            if self._study.finished() + self._study.running() >= wanted:
-                return
-            trial = self._study.ask()
-            if trial is None:
-                return
-            self._try(trial)
-            self._after(trial.number)
-
-    def _try(self, trial: Any) -> None:
-        try:
-            with beating(trial):
-                value = _number(self._objective(self._space.suggest(trial), trial))
-        except optuna().TrialPruned:
-            if self._study.diverged(trial):
-                self._fail(trial, NotFinite("The last reported value is not finite."))
-            else:
-                self._study.tell_pruned(trial)
-                self._failures = None
-        except Exception as error:
-            self._fail(trial, error)
-        except BaseException:  # Ctrl-C, SIGTERM
-            self._study.tell_interrupted(trial)
-            raise
-        else:
-            self._study.tell(trial, value)
-            self._failures = None
-
-    def _fail(self, trial: Any, error: Exception) -> None:
-        self._study.tell_failed(trial, self._hide(f"{type(error).__name__}: {error}"))
-        if self._failures is None:
-            return
-        self._failures += 1
-        if self._failures >= MAX_FAILURES:
-            error.add_note(f"The first {self._failures} trials failed, the last one with this error: the study stops.")
-            raise error
 
 
 def _number(value: Any) -> float:
