@@ -72,38 +72,37 @@ def test_a_logger_is_fed_as_configured_and_left_open(tmp_path):
     assert rows[2]["train/time_epoch"] > 0
 
 
-def test_evaluations_are_saved_as_files_with_all_their_metrics(tmp_path):
+def test_evaluations_are_rows_with_their_arrays_and_a_file_per_set_has_the_latest(tmp_path):
     logger, seen = Logger(LoggerConfig(log_steps_every=0), tmp_path), EventRecorder()
     evals = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
     plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
     program = matrix_program("linen")
     fit(*logger_observers(logger), seen, program=program, plan=plan, evals=evals)
     logger.close("completed")
-    files = sorted(path.name for path in (tmp_path / "metrics").iterdir())
-    assert files == [f"{name}_epoch_000{epoch}.json" for name in ("val_far", "val_near") for epoch in (1, 2)]
-    saved = json.loads((tmp_path / "metrics" / "val_far_epoch_0002.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "metrics").iterdir()) == ["val_far.json", "val_near.json"]
+    saved = json.loads((tmp_path / "metrics" / "val_far.json").read_text())
     _, _, evaluated = seen.evals[-1]
-    assert saved.keys() == {"val_far/loss", "val_far/conf_matrix", "val_far/time"}
-    assert saved["val_far/loss"] == evaluated["loss"]
+    assert saved.keys() == {"step", "epoch", "val_far/loss", "val_far/conf_matrix", "val_far/time"}
+    assert (saved["epoch"], saved["val_far/loss"]) == (2, evaluated["loss"])
     assert saved["val_far/conf_matrix"] == evaluated["conf_matrix"].tolist()
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["val_far/time"] == saved["val_far/time"]
+    arrays = [(row["epoch"], row["arrays"]) for row in logged if "arrays" in row]
+    expected = [{f"{name}/conf_matrix": metrics["conf_matrix"].tolist()} for _, name, metrics in seen.evals]
+    assert arrays == list(zip((1, 1, 2, 2), expected, strict=True))
 
 
-def test_every_validation_inside_an_epoch_has_a_file_with_its_step(tmp_path):
+def test_every_validation_inside_an_epoch_has_a_row_and_the_number_of_files_does_not_grow(tmp_path):
     logger = Logger(LoggerConfig(log_steps_every=0), tmp_path)
     plan = Plan(max_epochs=2, eval_every=Every(steps=12, epochs=1))
     fit(*logger_observers(logger), program=PROGRAM, train=numbered_loader(), plan=plan)  # 32 steps
     logger.close("completed")
-    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "metrics").iterdir()}
-    inside = [f"val_step_{step:06d}" for step in (12, 24, 36, 48, 60)]
-    assert sorted(files) == ["val_epoch_0001", "val_epoch_0002", *inside]
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    by_step = {row["step"]: row["val/loss"] for row in logged if "val/loss" in row}
-    assert {name: one["val/loss"] for name, one in files.items() if "step" in name} == {
-        f"val_step_{step:06d}": by_step[step] for step in (12, 24, 36, 48, 60)
-    }
-    assert (files["val_epoch_0001"]["val/loss"], files["val_epoch_0002"]["val/loss"]) == (by_step[32], by_step[64])
+    by_step = {row["step"]: (row["epoch"], row["val/loss"]) for row in logged if "val/loss" in row}
+    assert {step: epoch for step, (epoch, _) in by_step.items()} == {12: 1, 24: 1, 32: 1, 36: 2, 48: 2, 60: 2, 64: 2}
+    [latest] = (tmp_path / "metrics").iterdir()
+    found = json.loads(latest.read_text())
+    assert (latest.name, found["step"], found["val/loss"]) == ("val.json", 64, by_step[64][1])
 
 
 class Rows:

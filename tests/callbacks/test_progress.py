@@ -258,6 +258,25 @@ def test_the_latest_metrics_stay_until_an_epoch_has_its_own(monkeypatch):
     assert all("loss 0.25" in line for line in drawn if "epoch 2  " in line)
 
 
+def test_metrics_are_read_only_when_they_are_drawn(monkeypatch):
+    scripted_bar, reads = ScriptedBar(monkeypatch, terminal=True, refresh_seconds=1.0), []
+
+    class Rows:
+        """Counts how often its columns are read, which takes long if there are many."""
+
+        @property
+        def columns(self) -> dict[str, Any]:
+            reads.append(scripted_bar.step)
+            return {"loss": SimpleNamespace(values=np.array([0.25]))}
+
+    scripted_bar(EpochStart, 100)
+    for _ in range(20):
+        scripted_bar(StepMetrics, Rows())
+        scripted_bar.steps(1, 0.1)
+    assert 1 <= len(reads) <= 2
+    assert "loss 0.25" in scripted_bar.screen.getvalue()
+
+
 def test_a_run_that_had_ended_reports_that_no_steps_are_left(monkeypatch):
     scripted_bar = ScriptedBar(monkeypatch)
     scripted_bar.step = 44

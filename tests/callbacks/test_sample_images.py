@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jax_trainer.callbacks.sample_images import grid, stretched
+from jax_trainer.callbacks.sampling import grid, stretched
 
 
 def test_a_grid_has_its_images_row_by_row_apart_and_magnified():

@@ -8,7 +8,7 @@ import pytest
 from callback_runs import fit, rows, run_in
 
 from jax_trainer.callbacks import RunContext
-from jax_trainer.callbacks.sample_text import SampleText, SampleTextConfig
+from jax_trainer.callbacks.sampling import SampleText, SampleTextConfig
 from jax_trainer.core import step_of
 from jax_trainer.datasets.text import TextConfig, TextDataset
 from jax_trainer.engine import Plan

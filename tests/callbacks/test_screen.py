@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jax_trainer.callbacks.screen import Screen
+from jax_trainer.callbacks.progress import Screen
 
 
 def screen_of(*, width: int = 40, **options) -> tuple[Screen, io.StringIO]:

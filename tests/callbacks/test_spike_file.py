@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from jax_trainer.callbacks.spike_file import FILE, SpikeFile
+from jax_trainer.callbacks.spikes import FILE, SpikeFile
 
 
 def written(folder) -> dict[str, list]:

@@ -94,4 +94,4 @@ def test_it_continues_exactly_from_its_state():
     for step, pair in enumerate(values[31:], 31):
         second.add(step, *pair)
     assert second == whole
-    assert whole.counts.grad_norms > 3
+    assert whole.counts["grad_norms"] > 3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from callback_runs import fit, rows, scripted, scripted_program, send_event
 
-from jax_trainer.callbacks import LambdaCallback, RunContext, ThroughputMonitor, ThroughputMonitorConfig, throughput
+from jax_trainer.callbacks import LambdaCallback, RunContext, ThroughputMonitor, ThroughputMonitorConfig, monitor
 from jax_trainer.core.metric_buffer import Field
 from jax_trainer.engine import EpochEnd, EpochStart, Event, Every, Plan, StepMetrics
 
@@ -64,7 +64,7 @@ def test_percentiles_are_those_of_the_time_per_step_in_windows(folder_run):
 
 def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 3.001])
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     callback = ThroughputMonitor(run=folder_run)
     send_event(callback, EpochStart, 0, 1, None)
     for step, steps in [(18, 10), (24, 10), (24, 4)]:  # the end of an epoch brings all that is left
@@ -79,7 +79,7 @@ def test_reports_that_come_with_no_step_in_between_are_one_window(folder_run, mo
 
 def test_an_epoch_that_continues_counts_its_steps_before_and_after_the_interruption(folder_run, monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 100.0, 103.0, 200.0, 203.0])
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     first, second = ThroughputMonitor(run=folder_run), ThroughputMonitor(run=folder_run)
     send_event(first, EpochStart, 0, 1, None)
     for step in (10, 20):

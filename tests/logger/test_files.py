@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from jax_trainer.logger.files import file_name_of, write_atomically
+from jax_trainer.logger.jsonl import file_name_of, write_atomically
 
 ODD = ["../../x", "/abs", "a/b", "a\0b", "..", ".", "", "x" * 5000, "🙂" * 200, "a\nb", "C:\\x", "\ud800", ".hidden"]
 

@@ -11,7 +11,7 @@ import pytest
 from logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
 
 from jax_trainer.logger import JSONLConfig, JsonlWriter, Logger, LoggerConfig
-from jax_trainer.logger.rows import cut
+from jax_trainer.logger.jsonl import cut
 from jax_trainer.logger.values import bins_of
 
 
@@ -90,6 +90,24 @@ def test_metrics_with_arrays_have_files_of_their_own(tmp_path):
         "val/loss": "nan",
     }
     assert {path.name for path in (tmp_path / "metrics").iterdir()} == {"val_epoch_0001.json", "_.._x.json"}
+    logger.close("completed")
+
+
+def test_the_arrays_of_evaluations_are_rows_and_a_file_has_the_latest(tmp_path):
+    logger = logger_with(tmp_path)
+    for epoch in range(1, 4):
+        metrics = {"val/loss": np.float32(0.5) / epoch, "val/matrix": np.full((2, 2), epoch)}
+        logger.save_evaluation(4 * epoch, epoch, "val", metrics)
+    logger.save_evaluation(12, 3, "test", {"test/loss": np.nan})
+    assert logger.flush()
+    assert rows_in(tmp_path) == [
+        {"step": 4 * epoch, "epoch": epoch, "arrays": {"val/matrix": [[epoch] * 2] * 2}} for epoch in range(1, 4)
+    ]
+    files = {path.name: json.loads(path.read_text()) for path in (tmp_path / "metrics").iterdir()}
+    assert files == {
+        "val.json": {"step": 12, "epoch": 3, "val/loss": pytest.approx(0.5 / 3), "val/matrix": [[3, 3], [3, 3]]},
+        "test.json": {"step": 12, "epoch": 3, "test/loss": "nan"},
+    }
     logger.close("completed")
 
 

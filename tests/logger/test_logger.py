@@ -24,7 +24,7 @@ from jax_trainer.logger import (
     run_path_parts,
     tools_of,
 )
-from jax_trainer.logger.pictures import png_size
+from jax_trainer.logger.values import png_size
 from jax_trainer.settings import SettingsError
 
 LOG = logging.getLogger("jax_trainer")

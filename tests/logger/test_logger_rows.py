@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.logger.rows import cut, last_step
+from jax_trainer.logger.jsonl import cut, last_step
 
 ROWS = [
     {"step": 0, "epoch": 0, "optimizer/lr": 0.1},

@@ -7,7 +7,7 @@ import pytest
 from logger_runs import a_figure
 
 from jax_trainer.core import lazy_import
-from jax_trainer.logger.pictures import drawn, pixels_of, png_of, png_size
+from jax_trainer.logger.values import drawn, pixels_of, png_of, png_size
 
 RNG = np.random.default_rng(0)
 

@@ -15,8 +15,14 @@ from logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
 from wandb_files import WandbFile
 
 from jax_trainer.core import lazy_import
-from jax_trainer.logger import LoggerConfig, ToolLoggerInterface, WandBConfig, WandbConfig, WandBToolLogger
-from jax_trainer.logger.backend import WandbToolLogger
+from jax_trainer.logger import (
+    LoggerConfig,
+    ToolLoggerInterface,
+    WandBConfig,
+    WandbConfig,
+    WandBToolLogger,
+    WandbToolLogger,
+)
 from jax_trainer.logger.values import bins_of
 
 CANARY = "CANARY-7d21"

@@ -22,6 +22,7 @@ from jax_trainer.optimizer import (
     named,
 )
 from jax_trainer.optimizer.named import EXCLUDED, EXPLICIT, SPECIAL_LEARNING_RATES
+from jax_trainer.optimizer.optimizer import DECAYS, MASKS, RATES, argument_of
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 
@@ -43,13 +44,13 @@ def kernels(params: Any) -> Any:
 
 def direct(name: str, **arguments: Any) -> optax.GradientTransformationExtraArgs:
     """The equivalent optax call."""
-    facts = NAMED[name].facts
-    arguments = {facts.rate: facts.default_rate or 1e-3, **arguments}
-    if facts.mask:
-        arguments[facts.mask] = kernels
+    factory, facts = NAMED[name].factory, NAMED[name].facts
+    arguments = {argument_of(factory, RATES): facts.default_rate or 1e-3, **arguments}
+    if argument_of(factory, DECAYS) and (mask := argument_of(factory, MASKS)):
+        arguments[mask] = kernels
     if name == "NoisySgd":
         arguments["key"] = 0
-    return optax.with_extra_args_support(facts.factory(**arguments))
+    return optax.with_extra_args_support(factory(**arguments))
 
 
 def mine(name: str, **keys: Any) -> optax.GradientTransformationExtraArgs:
@@ -62,13 +63,16 @@ def cases() -> dict[str, tuple[Any, Any]]:
     schedule = at.instantiate(named.ScheduleInterface).build(10)
     plain = {name: (mine(name), direct(name)) for name in NAMED}
     scheduled = {
-        f"{name} scheduled": (mine(name, learning_rate=at), direct(name, **{NAMED[name].facts.rate: schedule}))
+        f"{name} scheduled": (
+            mine(name, learning_rate=at),
+            direct(name, **{argument_of(NAMED[name].factory, RATES): schedule}),
+        )
         for name in SCHEDULED
     }
     decayed = {
         f"{name} decayed": (mine(name, **{key: 0.1}), direct(name, **{key: 0.1}))
         for name in DECAYED
-        for key in [NAMED[name].facts.decay]
+        for key in [argument_of(NAMED[name].factory, DECAYS)]
     }
     return plain | scheduled | decayed
 
@@ -213,7 +217,7 @@ def test_every_class_and_every_key_is_described():
     for cls in NAMED.values():
         assert (cls.__doc__ or "").startswith(f"optax's `{cls.facts.name}`: ")
         lines = [line.strip() for line in cls.config_class.__doc__.splitlines() if line.startswith("    ")]
-        assert {line.split(":")[0] for line in lines} >= {key.name for key in cls.facts.keys}
+        assert {line.split(":")[0] for line in lines} >= {name for name, _, _ in cls.facts.keys}
         silent += [f"{cls.__name__}.{line}" for line in lines if line.endswith("see optax.")]
     assert len(silent) < 5, silent  # where optax's own docstring forgets a key
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jax_trainer.optimizer.selection import is_match, listed, parameter_paths, require_match
+from jax_trainer.optimizer.transforms import is_match, listed, parameter_paths, require_match
 from jax_trainer.settings import SettingsError
 
 

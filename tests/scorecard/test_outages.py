@@ -36,8 +36,7 @@ from small_stores import captured_log, filled_store, state_at
 from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.logger import WandbConfig
-from jax_trainer.logger.writers import JsonlWriter
+from jax_trainer.logger import JsonlWriter, WandbConfig
 from jax_trainer.testing import digest
 
 pytestmark = pytest.mark.scorecard

@@ -8,8 +8,8 @@ from tuning_runs import ROOT, TINY, space_file, tiny_file
 from jax_trainer.config import ConfigError
 from jax_trainer.trainer import load_experiment
 from jax_trainer.tuning import read_space, tune
-from jax_trainer.tuning.checking import checked
-from jax_trainer.tuning.dimensions import as_overrides
+from jax_trainer.tuning.objectives import checked
+from jax_trainer.tuning.space import as_overrides
 
 
 def check(folder: Path, space: str, *overrides: str, experiment: str = TINY) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from jax_trainer.config import config_from
 from jax_trainer.settings import Settings
 from jax_trainer.tuning import Choice, Range, Space
-from jax_trainer.tuning.dimensions import as_overrides
+from jax_trainer.tuning.space import as_overrides
 
 NUMBERS = [1, 1e-05, -0.0, 1e300, True, None]
 VALUES = [*NUMBERS, "no", "1e-3", 'quo"te\\', "new\nline", "emoji 🎲", "", [1, [2.5]], {"a": None}]

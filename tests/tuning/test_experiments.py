@@ -10,7 +10,7 @@ from tuning_runs import RATE, RATES, TINY, tiny_file
 from jax_trainer.config import ConfigError
 from jax_trainer.trainer import Validation, build, load_experiment
 from jax_trainer.tuning import StudyError, TuneResult, read_space, tune
-from jax_trainer.tuning.experiments import ExperimentTrials, NotFinite, best_value
+from jax_trainer.tuning.objectives import ExperimentTrials, NotFinite, best_value
 
 TRIALS = 4
 

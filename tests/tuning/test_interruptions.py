@@ -9,8 +9,8 @@ import pytest
 from tuning_runs import LINE
 
 from jax_trainer.tuning import TuneResult, tune
-from jax_trainer.tuning.dimensions import Space
-from jax_trainer.tuning.liveness import own_note
+from jax_trainer.tuning.space import Space
+from jax_trainer.tuning.storage import own_note
 from jax_trainer.tuning.study import Study
 
 SPACE = {**LINE, "y": {"low": 0.0, "high": 1.0}}
@@ -44,7 +44,7 @@ def uninterrupted_trials(tmp_path_factory):
 @pytest.fixture
 def killing(monkeypatch):
     """Trials of this process count as those of a dead one, once they are no longer made; the dead say nothing."""
-    monkeypatch.setattr("jax_trainer.tuning.liveness.is_alive", lambda note: False)
+    monkeypatch.setattr("jax_trainer.tuning.storage.is_alive", lambda note: False)
     say = Study.tell_interrupted
     monkeypatch.setattr(Study, "tell_interrupted", lambda *_: None)
     return say
@@ -81,7 +81,7 @@ def test_a_study_that_was_killed_ends_with_all_trials_complete(uninterrupted_tri
 
 
 @pytest.mark.usefixtures("killing")
-@pytest.mark.parametrize("moment", ["tuning.dimensions.Space.suggest", "tuning.liveness.own_note"])
+@pytest.mark.parametrize("moment", ["tuning.space.Space.suggest", "tuning.storage.own_note"])
 def test_one_that_was_killed_before_it_had_values_is_made_up_for(uninterrupted_trials, tmp_path, monkeypatch, moment):
     calls = []
 
@@ -92,7 +92,7 @@ def test_one_that_was_killed_before_it_had_values_is_made_up_for(uninterrupted_t
         return before(*given)
 
     before = Space.suggest if moment.endswith("suggest") else own_note
-    monkeypatch.setattr("jax_trainer.tuning.liveness._UNTIL_NOTED", timedelta(seconds=0.3))
+    monkeypatch.setattr("jax_trainer.tuning.storage._UNTIL_NOTED", timedelta(seconds=0.3))
     monkeypatch.setattr(f"jax_trainer.{moment}", killed)
     with pytest.raises(Killed):
         study(tmp_path, lambda values, trial: values["x"] + values["y"], "tpe")

@@ -1,29 +1,37 @@
 """Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
-from jax_trainer.callbacks.disable_gc import DisableGC, DisableGCConfig
-from jax_trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
-from jax_trainer.callbacks.hanging import HangMonitor, HangMonitorConfig
-from jax_trainer.callbacks.lambda_callback import LambdaCallback
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
-    GradientSpikeMonitor,
-    GradientSpikeMonitorConfig,
     LearningRateMonitor,
     LearningRateMonitorConfig,
+    ThroughputMonitor,
+    ThroughputMonitorConfig,
 )
+from jax_trainer.callbacks.monitored import EarlyStopping, EarlyStoppingConfig, OptunaPruning
 from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig, with_needs_of
-from jax_trainer.callbacks.profiler import JAXProfiler, JAXProfilerConfig
+from jax_trainer.callbacks.process import (
+    DisableGC,
+    DisableGCConfig,
+    HangMonitor,
+    HangMonitorConfig,
+    JAXProfiler,
+    JAXProfilerConfig,
+)
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
-from jax_trainer.callbacks.pruning import OptunaPruning
 from jax_trainer.callbacks.run import Checkpoints, RunContext
-from jax_trainer.callbacks.sample_images import SampleImages, SampleImagesConfig
-from jax_trainer.callbacks.sample_text import SampleText, SampleTextConfig
-from jax_trainer.callbacks.sampling import Sampling, SamplingConfig
+from jax_trainer.callbacks.sampling import (
+    SampleImages,
+    SampleImagesConfig,
+    SampleText,
+    SampleTextConfig,
+    Sampling,
+    SamplingConfig,
+)
+from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
 from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
-from jax_trainer.callbacks.throughput import ThroughputMonitor, ThroughputMonitorConfig
 
 __all__ = [
     "Callback",

@@ -1,5 +1,6 @@
-"""`Callback`: the base class of callbacks, with a hook for every event of a run."""
+"""`Callback`: the base class of callbacks, with a hook for every event of a run; and `LambdaCallback`."""
 
+import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.callbacks.hook_calls import call_hook, calling, check_hooks
+from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_hooks, hooks_of
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, RunContext
 from jax_trainer.core import MetricWindow, TrainState
@@ -31,7 +32,7 @@ from jax_trainer.processes import process_group
 from jax_trainer.settings import AtLeast, Settings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 
-__all__ = ["Callback", "CallbackConfig", "Checkpoints", "RunContext"]
+__all__ = ["Callback", "CallbackConfig", "Checkpoints", "LambdaCallback", "RunContext"]
 
 
 @dataclass
@@ -343,3 +344,24 @@ def _config(cls: type[Callback], settings: Mapping[str, Any]) -> Any:
         return kind(**settings)
     except TypeError as missing:
         raise TypeError(f"{cls.__name__} needs a configuration: {missing}.") from None
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions: pass each by the name of its hook.
+
+    >>> printing = LambdaCallback(on_validation_epoch_end=lambda metrics, epoch: print(epoch, metrics["val/acc"]))
+    """
+
+    config: CallbackConfig
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        names = [*hooks_of(Callback), "finalize", "set_dataset"]
+        for name, function in hooks.items():
+            if name not in names:
+                near = FOREIGN.get(name) or next(iter(difflib.get_close_matches(name, names, n=1)), "")
+                hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(names))}."
+                raise TypeError(f"Unknown hook {name!r}. {hint}")
+            if not callable(function):
+                raise TypeError(f"`{name}` must be a function, got {function!r}.")
+            setattr(self, name, function)
+        super().__init__()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.engine import Edited, EpochEnd, EpochStart, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
+from jax_trainer.engine import Edited, EpochEnd, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
 from jax_trainer.logger import EditWriter, Logger, MetricWriter
 from jax_trainer.settings import checked
 
@@ -50,8 +50,7 @@ class LogMetrics:
         writer: writes the rows.
         every_n_steps: write step metrics every n steps.
         closes: close the writer when training ends; otherwise its owner does.
-        save: also called with all metrics of every evaluation, also arrays, and a name such as "val_epoch_0007" for the
-            last one of the epoch. Evaluations inside an epoch are also saved as "val_step_000150".
+        save: also called with the step, the epoch and the name of every evaluation, and all its metrics, also arrays.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class LogMetrics:
         every_n_steps: int = 50,
         *,
         closes: bool = True,
-        save: Callable[[str, Mapping[str, Any]], Any] | None = None,
+        save: Callable[[int, int, str, Mapping[str, Any]], Any] | None = None,
     ) -> None:
         if every_n_steps < 0:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
         self._writer, self._closes, self._save = writer, closes, save
         self._windows = Windows(every_n_steps) if every_n_steps else None
-        self._eval_started, self._in_epoch = 0.0, False
+        self._eval_started = 0.0
 
     def handle(self, event: Event) -> None:
         """Writes the metrics of `event`."""
@@ -76,20 +75,16 @@ class LogMetrics:
             case StepMetrics() if self._windows:
                 for step, metrics in self._windows.add(event.rows):
                     self._write(step, event.epoch, metrics, "train", "_step")
-            case EpochStart():
-                self._in_epoch = True
             case EpochEnd():
-                self._in_epoch = False
                 timed = {**event.metrics, "time": event.seconds}
                 self._write(event.step, event.epoch, timed, "train", "_epoch")
             case EvalStart():
                 self._eval_started = time.perf_counter()
             case EvalEnd():
                 timed = {**event.metrics, "time": time.perf_counter() - self._eval_started}
-                self._write(event.step, event.epoch, timed, event.name, "")
                 if self._save is not None:
-                    for name in self._file_names(event):
-                        self._save(name, full_names(timed, event.name))
+                    self._save(event.step, event.epoch, event.name, full_names(timed, event.name))
+                self._write(event.step, event.epoch, timed, event.name, "")
             case Edited() if isinstance(self._writer, EditWriter):
                 for edit in event.edits:
                     self._writer.write_edit(event.step, edit.to_data(event.step, event.epoch))
@@ -97,31 +92,25 @@ class LogMetrics:
                 self._writer.close(event.status)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume from: the incomplete window, and whether an epoch is running."""
-        windows = {} if self._windows is None else self._windows.state_dict()
-        return {**windows, "in_epoch": self._in_epoch}
+        """The state to resume from: the incomplete window."""
+        return {} if self._windows is None else self._windows.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`; called before training."""
-        windows = {"every": int, "window": dict[str, Any]} if "every" in state else {}
-        self._in_epoch = checked(state, {**windows, "in_epoch": bool})["in_epoch"]
-        if self._windows is not None and windows:
-            self._windows.load_state_dict(state)
-
-    def _file_names(self, event: EvalEnd) -> Iterator[str]:
-        yield f"{event.name}_epoch_{event.epoch:04d}"
-        if self._in_epoch:
-            yield f"{event.name}_step_{event.step:06d}"
+        if state != {}:
+            checked(state, {"every": int, "window": dict[str, Any]})
+            if self._windows is not None:
+                self._windows.load_state_dict(state)
 
     def _write(self, step: int, epoch: int, metrics: dict[str, Any], prefix: str, suffix: str) -> None:
-        named = full_names(metrics, prefix)
-        scalars = {f"{name}{suffix}": value for name, value in named.items() if np.ndim(value) == 0}
+        named = full_names(metrics, prefix).items()
+        scalars = {f"{name}{suffix}": value for name, value in named if isinstance(value, float) or np.ndim(value) == 0}
         self._writer.write(step, {"epoch": epoch, **scalars})
 
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:
     """The observers that write a run to `logger`, by its configuration; its owner closes it."""
-    return [LogMetrics(logger, logger.config.log_steps_every, closes=False, save=logger.save_metrics)]
+    return [LogMetrics(logger, logger.config.log_steps_every, closes=False, save=logger.save_evaluation)]
 
 
 def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:

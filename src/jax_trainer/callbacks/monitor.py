@@ -1,23 +1,23 @@
-"""Callbacks that monitor a quantity and log it."""
+"""Monitors of a run: the learning rate and the speed."""
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Annotated, Any
+from typing import Any
 
 import jax
+import numpy as np
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.spike_file import SpikeFile
-from jax_trainer.callbacks.spikes import Spikes
-from jax_trainer.engine import StepMetrics
+from jax_trainer.engine import EpochEnd, StepEnd, StepMetrics
 from jax_trainer.optimizer.reported import METRIC, rates_in
-from jax_trainer.settings import Above, AtLeast, Below, checked
+from jax_trainer.settings import checked
 
 LOG = logging.getLogger("jax_trainer")
-GRAD_NORM, LOSS = "optimizer/grad_global_norm", "loss"
+PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -77,104 +77,106 @@ class LearningRateMonitor(Callback):
 
 
 @dataclass
-class GradientSpikeMonitorConfig(CallbackConfig):
-    """What counts as a spike of the gradients or the loss.
+class ThroughputMonitorConfig(CallbackConfig):
+    """When the speed is logged.
 
     Args:
-        every_n_epochs: log the counts of n epochs every n epochs; -1: every epoch, 0: never.
+        every_n_epochs: log every n epochs; -1: every epoch, 0: never.
         every_n_minutes: not used.
-        threshold: a spike exceeds the running average by this factor.
-        log_to_disk: also save the spikes to `gradient_spikes.npz`.
-        ema_decay: decay rate of the exponential moving average.
-        warmup_steps: number of steps before spikes are detected; until then only non-finite values are spikes.
     """
-
-    threshold: Annotated[float, Above(1)] = 2.0
-    log_to_disk: bool = False
-    ema_decay: Annotated[float, AtLeast(0), Below(1)] = 0.995
-    warmup_steps: Annotated[int, AtLeast(1)] = 20
 
 
 @register
-class GradientSpikeMonitor(Callback):
-    """Counts steps whose gradient norm or loss is far above its running average; spikes do not enter the average.
+class ThroughputMonitor(Callback):
+    """Logs per epoch: examples and steps per second, time per step, and the fraction of time waiting for data.
 
-    Logged per epoch, as `optimizer/spikes_…`: `grad_norms` and `losses` are the spikes of each, `synchronous` the steps
-    that are both, `grad_before_loss` and `loss_before_grad` those where one is followed by the other within 5 steps.
-    After 100 spikes in a row the quantity has moved to another level, and its average restarts. Skipped steps do not
-    count.
+    `throughput/step_time_p50`, `_p90` and `_p99` are seconds per step. Step metrics arrive in windows (of 50 steps by
+    default), since more frequent reads would slow the device down: so these are percentiles of window means, weighted
+    by steps, and the first window of a run includes compiling. Windows that arrive with no step in between are merged.
+    `throughput/data_wait_share` is the fraction of time that the device was idle because no batch was ready.
+    Evaluations do not count.
     """
 
-    config: GradientSpikeMonitorConfig
+    config: ThroughputMonitorConfig
 
     def reset(self) -> None:
-        config = self.config
-        self._spikes = Spikes.of(config.ema_decay, config.threshold, config.warmup_steps)
-        self._step = 0  # the last one that was checked
-        self._file: SpikeFile | None = None
-        self._unwritten: Mapping[str, Any] = {}  # spikes that a resumed run adds to its file
+        self._epoch = 0  # that is being measured; 0: none
+        self._examples = 0.0
+        self._steps = 0
+        self._windows: list[tuple[float, int]] = []  # seconds per step, steps
+        self._mark: float | None = None  # start of the window; None: it starts with the next step
+        self._arrived, self._arrived_at, self._pending = 0.0, -1, 0  # the current window, which may be incomplete
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, the counts since the last log, and the spikes that are not in the file yet."""
-        unwritten = self._unwritten if self._file is None else self._file.unwritten
-        return {"step": self._step, "spikes": self._spikes.state_dict(), "unwritten": unwritten}
+        """The measurements of an unfinished epoch."""
+        progress = {"epoch": self._epoch, "examples": self._examples, "steps": self._steps}
+        return {**progress, "windows": [*self._windows, *self._open_window()]} if self._epoch else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores averages and counts; after a rollback the file is truncated, too."""
-        checked(state, {"step": int, "spikes": object, "unwritten": dict[str, list[tuple[int, Real, Real]]]})
-        self._step, self._unwritten = state["step"], state["unwritten"]
-        self._spikes = Spikes.from_state(state["spikes"])
-        if self._file is not None:
-            self._open_file()
+        """Restores the measurements; the time between the two runs does not count."""
+        self.reset()
+        if state != {}:
+            windows = list[tuple[Real, int]]
+            checked(state, {"epoch": int, "examples": Real, "steps": int, "windows": windows})
+            self._epoch, self._examples, self._steps = state["epoch"], state["examples"], state["steps"]
+            self._windows = [(seconds, steps) for seconds, steps in state["windows"]]
 
-    def on_training_start(self) -> None:
-        """Opens the file, also that of a resumed run."""
-        if self.config.log_to_disk and self.is_primary:
-            self._step = self.event.step
-            self._open_file()
+    def on_training_epoch_start(self, epoch: int) -> None:
+        if epoch != self._epoch:  # otherwise the run was resumed inside it
+            self.reset()
+        self._epoch, self._mark = epoch, time.perf_counter()
+
+    def on_step_end(self, event: StepEnd) -> None:
+        """Starts a window after an evaluation."""
+        if self._mark is None:
+            self._mark = time.perf_counter()
 
     def on_steps_reported(self, event: StepMetrics) -> None:
-        columns = event.rows.columns
-        if GRAD_NORM not in columns:
-            raise ValueError(
-                f"`GradientSpikeMonitor` needs the step metric {GRAD_NORM!r}. Step metrics: "
-                f"{', '.join(sorted(columns))}. Set `log_grad_norm: true`."
-            )
-        norms, losses = (columns[name].values.tolist() for name in (GRAD_NORM, LOSS))
-        is_counted = (columns[GRAD_NORM].weights > 0).tolist()
-        for index, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
-            self._step = event.rows.first + index
-            if is_counted[index]:
-                self._check(self._step, norm, loss)
+        """Counts the steps that are done."""
+        if event.step != self._arrived_at:
+            self._close()
+        rows = event.rows
+        self._arrived, self._arrived_at = time.perf_counter(), event.step
+        self._pending += len(rows.words)
+        self._steps += len(rows.words)
+        self._examples += float(rows.format.default_weight.read(rows.words).sum())
 
-    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        counts = {f"optimizer/spikes_{name}": count for name, count in self._spikes.pop_counts().items()}
-        self.run.logger.write(self.event.step, {"epoch": epoch, **counts})
+    def on_validation_epoch_start(self, epoch: int) -> None:
+        """Stops measuring; saves after an evaluation do not count either."""
+        self._close()
+        self._mark = None
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        self._write()
+        self._close()
+        self._epoch = 0
 
-    def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        """Writes the file, since a checkpoint may follow."""
-        self._write()
+    def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
+        event = self.event
+        if not isinstance(event, EpochEnd) or not self._steps or event.seconds <= 0:
+            return
+        speed = {
+            "examples_per_second": self._examples / event.seconds,
+            "steps_per_second": self._steps / event.seconds,
+            **self._step_times(),
+            "data_wait_share": event.waited / event.seconds,
+        }
+        named = {f"throughput/{name}": value for name, value in speed.items()}
+        self.run.logger.write(event.step, {"epoch": epoch, **named})
 
-    def finalize(self, status: str) -> None:
-        self._write()
+    def _close(self) -> None:
+        if window := self._open_window():
+            self._windows += window
+            self._mark = self._arrived
+        self._pending = 0
 
-    def _check(self, step: int, norm: float, loss: float) -> None:
-        spikes = self._spikes
-        averages = spikes.grad_norm.average, spikes.loss.average
-        found = spikes.add(step, norm, loss)
-        if self._file is not None and any(found):
-            values = zip(("grad_norm", "loss"), (norm, loss), averages, found, strict=True)
-            for quantity, value, average, is_spike in values:
-                if is_spike:
-                    self._file.add(quantity, step, value, average)
+    def _open_window(self) -> list[tuple[float, int]]:
+        if not self._pending or self._mark is None:
+            return []
+        return [((self._arrived - self._mark) / self._pending, self._pending)]
 
-    def _open_file(self) -> None:
-        self._file = SpikeFile(self.run.folder, writes=self.is_primary)
-        self._file.resume(self._step, self._unwritten)
-
-    def _write(self) -> None:
-        if self._file is not None:
-            self._file.write()
+    def _step_times(self) -> dict[str, float]:
+        if not self._windows:
+            return {}
+        times, steps = zip(*self._windows, strict=True)
+        found = np.percentile(times, PERCENTILES, weights=steps, method="inverted_cdf")
+        return {f"step_time_p{percent}": float(value) for percent, value in zip(PERCENTILES, found, strict=True)}

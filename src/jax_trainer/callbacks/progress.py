@@ -1,7 +1,10 @@
 """A progress bar that never waits for the device: it shows the metrics that have arrived."""
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from typing import Annotated, Any
 
 import jax
@@ -10,8 +13,8 @@ from compoconf import register
 from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.screen import Screen, progress_console
-from jax_trainer.core import LogMetricMode, LogMode, WindowAccumulator
+from jax_trainer.core import LogMetricMode, LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.core.output import SafeStream, safe_console
 from jax_trainer.engine import (
     Edit,
     Edited,
@@ -35,7 +38,59 @@ SHOWN = 4  # metrics in a line; more do not fit
 RATE = "optimizer/lr"  # shown if it is a step metric
 WIDTH = 24  # of the bar
 FIRST_LINE, NEXT_LINE = 2.0, 5.0  # seconds without output after which a file gets a line
+START_OF_LINE = "\r\x1b[2K"
 _STATISTICS = tuple(f"_{mode.value}" for mode in LogMetricMode)
+
+
+def progress_console() -> Console:
+    """The console for progress: standard error, or standard output in a notebook."""
+    console = safe_console(stderr=False)
+    return console if console.is_jupyter else safe_console()
+
+
+class Screen:
+    """Writes permanent lines, and a bar that is redrawn; each time by one write.
+
+    In a terminal the line of the bar is cleared by an escape sequence; in a notebook, which may not support that, it is
+    overwritten with spaces. Other outputs, such as files, get only the lines.
+
+    Args:
+        console: the output.
+        is_notebook: whether the output is a notebook; None: detect it.
+    """
+
+    def __init__(self, console: Console, is_notebook: bool | None = None) -> None:
+        self._console = console
+        self.is_notebook = console.is_jupyter if is_notebook is None else is_notebook
+        self._shown = 0  # length of the current bar, in a notebook
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a bar can be redrawn; otherwise there are only lines."""
+        return self.is_notebook or self._console.is_terminal
+
+    @property
+    def ticks(self) -> tuple[str, str]:
+        """The characters of the full and the empty part of a bar."""
+        return ("━", "─") if self._console.encoding.startswith("utf") else ("#", "-")
+
+    def show(self, lines: Sequence[str], bar: str) -> None:
+        """Writes `lines` in place of the bar, and redraws the bar below them."""
+        bar = bar[: self._console.width - 1]
+        if self.is_notebook:
+            text = self._overwritten(lines, bar)
+        elif self._console.is_terminal:
+            text = START_OF_LINE + "".join(f"{line}\n" for line in lines) + bar
+        else:
+            text = "".join(f"{line}\n" for line in lines)
+        if text:
+            SafeStream(lambda: self._console.file).write(text)  # type: ignore[arg-type,return-value] - of text
+
+    def _overwritten(self, lines: Sequence[str], bar: str) -> str:
+        first, *more = [*lines, bar]
+        covered = first.ljust(self._shown)
+        self._shown = len(bar)
+        return "\r" + "\n".join([covered, *more]) if covered or more else ""
 
 
 @dataclass
@@ -48,7 +103,7 @@ class _Stage:
     started: float
     is_first: bool  # of its kind in this run, so that it is compiled
     done: int = 0
-    latest: str = ""  # metrics that have arrived
+    latest: Callable[[], str] = str  # the metrics that have arrived, as text
     rated_from: tuple[float, int] | None = None  # time and count after the first dispatch, which may compile
 
     def count(self, done: int, now: float) -> None:
@@ -108,9 +163,10 @@ class ProgressBar:
         self._seen: set[str] = set()  # stages that are compiled
         self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
         self._evaluated = WindowAccumulator(LogMode.VAL)
+        self._eval_rows: list[MetricWindow] = []  # that are not in it yet
         self._step, self._paused, self._drawn = 0, 0.0, 0.0
         self._first_step = 0
-        self._train_metrics = ""  # the latest, shown until an epoch has its own
+        self._train_metrics: Callable[[], str] = str  # the latest, shown until an epoch has its own
         self._last_output, self._patience = time.perf_counter(), FIRST_LINE
         self._lines: list[str] = [title] if title else []
 
@@ -135,17 +191,16 @@ class ProgressBar:
                 self._step = event.step
                 self._training = self._start("train", self._epoch(event), "steps", event.steps, self._train_metrics)
             case StepMetrics():
-                latest = {name: column.values[-1] for name, column in event.rows.columns.items()}
-                self._training.latest = self._train_metrics = _line(latest)
+                self._training.latest = self._train_metrics = partial(_latest_line, event.rows)
             case EvalStart():
                 if self._stage is self._training:
                     self._paused = time.perf_counter()
-                self._evaluated = WindowAccumulator(LogMode.VAL)
+                self._evaluated, self._eval_rows = WindowAccumulator(LogMode.VAL), []
                 self._start(event.name, f"{self._epoch(event)} {event.name}", "batches", event.batches)
             case EvalStep():
                 self._evaluate(event)
             case Waiting():
-                self._stage.latest = f"waiting for the {event.name!r} data"
+                self._stage.latest = partial(str, f"waiting for the {event.name!r} data")
                 self._draw_if_time(time.perf_counter())
             case Notice():
                 self._lines.append(event.text)
@@ -183,7 +238,7 @@ class ProgressBar:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
-    def _start(self, kind: str, name: str, unit: str, total: int | None, latest: str = "") -> _Stage:
+    def _start(self, kind: str, name: str, unit: str, total: int | None, latest: Callable[[], str] = str) -> _Stage:
         """Shows the next stage before it starts, since compiling may take a while."""
         now = time.perf_counter()
         self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen, latest=latest)
@@ -202,12 +257,17 @@ class ProgressBar:
         now = time.perf_counter()
         self._stage.count(event.batches, now)
         if event.rows:
-            for rows in event.rows:
-                self._evaluated.add(rows)
-            so_far = WindowAccumulator(LogMode.VAL)
-            so_far.load(self._evaluated.state())
-            self._stage.latest = _line(so_far.compute())
+            self._eval_rows += event.rows
+            self._stage.latest = self._eval_line
         self._draw_if_time(now)
+
+    def _eval_line(self) -> str:
+        """The metrics of the evaluation so far: aggregated when they are shown, not at every batch."""
+        while self._eval_rows:
+            self._evaluated.add(self._eval_rows.pop(0))
+        so_far = WindowAccumulator(LogMode.VAL)
+        so_far.load(self._evaluated.state())
+        return _line(so_far.compute())
 
     def _draw_if_time(self, now: float) -> None:
         if now - self._drawn >= self._refresh_seconds:
@@ -231,7 +291,7 @@ class ProgressBar:
             pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {stage.done}/{stage.total}"
             pieces[2] += f" < {_clock((stage.total - stage.done) / speed)}" if speed else ""
         evaluated = [text for name, (_, text) in self._reported.items() if name != "train" and stage is self._training]
-        return "  ".join([*pieces, stage.latest, *evaluated])
+        return "  ".join([*pieces, stage.latest(), *evaluated])
 
     def _in_a_line(self, now: float) -> str:
         """The progress as a line, for output without a bar; the ETA is that of the training, if known."""
@@ -239,7 +299,7 @@ class ProgressBar:
         done = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
         is_training = stage is self._training
         left = self._steps - self._step if is_training and self._steps else (stage.total or stage.done) - stage.done
-        pieces = [f"step {self._step:>6}", stage.latest, f"{speed:.3g} {stage.unit}/s" if speed else ""]
+        pieces = [f"step {self._step:>6}", stage.latest(), f"{speed:.3g} {stage.unit}/s" if speed else ""]
         pieces += [f"ETA {_clock(left / speed)}"] if speed and left else []
         return "  ".join([stage.name, done, *filter(None, pieces)])
 
@@ -256,17 +316,26 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _line(metrics: dict[str, Any]) -> str:
-    own = {name: value for name, value in metrics.items() if "/" not in name and np.ndim(value) == 0}
-    main = [name for name in own if not _is_statistic_of(own, name)]
-    first = sorted(main, key=lambda name: name != "loss")[:SHOWN]
+def _latest_line(rows: MetricWindow) -> str:
+    return _line({name: column.values[-1] for name, column in rows.columns.items()})
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
+    first = islice(_main(metrics), SHOWN)
     rate = [f"lr {metrics[RATE]:.3g}"] if RATE in metrics else []
-    return "  ".join([*(f"{name} {own[name]:.4g}" for name in first), *rate])
+    return "  ".join([*(f"{name} {metrics[name]:.4g}" for name in first), *rate])
 
 
-def _is_statistic_of(metrics: dict[str, Any], name: str) -> bool:
-    """Whether it is another statistic, such as "acc_std", of one of `metrics`."""
-    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in _STATISTICS)
+def _main(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """The names of scalars, the loss first; without those with a prefix and other statistics, such as "acc_std"."""
+
+    def is_scalar(name: str) -> bool:
+        return name in metrics and np.ndim(metrics[name]) == 0
+
+    for name in chain(("loss",), (one for one in metrics if one != "loss")):
+        others = (name.removesuffix(end) for end in _STATISTICS if name.endswith(end))
+        if "/" not in name and is_scalar(name) and not any(map(is_scalar, others)):
+            yield name
 
 
 @dataclass

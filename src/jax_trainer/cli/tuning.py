@@ -18,7 +18,7 @@ from jax_trainer.redaction import secret_values
 from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as run_study
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
-from jax_trainer.tuning.reporting import RESULTS
+from jax_trainer.tuning.result import RESULTS
 from jax_trainer.tuning.storage import secrets_of
 from jax_trainer.tuning.tuning import folder_of, name_of
 

@@ -1,19 +1,11 @@
 """Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, TensorBoard and Weights & Biases."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
-from jax_trainer.logger.backend import (
-    JSONLConfig,
-    JSONLToolLogger,
-    TensorboardConfig,
-    TensorboardToolLogger,
-    WandBConfig,
-    WandbConfig,
-    WandBToolLogger,
-    WandbToolLogger,
-)
-from jax_trainer.logger.jsonl import RecordMark
+from jax_trainer.logger.jsonl import JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
-from jax_trainer.logger.writers import EditWriter, JsonlWriter, MetricWriter, ToolLoggerInterface
+from jax_trainer.logger.tensorboard import TensorboardConfig, TensorboardToolLogger
+from jax_trainer.logger.wandb import WandBConfig, WandbConfig, WandBToolLogger, WandbToolLogger
+from jax_trainer.logger.writers import EditWriter, MetricWriter, ToolLoggerInterface
 
 __all__ = [
     "EditWriter",

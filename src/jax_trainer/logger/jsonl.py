@@ -1,7 +1,16 @@
-"""The metrics file of a run: one JSON line per row in `metrics.jsonl`, images as files in `media`."""
+"""The metrics file of a run: one JSON line per row in `metrics.jsonl`, images as files in `media`.
 
+A resumed run truncates the file to its size at the checkpoint: rows after it are written again.
+"""
+
+import contextlib
+import errno
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,14 +18,105 @@ from typing import Any, NamedTuple
 import numpy as np
 from compoconf import register
 
-from jax_trainer.logger.files import file_name_of, write_atomically
-from jax_trainer.logger.pictures import png_of
-from jax_trainer.logger.rows import cut
-from jax_trainer.logger.values import bins_of, json_safe, plain_of
-from jax_trainer.logger.writers import JsonlWriter, ToolLoggerInterface, edit_row
+from jax_trainer.logger.run_log import LOG
+from jax_trainer.logger.values import bins_of, json_text, plain_of, png_of
+from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
 
 METRICS_FILE, METRICS, MEDIA = "metrics.jsonl", "metrics", "media"
+MOST_UNWRITTEN = 10_000  # lines in memory while the disk is full
+TAIL = 2**20  # bytes searched for the last row of metrics; rows of images and texts may follow it
+_ODD = re.compile(r"[^\w.\-]")
+_MOST_BYTES = 150  # of a file name; file systems allow 255, and a number and a suffix are added
+
+
+class UnwrittenError(OSError):
+    """Rows that were never written, because the disk was full."""
+
+    def __init__(self, entries: int, path: Path) -> None:
+        super().__init__(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {entries} rows", str(path))
+        self.entries = entries
+
+
+class JsonlWriter:
+    """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings.
+
+    Appends to an existing file; an incomplete last line stays a separate line. Lines that a full disk refuses are kept
+    in memory, and written before the next one once there is space.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab+", buffering=0)
+        self._unwritten: deque[bytes] = deque()
+        self._has_warned = False
+        with contextlib.suppress(OSError):
+            if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends a line, unbuffered."""
+        self.append({"step": step, **values})
+
+    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
+        """Appends an edit of the training state: `{"step": 80, "epoch": 4, "edit": {"by": …}}`."""
+        rest = {name: value for name, value in edit.items() if name not in ("step", "epoch")}
+        self.append({"step": step, "epoch": edit["epoch"], "edit": rest})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Appends a row as a line, after unwritten ones."""
+        if len(self._unwritten) >= MOST_UNWRITTEN:
+            raise OSError(errno.ENOSPC, f"{len(self._unwritten)} rows are waiting for disk space", str(self.path))
+        self._unwritten.append(json_text(row).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes unwritten lines, if possible."""
+        try:
+            while self._unwritten:
+                self._put(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._has_warned:
+                LOG.warning(
+                    f"{self.path} cannot be written ({error.strerror}): rows are kept in memory. Free disk space."
+                )
+            self._has_warned = True
+        else:
+            self._has_warned = False
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """The lines that could not be written yet."""
+        return tuple(line.decode() for line in self._unwritten)
+
+    def replace_unwritten(self, lines: Iterable[str]) -> None:
+        """Replaces the unwritten lines, and writes them if possible."""
+        self._unwritten = deque(line.encode() for line in lines)
+        self.flush()
+
+    def _put(self, line: bytes) -> None:
+        before = self.size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)  # removes the incomplete line
+            raise
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self, status: str) -> None:
+        """Closes the file; raises an `UnwrittenError` if lines could not be written."""
+        self.flush()
+        self._file.close()
+        if self._unwritten:
+            raise UnwrittenError(len(self._unwritten), self.path)
 
 
 class RecordMark(NamedTuple):
@@ -32,22 +132,23 @@ class JSONLConfig(Settings):
 
 
 @register
-class JSONLToolLogger(ToolLoggerInterface):
+class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
     """Writes everything that is logged to `metrics.jsonl` in the run folder. Every run has it.
 
     A line is a row: `{"step": 8, "epoch": 2, "val/loss": 0.31}`. Pictures are files in `media`, and their row is
-    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; `histograms`, `text`,
-    `hparams` and `edit`, a change of the training state by a callback, have such rows, too.
+    `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; the `arrays` of evaluations,
+    `histograms`, `text`, `hparams` and `edit`, a change of the training state by a callback, have such rows, too.
     """
 
     config: JSONLConfig
 
     def __init__(self, config: JSONLConfig, folder: Path) -> None:
-        super().__init__(config, folder)
-        self._writer = JsonlWriter(folder / METRICS_FILE)
+        ToolLoggerInterface.__init__(self, config, folder)
+        JsonlWriter.__init__(self, folder / METRICS_FILE)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._append({"step": step, **values})
+    def append(self, row: Mapping[str, Any]) -> None:
+        self._check_exists()
+        super().append(row)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         self.figure(step, name, png_of(pixels))
@@ -55,55 +156,137 @@ class JSONLToolLogger(ToolLoggerInterface):
     def figure(self, step: int, name: str, png: bytes) -> None:
         path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
         write_atomically(self.folder / path, png)
-        self._append({"step": step, "media": {name: path}})
+        self.append({"step": step, "media": {name: path}})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        self._append({"step": step, "histograms": {name: bins_of(values)._asdict()}})
+        self.append({"step": step, "histograms": {name: bins_of(values)._asdict()}})
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._append({"step": step, "text": {name: text}})
+        self.append({"step": step, "text": {name: text}})
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        self._append({"step": step, "hparams": params, "metrics": metrics})
-
-    def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
-        self._append(edit_row(step, edit))
+        self.append({"step": step, "hparams": params, "metrics": metrics})
 
     def save(self, file_name: str, data: Mapping[str, Any]) -> None:
         """Writes plain data to `metrics/<file_name>.json`."""
         save_metrics(self.folder, file_name, data)
 
+    def evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
+        """Appends the arrays of an evaluation, and writes all of it to `metrics/<name>.json`."""
+        if arrays := {name: value for name, value in metrics.items() if isinstance(value, list)}:
+            self.append({"step": step, "epoch": epoch, "arrays": arrays})
+        self.save(name, {"step": step, "epoch": epoch, **metrics})
+
     def mark(self) -> RecordMark:
         """The current position in the file."""
         self._check_exists()
-        self._writer.catch_up()
-        return RecordMark(self._writer.size, self._writer.unwritten)
+        self.flush()
+        return RecordMark(self.size, self.unwritten)
 
     def cut(self, mark: RecordMark | None) -> None:
         """Truncates the file to `mark`."""
-        if cut(self._writer.path, None if mark is None else mark.size) and mark is not None:
-            self._writer.replace_unwritten(mark.unwritten)
-
-    def flush(self) -> None:
-        self._writer.catch_up()
-
-    def is_written(self) -> bool:
-        """Whether all rows are written."""
-        return not self._writer.unwritten
-
-    def close(self, status: str) -> None:
-        self._writer.close(status)
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self._check_exists()
-        self._writer.append(row)
+        if cut(self.path, None if mark is None else mark.size) and mark is not None:
+            self.replace_unwritten(mark.unwritten)
 
     def _check_exists(self) -> None:
-        if self._writer.is_deleted:
-            raise FileNotFoundError(f"{self._writer.path} was deleted while the run wrote to it.")
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # writes would be lost without an error
+            raise FileNotFoundError(f"{self.path} was deleted while the run wrote to it.")
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
     """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
-    text = json.dumps(json_safe(plain_of(metrics)), allow_nan=False, indent=1)
-    write_atomically(folder / METRICS / f"{file_name_of(file_name)}.json", text.encode())
+    write_atomically(folder / METRICS / f"{file_name_of(file_name)}.json", json_text(plain_of(metrics)).encode())
+
+
+def cut(file: Path, size: int | None) -> bool:
+    """Truncates a `metrics.jsonl` to the `size` bytes that it had at a checkpoint, and syncs it.
+
+    Returns whether that was possible. If the size is unknown (None) or does not fit the file, the file is unchanged.
+    """
+    problem = _cut(file, size)
+    if problem:
+        LOG.warning(
+            f"{file} {problem}, so it is not truncated. Steps that are trained again may have two rows; the later one "
+            "is of this run."
+        )
+    return not problem
+
+
+def last_step(file: Path) -> int:
+    """The step of the last row of metrics in a `metrics.jsonl`; 0 if there is none."""
+    if not file.is_file():  # reading a device might not end
+        return 0
+    try:
+        with file.open("rb") as record:
+            record.seek(max(0, record.seek(0, os.SEEK_END) - TAIL))
+            lines = record.read(TAIL).decode(errors="replace").splitlines()
+    except OSError:
+        return 0
+    rows = (row for line in reversed(lines) if (row := _row(line)))
+    numbers = (row for row in rows if not any(isinstance(value, dict) for value in row.values()))
+    return next((row["step"] for row in numbers), 0)
+
+
+def _cut(file: Path, size: int | None) -> str:
+    """Truncates `file`; returns why not, or ""."""
+    if size is None:
+        return "has no position in the checkpoint" if file.exists() else ""
+    try:
+        with file.open("rb+") as record:
+            if (found := record.seek(0, os.SEEK_END)) < size:
+                return f"has {found} bytes, fewer than the {size} at the checkpoint"
+            record.seek(max(0, size - 1))
+            if size and record.read(1) != b"\n":
+                return f"has no line that ends after {size} bytes, where the checkpoint was saved"
+            record.truncate(size)
+            os.fsync(record.fileno())
+    except FileNotFoundError:
+        return f"is missing, and had {size} bytes at the checkpoint" if size else ""
+    except OSError as problem:
+        return f"cannot be truncated ({problem})"
+    return ""
+
+
+def _row(line: str) -> dict[str, Any]:
+    """The row of a line; empty if the process was killed while writing it."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+def file_name_of(name: str) -> str:
+    """A user's name as part of a file name: "/" and special characters become "_".
+
+    >>> file_name_of("val/confusion matrix"), file_name_of("../../x")
+    ('val_confusion_matrix', '_.._x')
+    """
+    safe = _ODD.sub("_", name).lstrip(".") or "_"
+    if len(safe.encode()) <= _MOST_BYTES:
+        return safe
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:16]  # long names differ at their ends
+    return f"{safe.encode()[: _MOST_BYTES - 17].decode(errors='ignore')}-{digest}"
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Writes `data` to `file` atomically; creates its folder, but not the parents of that.
+
+    A link at this path is replaced, not followed.
+    """
+    file.parent.mkdir(exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as out:
+            out.write(data)
+        os.replace(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def sync(file: Path) -> None:
+    """Waits until the content of `file` is on disk, if the file system supports that."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        os.fsync(opened.fileno())

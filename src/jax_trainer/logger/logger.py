@@ -14,12 +14,9 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 
 from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords, Entry
-from jax_trainer.logger.files import sync
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark
-from jax_trainer.logger.pictures import drawn, pixels_of
-from jax_trainer.logger.rows import last_step
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_step, sync
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
-from jax_trainer.logger.values import flat, number_of, numbers_of, plain_of
+from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import AtLeast, Settings
 
@@ -129,7 +126,14 @@ class Logger(RegistrableConfigInterface):
 
     def save_metrics(self, file_name: str, metrics: Mapping[str, Any]) -> None:
         """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
-        self._log(file_name, lambda: self._save(file_name, plain_of(metrics)))
+        self._log(file_name, lambda: self._record("save", file_name, plain_of(metrics)))
+
+    def save_evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
+        """Writes all metrics of an evaluation, also arrays, to `metrics/<name>.json`, which has those of the latest.
+
+        Its arrays are also a row of `metrics.jsonl`; `write` logs the scalars.
+        """
+        self._log(name, lambda: self._record("evaluation", step, epoch, name, plain_of(metrics)))
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Waits at most `timeout` seconds until every tool has written all entries; returns whether they have.
@@ -140,7 +144,7 @@ class Logger(RegistrableConfigInterface):
         written = [tool.flush(deadline) for tool in self._tools]  # all of them, also after a False
         if not all(written) or self._own.count or self._is_closed:
             return all(written) and not self._own.count
-        return bool(self._tools[0].ask(lambda tool: tool.is_written())(max(0.0, deadline - time.monotonic())))
+        return bool(self._tools[0].ask(lambda tool: not tool.unwritten)(max(0.0, deadline - time.monotonic())))
 
     def mark(self) -> Callable[[], RecordMark | None]:
         """Marks the current position in `metrics.jsonl`; cheap, and does not wait.
@@ -214,9 +218,8 @@ class Logger(RegistrableConfigInterface):
         step = self._step
         self._submit(lambda tool: tool.hparams(step, params, metrics))
 
-    def _save(self, file_name: str, data: Any) -> None:
-        record: Any = self._tools[0]
-        record.submit(lambda tool: tool.save(file_name, data))
+    def _record(self, kind: str, *entry: Any) -> None:
+        self._tools[0].submit(lambda tool: getattr(tool, kind)(*entry))
 
     def _submit(self, entry: Entry, size: int = 0) -> None:
         for tool in self._tools:

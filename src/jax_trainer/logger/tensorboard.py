@@ -14,8 +14,7 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.core import lazy_import
-from jax_trainer.logger.pictures import png_of, png_size
-from jax_trainer.logger.values import bins_of, finite
+from jax_trainer.logger.values import bins_of, finite, png_of, png_size
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
 
@@ -79,26 +78,16 @@ class TensorboardToolLogger(ToolLoggerInterface):
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         """Adds a histogram of the finite values."""
         bins, kept = bins_of(values), finite(values)
-        histogram = self._summary.HistogramProto(
-            min=min(kept, default=0.0),
-            max=max(kept, default=0.0),
-            num=kept.size,
-            sum=kept.sum(),
-            sum_squares=kept.dot(kept),
-            bucket_limit=bins.edges,  # each is the upper limit of a bin: an empty one comes first
-            bucket=[0, *bins.counts],
-        )
-        self._add(step, self._summary.Summary.Value(tag=name, histo=histogram))
+        ends = (min(kept, default=0.0), max(kept, default=0.0))
+        # each edge is the upper limit of a bin: an empty one comes first
+        totals = (kept.size, kept.sum(), kept.dot(kept), bins.edges, [0, *bins.counts])
+        self._add(step, *self._tool.summary.histogram_raw(name, *ends, *totals).value)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Adds the text, which TensorBoard renders as Markdown."""
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        shape = self._proto.tensor_shape_pb2.TensorShapeProto
-        tensor = self._proto.tensor_pb2.TensorProto(
-            dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape(dim=[shape.Dim(size=1)])
-        )
-        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
-        self._add(step, self._summary.Summary.Value(tag=name, metadata=metadata, tensor=tensor))
+        [value] = self._tool.summary.text(name, text).value
+        value.tag = name  # tensorboardX adds "/text_summary"
+        self._add(step, value)
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Adds both for the HPARAMS dashboard."""

@@ -13,10 +13,9 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.core import lazy_import
-from jax_trainer.logger.files import write_atomically
-from jax_trainer.logger.pictures import png_of
+from jax_trainer.logger.jsonl import write_atomically
 from jax_trainer.logger.run_log import LOG
-from jax_trainer.logger.values import bins_of
+from jax_trainer.logger.values import bins_of, png_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Above, Settings
 
@@ -171,3 +170,16 @@ def _run_id(folder: Path) -> str:
     new_id = uuid4().hex[:12]
     write_atomically(file, f"{new_id}\n".encode())
     return new_id
+
+
+class ActiveWandb:
+    """Logs to the active run, which the user starts and finishes."""
+
+    def __init__(self) -> None:
+        self._run = lazy_import("wandb", extra="wandb").run
+        if self._run is None:
+            raise ValueError("`log_to_wandb=True` needs an active run of wandb: call `wandb.init(…)` before training.")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs `values` at `step`; wandb ignores steps before its current one."""
+        self._run.log(dict(values), step=step)

@@ -5,7 +5,6 @@ rate, which `learning_rate(opt_state)` reads. `named` has the other optimizers o
 """
 
 from jax_trainer.optimizer import named, optimizer, scheduler, transforms
-from jax_trainer.optimizer.checks import checked_optimizer
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.named import NAMED
 from jax_trainer.optimizer.optimizer import (
@@ -17,6 +16,7 @@ from jax_trainer.optimizer.optimizer import (
     LambConfig,
     OptimizerInterface,
     SGDConfig,
+    checked_optimizer,
 )
 from jax_trainer.optimizer.record import DEFAULT, Recorded, learning_rate, learning_rates
 from jax_trainer.optimizer.scheduler import (

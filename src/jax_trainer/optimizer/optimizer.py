@@ -1,18 +1,20 @@
 """The optimizer interface, and `SGD`, `AdamW` and `Lamb`. `named` has the other optimizers of optax."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import cache
+from inspect import Parameter, signature
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
+from jax_trainer.core import class_of
 from jax_trainer.core.extra_args import by_signature
-from jax_trainer.optimizer.curves import constant
-from jax_trainer.optimizer.elementary import ScheduleInterface
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
 from jax_trainer.optimizer.record import DEFAULT, recorded
+from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import (
     GradientTransformInterface,
     WeightDecay,
@@ -22,6 +24,14 @@ from jax_trainer.optimizer.transforms import (
 from jax_trainer.settings import AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 
 Rate = float | optax.Schedule
+Factory = Callable[..., optax.GradientTransformation]
+
+# names of arguments of optax; Polyak SGD estimates its step size, and `scaling` is a factor for it
+RATES, DECAYS, MASKS = (
+    ("learning_rate", "scaling"),
+    ("weight_decay", "weight_decay_rate"),
+    ("mask", "weight_decay_mask"),
+)
 
 
 @dataclass(frozen=True)
@@ -144,11 +154,45 @@ class OptimizerInterface(RegistrableConfigInterface):
 
 
 def _as_schedule(rate: Rate) -> optax.Schedule:
-    return rate if callable(rate) else constant(rate)
+    return rate if callable(rate) else optax.constant_schedule(rate)
 
 
 def _scaled(rate: Rate, factor: float) -> Rate:
     return (lambda count: rate(count) * factor) if callable(rate) else rate * factor
+
+
+class OptaxOptimizer(OptimizerInterface):
+    """An optimizer of optax, called with those keys of its configuration that are its arguments."""
+
+    factory: ClassVar[Factory]
+
+    @property
+    def _mask(self) -> str:
+        return argument_of(self.factory, MASKS)
+
+    def decays(self) -> Mapping[str, WeightDecay]:
+        key = argument_of(self.factory, DECAYS) if self._mask else ""
+        return {key: as_weight_decay(getattr(self.config, key))} if key else {}
+
+    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
+        known = {name: value for name, value in vars(self.config).items() if name in arguments_of(self.factory)}
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        for key, decay in self.decays().items():
+            # null is not 0: it omits the decay from the chain
+            known[key] = None if known[key] is None else decay.config.value
+            known[self._mask] = decay.mask
+        return self.factory(**{**known, argument_of(self.factory, RATES): learning_rate})
+
+
+@cache
+def arguments_of(factory: Factory) -> Mapping[str, Parameter]:
+    """The parameters of a function of optax, by name."""
+    return signature(factory, eval_str=True).parameters
+
+
+def argument_of(factory: Factory, names: Sequence[str]) -> str:
+    """The one of `names` that is an argument of a function of optax; else empty."""
+    return next((name for name in names if name in arguments_of(factory)), "")
 
 
 @dataclass
@@ -167,16 +211,11 @@ class SGDConfig(BaseOptimizerConfig):
 
 
 @register
-class SGD(OptimizerInterface):
+class SGD(OptaxOptimizer):
     """Stochastic gradient descent, optionally with momentum."""
 
     config: SGDConfig
-
-    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        config = self.config
-        return optax.sgd(
-            learning_rate, config.momentum, nesterov=config.nesterov, accumulator_dtype=config.accumulator_dtype
-        )
+    factory = staticmethod(optax.sgd)
 
 
 @dataclass
@@ -198,13 +237,6 @@ class _MomentsConfig(BaseOptimizerConfig):
     weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
 
 
-class _WithDecay(OptimizerInterface):
-    """An optimizer with a `weight_decay` key."""
-
-    def decays(self) -> Mapping[str, WeightDecay]:
-        return {"weight_decay": as_weight_decay(self.config.weight_decay)}
-
-
 @dataclass
 class AdamWConfig(_MomentsConfig):
     """Configuration of `AdamW`.
@@ -219,20 +251,11 @@ class AdamWConfig(_MomentsConfig):
 
 
 @register
-class AdamW(_WithDecay):
+class AdamW(OptaxOptimizer):
     """Adam with decoupled weight decay: learning rate × `weight_decay` × parameter is subtracted."""
 
     config: AdamWConfig
-
-    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        config, decay = self.config, self.decays()["weight_decay"]
-        return optax.adamw(
-            learning_rate,
-            *(config.b1, config.b2, config.eps, config.eps_root, config.mu_dtype),
-            weight_decay=decay.config.value,
-            mask=decay.mask,
-            nesterov=config.nesterov,
-        )
+    factory = staticmethod(optax.adamw)
 
 
 @dataclass
@@ -243,19 +266,45 @@ class LambConfig(_MomentsConfig):
 
 
 @register
-class Lamb(_WithDecay):
+class Lamb(OptaxOptimizer):
     """Adam with a layer-wise trust ratio, for large batches.
 
     The trust ratio scales every parameter, also those without weight decay.
     """
 
     config: LambConfig
+    factory = staticmethod(optax.lamb)
 
-    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
-        config, decay = self.config, self.decays()["weight_decay"]
-        return optax.lamb(
-            learning_rate,
-            *(config.b1, config.b2, config.eps, config.eps_root),
-            weight_decay=decay.config.value,
-            mask=decay.mask,
-        )
+
+def checked_optimizer(optimizer: Any, or_else: str = "") -> optax.GradientTransformation:
+    """`optimizer`, if it is an optax optimizer; `or_else` names accepted alternatives.
+
+    >>> checked_optimizer(optax.adam)
+    Traceback (most recent call last):
+    TypeError: `optimizer` must be an optax optimizer, got the function `adam`. Call it: `optax.adam(1e-3)`.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        return optimizer.gradient_transformation()
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    raise TypeError(f"`optimizer` must be an optax optimizer{or_else}, got {_kind(optimizer)}. {_hint(optimizer)}")
+
+
+def _kind(optimizer: Any) -> str:
+    if isinstance(optimizer, type):
+        return f"the class {class_of(optimizer)}"
+    if hasattr(optimizer, "__name__"):
+        return f"the function `{optimizer.__name__}`"
+    return "None" if optimizer is None else f"{optimizer!r} of class {class_of(optimizer)}"
+
+
+def _hint(optimizer: Any) -> str:
+    if isinstance(optimizer, str) and callable(getattr(optax, optimizer, None)):
+        return f"Pass `optax.{optimizer}(1e-3)`."
+    if isinstance(optimizer, float):
+        return f"Pass `optax.adam({optimizer})`."
+    if isinstance(optimizer, list | tuple):
+        return "Pass `optax.chain(…)`, which applies them in order."
+    if callable(optimizer) and optimizer is getattr(optax, getattr(optimizer, "__name__", ""), None):
+        return f"Call it: `optax.{optimizer.__name__}(1e-3)`."
+    return "Pass `optax.adam(1e-3)`, or `optax.adam(schedule)`."

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_trainer.callbacks.spike_file import FILE as SPIKES
+from jax_trainer.callbacks.spikes import FILE as SPIKES
 from jax_trainer.checkpoint.folder import METRICS, RunFolder
 from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, Which

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from jax_trainer.optimizer import curves
+from jax_trainer.optimizer.scheduler import cosine, linear
 from jax_trainer.suggestions import checks_keywords
 
 START, END = 1 / 10, 1 / 100  # initial and final learning rate, relative to the peak
@@ -52,8 +52,8 @@ def lr_schedule(
 
 
 def _schedule(peak: float, warmup: int, total: int) -> optax.Schedule:
-    up = curves.linear(peak * START, peak, max(warmup, 1))
-    down = curves.cosine(peak, peak * END, total - warmup)
+    up = linear(peak * START, peak, max(warmup, 1))
+    down = cosine(peak, END, total - warmup)
 
     def schedule(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count)

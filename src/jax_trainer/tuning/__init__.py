@@ -5,9 +5,8 @@ journal file or a database, can be shared by several processes, and is resumed b
 """
 
 from jax_trainer.tuning.choosing import StudyError
-from jax_trainer.tuning.dimensions import Choice, Range, Space
 from jax_trainer.tuning.result import TuneResult
-from jax_trainer.tuning.space import read_space
+from jax_trainer.tuning.space import Choice, Range, Space, read_space
 from jax_trainer.tuning.storage import StorageError
 from jax_trainer.tuning.tuning import tune
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jax_trainer.tuning.dimensions import MAX_GRID, Space, Values
+from jax_trainer.tuning.space import MAX_GRID, Space, Values
 from jax_trainer.tuning.storage import optuna
 
 SamplerName = Literal["tpe", "random", "grid"]

@@ -3,18 +3,20 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_trainer.tuning.choosing import SearchOptions, StudyError, untried
-from jax_trainer.tuning.dimensions import Space, Values
-from jax_trainer.tuning.liveness import PROCESS, is_running
-from jax_trainer.tuning.storage import optuna
+from jax_trainer.tuning.objectives import NotFinite, Objective
+from jax_trainer.tuning.space import Space, Values
+from jax_trainer.tuning.storage import PROCESS, beating, is_running, optuna
 
 LOG = logging.getLogger("jax_trainer")
 AGAIN, DEATHS, REPEATS, ERROR = "again", "deaths", "repeats", "error"  # user attributes of a trial
+MAX_FAILURES = 3  # in a row from the first trial on: then the experiment is wrong, not the values
 _MAX_DEATHS = 5  # with the same values: then they are assumed to kill the process, e.g. by memory
 _INITIAL, _EXPERIMENT = "initial", "experiment"  # user attributes of a study
 
@@ -23,27 +25,15 @@ State = Literal["complete", "pruned", "failed", "interrupted", "running"]
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One trial: its state, hyperparameters and result."""
+    """One trial: its number, state, hyperparameters and result."""
 
-    number: int
+    trial: int
     state: State
     value: float | None
-    values: Values
     reports: int
     seconds: float | None
+    params: Values
     error: str = ""
-
-    def data(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {
-            "trial": self.number,
-            "state": self.state,
-            "value": self.value,
-            "reports": self.reports,
-            "seconds": self.seconds,
-            "params": self.values,
-            "error": self.error,
-        }
 
 
 def study_exists(storage: Any, name: str) -> bool:
@@ -70,6 +60,7 @@ class Study:
         self._study = optuna().create_study(storage=storage, study_name=name, **options)
         self._storage, self._space, self._choosing = storage, space, choosing
         self.name = name
+        self._failures: int | None = 0  # in a row; None after the first trial that did not fail
         self._check_unchanged({**notes, "space": space.data()})
 
     def _check_unchanged(self, ours: dict[str, Any]) -> None:
@@ -110,7 +101,7 @@ class Study:
         """The number of running trials, of all processes."""
         return len(self._frozen(optuna().trial.TrialState.RUNNING))
 
-    def has_unclaimed_trial(self) -> bool:
+    def _has_unclaimed_trial(self) -> bool:
         """Whether a running trial has no process attribute yet; its process may also have been killed."""
         return any(PROCESS not in trial.user_attrs for trial in self._frozen(optuna().trial.TrialState.RUNNING))
 
@@ -134,24 +125,65 @@ class Study:
         trials = [trial for trial in self._frozen() if trial.state.name != "WAITING"]
         return sum(not trial.user_attrs.get(AGAIN) and (number is None or trial.number < number) for trial in trials)
 
-    def tell(self, trial: Any, value: float) -> None:
-        """Stores the value of a completed trial."""
-        self._study.tell(trial, value, skip_if_finished=True)
+    def run(
+        self,
+        objective: Objective,
+        wanted: int,
+        timeout: float | None = None,
+        *,
+        hide: Callable[[str], str],
+        after: Callable[[int], None],
+    ) -> None:
+        """Runs trials until `wanted` are finished or running elsewhere; starts none after `timeout` seconds.
 
-    def tell_pruned(self, trial: Any) -> None:
-        """Marks a trial as pruned."""
-        self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
+        Args:
+            objective: called with the values of each trial; may raise `optuna.TrialPruned`.
+            wanted: number of trials, including those of other processes.
+            timeout: in seconds.
+            hide: redacts the secrets in a text.
+            after: called with the number of each finished trial.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while end is None or time.monotonic() < end:
+            self.fail_stale_trials()
+            if self._has_unclaimed_trial():
+                time.sleep(0.1)  # its process is about to claim it, or was killed before that
+                continue
+            if self.finished() + self.running() >= wanted or (trial := self.ask()) is None:
+                return
+            self._try(trial, objective, hide)
+            after(trial.number)
 
-    def diverged(self, trial: Any) -> bool:
-        """Whether the last reported value of the trial is not finite."""
-        reported = self._storage.get_trial(trial._trial_id).intermediate_values
-        return bool(reported) and not math.isfinite(reported[max(reported)])
+    def _try(self, trial: Any, objective: Objective, hide: Callable[[str], str]) -> None:
+        try:
+            with beating(trial):
+                value = _number(objective(self._space.suggest(trial), trial))
+        except optuna().TrialPruned:
+            reported = self._storage.get_trial(trial._trial_id).intermediate_values
+            if reported and not math.isfinite(reported[max(reported)]):
+                self._fail(trial, NotFinite("The last reported value is not finite."), hide)
+            else:
+                self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
+                self._failures = None
+        except Exception as error:
+            self._fail(trial, error, hide)
+        except BaseException:  # Ctrl-C, SIGTERM
+            self.tell_interrupted(trial)
+            raise
+        else:
+            self._study.tell(trial, value, skip_if_finished=True)
+            self._failures = None
 
-    def tell_failed(self, trial: Any, error: str) -> None:
-        """Marks a trial as failed, with the error."""
+    def _fail(self, trial: Any, error: Exception, hide: Callable[[str], str]) -> None:
         with suppress(Exception):  # another process may have marked this trial as stale
-            trial.set_user_attr(ERROR, error)
+            trial.set_user_attr(ERROR, hide(f"{type(error).__name__}: {error}"))
         self._study.tell(trial, state=optuna().trial.TrialState.FAIL, skip_if_finished=True)
+        if self._failures is None:
+            return
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            error.add_note(f"The first {self._failures} trials failed, the last one with this error: the study stops.")
+            raise error
 
     def tell_interrupted(self, trial: Any) -> None:
         """Marks a trial as interrupted; its values are tried again."""
@@ -211,12 +243,12 @@ class Study:
         states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "RUNNING": "running"}
         ended: State = "interrupted" if notes.get(AGAIN) else "failed"
         return TrialRecord(
-            number=trial.number,
+            trial=trial.number,
             state=states.get(trial.state.name, ended),
             value=trial.value,
-            values=self._space.values(trial.params),
             reports=len(trial.intermediate_values),
             seconds=_seconds(trial),
+            params=self._space.values(trial.params),
             error=str(notes.get(ERROR, "")),
         )
 
@@ -237,3 +269,13 @@ def _seconds(trial: Any) -> float | None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"The objective must return a number, got {value!r}.") from None
+    if number != number or number in (float("inf"), -float("inf")):
+        raise NotFinite(f"The objective returned {number}.")
+    return number

@@ -1,7 +1,6 @@
 """`tune`: hyperparameter search for an experiment or any function."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, PrunerName, SamplerName, SearchOptions, StudyError, grid_size
-from jax_trainer.tuning.dimensions import Space
-from jax_trainer.tuning.experiments import ExperimentTrials
-from jax_trainer.tuning.functions import Function, FunctionTrials, Objective
-from jax_trainer.tuning.reporting import Report, line_writer
-from jax_trainer.tuning.result import TuneResult
-from jax_trainer.tuning.space import readable_space, with_problems
+from jax_trainer.tuning.objectives import ExperimentTrials, Function, FunctionTrials, Objective
+from jax_trainer.tuning.result import Report, TuneResult, line_writer
+from jax_trainer.tuning.space import Space, readable_space, with_problems
 from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_storage
 from jax_trainer.tuning.study import Study, study_exists
-from jax_trainer.tuning.trials import TrialRunner
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -82,57 +77,36 @@ def tune(
         raise with_problems(problems, error) from None
     if problems:
         raise problems.error()
-    job = _Job(
-        objective=objective,
-        space=wanted,
-        name=name,
-        folder=home,
-        storage=home / JOURNAL if storage is None else storage,
-        trials=min(trials, grid_size(wanted)) if sampler == "grid" else trials,
-        choosing=SearchOptions(sampler, pruner, startup, seed),
-    )
+    where = home / JOURNAL if storage is None else storage
+    trials = min(trials, grid_size(wanted)) if sampler == "grid" else trials
     with quiet_optuna():
-        return job.run(timeout, line_writer(quiet))
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        study = _opened(objective, wanted, name, where, trials, SearchOptions(sampler, pruner, startup, seed))
+        report = Report(study, objective, wanted, home, shown_storage(where), line_writer(quiet))
+        report.start(trials)
 
+        def hidden(text: str) -> str:
+            return redact_text(text, environment_secrets() | secrets_of(where) | objective.secrets)
 
-@dataclass(frozen=True)
-class _Job:
-    """A study to create or resume."""
-
-    objective: Objective
-    space: Space
-    name: str
-    folder: Path
-    storage: str | Path
-    trials: int
-    choosing: SearchOptions
-
-    def run(self, timeout: float | None, write_line: Callable[[str], None]) -> TuneResult:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        study = self._study()
-        report = Report(study, self.objective, self.space, self.folder, shown_storage(self.storage), write_line)
-        report.start(self.trials)
-        runner = TrialRunner(study, self.objective, self.space, hide=self._hide, after=report.after)
         try:
-            runner.run(self.trials, timeout)
+            study.run(objective, trials, timeout, hide=hidden, after=report.after)
         finally:
             result = report.result()  # also writes the results of an interrupted study
         return result
 
-    def _study(self) -> Study:
-        storage = open_storage(self.storage)
-        is_new = not study_exists(storage, self.name)
-        if is_new:
-            self.objective.rehearse()  # before the study is created, which stores what it optimizes
-        notes = {"monitor": self.objective.monitor, "mode": self.objective.mode}
-        study = Study(storage, self.name, self.space, notes, self.choosing)
-        study.compare(self.objective.identity)
-        if not is_new and study.finished() < self.trials:
-            self.objective.rehearse()
-        return study
 
-    def _hide(self, text: str) -> str:
-        return redact_text(text, environment_secrets() | secrets_of(self.storage) | self.objective.secrets)
+def _opened(
+    objective: Objective, space: Space, name: str, storage: str | Path, trials: int, choosing: SearchOptions
+) -> Study:
+    opened = open_storage(storage)
+    is_new = not study_exists(opened, name)
+    if is_new:
+        objective.rehearse()  # before the study is created, which stores what it optimizes
+    study = Study(opened, name, space, {"monitor": objective.monitor, "mode": objective.mode}, choosing)
+    study.compare(objective.identity)
+    if not is_new and study.finished() < trials:
+        objective.rehearse()
+    return study
 
 
 def _objective(

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from jax_trainer.tuning import liveness
-from jax_trainer.tuning.liveness import beating, is_alive, is_running, own_note
+from jax_trainer.tuning import storage
+from jax_trainer.tuning.storage import beating, is_alive, is_running, own_note
 
 
 class Notes:
@@ -27,10 +27,10 @@ def test_this_process_is_alive():
 
 def test_a_process_that_has_ended_is_not():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    note = {**liveness._identity(process.pid), "beat": time.time()}
+    note = {**storage._identity(process.pid), "beat": time.time()}
     assert is_alive(note)
     process.kill()
-    while liveness._began(process.pid) != "ended":  # killed, and not yet waited for
+    while storage._began(process.pid) != "ended":  # killed, and not yet waited for
         time.sleep(0.01)
     assert not is_alive(note)
     process.communicate()
@@ -45,8 +45,8 @@ def test_another_process_with_the_same_number_is_another_one(change: dict[str, A
 def test_of_another_machine_only_the_beat_is_known():
     elsewhere = {**own_note(), "machine": "elsewhere", "pid": 2**30}
     assert is_alive(elsewhere)
-    assert is_alive({**elsewhere, "beat": time.time() - liveness.PATIENCE + 60})
-    assert not is_alive({**elsewhere, "beat": time.time() - liveness.PATIENCE - 1})
+    assert is_alive({**elsewhere, "beat": time.time() - storage.PATIENCE + 60})
+    assert not is_alive({**elsewhere, "beat": time.time() - storage.PATIENCE - 1})
 
 
 @pytest.mark.parametrize("note", [None, "text", {}, {"pid": "x"}, {"pid": 1, "machine": 2}, {"pid": 10**30}])
@@ -68,7 +68,7 @@ def test_a_trial_that_has_just_started_needs_no_note():
 
 
 def test_a_trial_is_noted_at_once_and_then_again_until_it_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(liveness, "BEAT_EVERY", 0.01)
+    monkeypatch.setattr(storage, "BEAT_EVERY", 0.01)
     trial = Notes()
     with beating(trial):
         assert [key for key, _ in trial.notes][:1] == ["process"]
