@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
-from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, describe_mode
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
 from jax_trainer.engine import Edit
 from jax_trainer.settings import Problem, SettingsError, checked
 from jax_trainer.suggestions import suggestion

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.files import shown
 from jax_trainer.settings import AtLeast, fits
 
 PLAIN = (
@@ -41,12 +41,6 @@ _BITS = re.compile("[0-9a-f]{16}")
 _Shape = list[Annotated[int, AtLeast(0)]]
 
 
-class Fixed(dict[str, Any]):
-    """A dict that does not change any more: it is checked and encoded only once."""
-
-    _encoded: Any = None
-
-
 def not_plain(value: Any, where: str) -> str:
     """Which part of `value` cannot be encoded exactly; "" if all of it can."""
     return "" if _is_plain(value, 0) else _problem(value, where, 0)
@@ -58,15 +52,8 @@ def _is_plain(value: Any, depth: int) -> bool:
         return True
     if depth <= _DEEPEST and (isinstance(value, list) or type(value) is tuple):
         return all(_is_plain(item, depth + 1) for item in value)
-    if isinstance(value, Fixed) and value._encoded is not None:
-        return True
     if depth <= _DEEPEST and isinstance(value, dict):
-        # a history has an item per epoch, all but the newest encoded before: those must not take time in every save
-        items = chain(value, value.values())
-        return all(
-            type(item) in _ATOMS or (type(item) is Fixed and item._encoded is not None) or _is_plain(item, depth + 1)
-            for item in items
-        )
+        return all(type(item) in _ATOMS or _is_plain(item, depth + 1) for item in chain(value, value.values()))
     return not _problem(value, "", depth)
 
 
@@ -103,17 +90,10 @@ def encoded(value: Any) -> Any:
         return [encoded(item) for item in value]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [encoded(item) for item in value]}
-    if isinstance(value, Fixed):
-        value._encoded = encoded(dict(value)) if value._encoded is None else value._encoded
-        return value._encoded
     if isinstance(value, dict):
         if _TAG not in value and not not_named(value, ""):
             return {key: encoded(item) for key, item in value.items()}
-        items = [
-            [key if type(key) is int else encoded(key), (type(item) is Fixed and item._encoded) or encoded(item)]
-            for key, item in value.items()
-        ]
-        return {_TAG: "dict", "items": items}
+        return {_TAG: "dict", "items": [[encoded(key), encoded(item)] for key, item in value.items()]}
     return _encoded_tensor(value)
 
 

@@ -1,14 +1,13 @@
 """The report of `ckpt` on the checkpoints of a run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.direction import Direction, describe_mode
-from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.checkpoint.ranking import Direction, best_first, describe_mode, newest_first
 from jax_trainer.checkpoint.store import CheckpointInfo
 
 _MAX_METRICS = 3  # per row, if none is monitored
@@ -105,14 +104,15 @@ class CheckpointReport:
 
     @cached_property
     def _latest(self) -> CheckpointInfo | None:
-        return next((one for one in reversed(self.listed) if not self.problems[one.path] and not one.without), None)
+        return next(iter(newest_first(self._intact, ("opt_state",))), None)
 
     @cached_property
     def _best(self) -> CheckpointInfo | None:
         """The best checkpoint by the store's rule: NaN is never best, and ties go to the earlier step."""
         if self.monitor is None:
             return None
-        sign = -1 if self.mode == "max" else 1
-        cost = {one.path: sign * one.metrics.get(self.monitor, math.nan) for one in self.listed}
-        usable = [one for one in self.listed if not self.problems[one.path] and not math.isnan(cost[one.path])]
-        return min(usable, key=lambda one: (cost[one.path], one.step), default=None)
+        return next(iter(best_first(self._intact, self.monitor, self.mode)), None)
+
+    @property
+    def _intact(self) -> list[CheckpointInfo]:
+        return [one for one in self.listed if not self.problems[one.path]]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of
-from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli.outcomes import WrongInput
 from jax_trainer.runs import run_and_step

@@ -1,6 +1,5 @@
 """The methods that a subclass of `TrainerModule` implements: the loss, the comparison of weights, and hooks."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks.monitored import Direction
+from jax_trainer.checkpoint.ranking import is_better
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.engine import Edit
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
@@ -74,7 +74,7 @@ class TrainerBase(BaseTrainer):
         if old_metrics is None or monitor not in old_metrics:
             return True
         new, old = float(new_metrics[monitor]), float(old_metrics[monitor])
-        return (new < old if mode == "min" else new > old) or (math.isnan(old) and not math.isnan(new))
+        return is_better(new, old, mode)
 
     def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
         """The metric that the default `is_new_model_better` compares, and "min" or "max"; None if not reported."""

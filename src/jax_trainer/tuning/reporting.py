@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.core.output import safe_console
 from jax_trainer.tuning.dimensions import Space
 from jax_trainer.tuning.functions import Objective

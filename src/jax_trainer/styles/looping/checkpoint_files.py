@@ -5,13 +5,13 @@ In their folder, checkpoints are in `regular`, and the best by a metric in `lowe
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from jax_trainer.checkpoint import safe_join
+from jax_trainer.checkpoint.ranking import is_better
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import TrainState
 from jax_trainer.core.output import OUT
@@ -77,15 +77,10 @@ class _BestCheckpointFileWriter:
             self._report_missing(summary, metrics)
             return summary
         value = metrics[self._name]
-        if self._is_better(value):
+        if is_better(value, self.best, self.mode):
             _save(self._store, summary, metrics, overwrite=self._overwrite)
             self.best = value
         return summary
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None or math.isnan(value):
-            return not math.isnan(value)
-        return value < self.best if self.mode == "min" else value > self.best
 
     def _report_missing(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         kind, available = type(self).__name__, f"Its metrics: {', '.join(sorted(metrics))}."
