@@ -2,6 +2,7 @@
 
 import json
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +12,16 @@ from jax_trainer.engine import EpochEnd, EvalEnd, EvalRoundEnd
 from jax_trainer.runs.history import HISTORY, History
 
 
-def epoch_end(epoch: int, loss: float = 0.5) -> EpochEnd:
-    event = object.__new__(EpochEnd)
-    for name, value in {
-        "epoch": epoch,
-        "step": 10 * epoch,
-        "metrics": {"loss": loss, "odd": np.float32(epoch)},
-    }.items():
+def event_of(kind: Any, epoch: int, **fields: Any) -> Any:
+    """An event with only the fields that the history reads."""
+    event = object.__new__(kind)
+    for name, value in {"epoch": epoch, "step": 10 * epoch, **fields}.items():
         object.__setattr__(event, name, value)
     return event
 
 
 def eval_end(epoch: int, name: str = "val", loss: float = 0.25) -> EvalEnd:
-    event = object.__new__(EvalEnd)
-    for key, value in {"epoch": epoch, "step": 10 * epoch, "name": name, "metrics": {"loss": loss}}.items():
-        object.__setattr__(event, key, value)
-    return event
+    return event_of(EvalEnd, epoch, name=name, metrics={"loss": loss})
 
 
 def grown(history: History, *epochs: int, loss: float = 0.5) -> dict:

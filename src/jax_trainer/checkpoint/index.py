@@ -65,7 +65,7 @@ class CheckpointIndex:
             if (now := self._names()) == names:
                 break
             names, entries = now, self._read(now, in_full=in_full)
-        self._warn([name for name in names if not (_is_name(name) or _ASIDE.fullmatch(name))])
+        self._warn([name for name in names if name not in self._known and not _is_ours(name)])
         return entries
 
     def _names(self) -> list[str]:
@@ -77,19 +77,24 @@ class CheckpointIndex:
         old: dict[int, SavedCheckpoint] = {}
         damaged: dict[Path, str] = {}
         known: dict[str, tuple[_Stamp, SavedCheckpoint]] = {}
-        for path in (self._folder / name for name in names if _is_name(name)):
+        for name in names:
+            before = None if in_full else self._known.get(name)
+            if before is None and not _is_name(name):
+                continue
             try:
-                stamp = _stamp(path)
-                before = None if in_full else self._known.get(path.name)
-                saved = before[1] if before is not None and before[0] == stamp else read_complete(path)
+                stamp = _stamp(os.path.join(self._folder, name))
+                if before is None or before[0] != stamp:
+                    saved = read_complete(self._folder / name)
+                    known[name] = stamp, replace(saved, callbacks={}, run={})
+                else:
+                    known[name], saved = before, before[1]
             except UnknownFormatError:
                 raise  # ignoring it would train from step 0
             except CheckpointError as error:
-                if os.path.lexists(path):
-                    damaged[path] = str(error)
+                if os.path.lexists(self._folder / name):
+                    damaged[self._folder / name] = str(error)
             else:
-                known[path.name] = stamp, replace(saved, callbacks={}, run={})
-                (old if path.name.endswith(OLD) else current)[saved.step] = saved
+                (old if name.endswith(OLD) else current)[saved.step] = saved
         self._known = known
         found = dict(sorted({**old, **current}.items()))
         return IndexEntries(found, [old[step].path for step in old if step in current], damaged)
@@ -163,7 +168,7 @@ def read_complete(path: Path) -> SavedCheckpoint:
     return saved
 
 
-def _stamp(path: Path) -> _Stamp:
+def _stamp(path: str) -> _Stamp:
     try:
         found = os.lstat(path)
     except OSError as error:
@@ -174,6 +179,10 @@ def _stamp(path: Path) -> _Stamp:
 def _is_name(name: str) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and name_of(int(match[1])) + (match[2] or "") == name
+
+
+def _is_ours(name: str) -> bool:
+    return _is_name(name) or _ASIDE.fullmatch(name) is not None
 
 
 def _names_in(folder: Path) -> list[str]:
