@@ -17,6 +17,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,14 @@ def now() -> np.ndarray:
 # --- saves
 
 
-def saves(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def saves(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]]:
     state = new_state({"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}, {}, optax.adam(1e-3), jax.random.key(0))
 
     def at(step: int) -> Any:
         return state.replace(step=jnp.full_like(state.step, step))
 
     one = CheckpointStore(folder / "one", keep_latest=1)
-    store_folder, steps, found = folder / "all", 0, {}
+    store_folder, steps = folder / "all", 0
     store_folder.mkdir()
     for kept in KEPT:
         while steps < kept:  # filled by renaming: saving them here would take long if it is slow
@@ -68,8 +69,7 @@ def saves(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds.append(now() - started)
         steps = max(store.steps())
         wall, cpu = np.median(seconds[1:], axis=0) * 1e3
-        found[f"{kept} kept"] = f"{wall:.0f} ms ({cpu:.0f})"
-    return found
+        yield f"{kept} kept", f"{wall:.0f} ms ({cpu:.0f})"
 
 
 # --- epochs
@@ -122,8 +122,8 @@ def by_trainer(folder: Path, epochs: int, arrays: Any, clock: Clock) -> None:
     trainer.train_model(loader, loader)
 
 
-def epochs(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, found = np.random.default_rng(0), {}
+def epochs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]]:
+    rng = np.random.default_rng(0)
     arrays = rng.standard_normal((64, 4), np.float32), rng.integers(2, size=64, dtype=np.int32)
     for name, run in (("fit", by_fit), ("TrainerModule", by_trainer)):
         clock = Clock()
@@ -131,19 +131,18 @@ def epochs(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for epoch in (one for one in (100, 1000, 5000) if one <= args.epochs):
             first, last = clock.ends[epoch - WINDOW], clock.ends[min(epoch + WINDOW, len(clock.ends) - 1)]
             wall, cpu = (2 * WINDOW) / (last - first)
-            found[f"{name}, epoch {epoch}"] = f"{wall:.0f} epochs/s ({cpu:.0f})"
+            yield f"{name}, epoch {epoch}", f"{wall:.0f} epochs/s ({cpu:.0f})"
         files = [path for path in (folder / name).rglob("*") if path.is_file()]
         records = [path.stat().st_size for path in files if path.name == "checkpoint.json"]
-        found[f"{name}, checkpoint.json"] = f"{max(records) / 1e3:.1f} kB"
-        found[f"{name}, files of the run"] = str(len(files))
-    return found
+        yield f"{name}, checkpoint.json", f"{max(records) / 1e3:.1f} kB"
+        yield f"{name}, files of the run", str(len(files))
 
 
 # --- metrics
 
 
-def metrics(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, found = np.random.default_rng(0), {}
+def metrics(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]]:
+    rng = np.random.default_rng(0)
     arrays = rng.standard_normal((32 * STEPS, 4), np.float32), rng.integers(2, size=32 * STEPS, dtype=np.int32)
     for number in METRICS:
 
@@ -158,8 +157,7 @@ def metrics(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             jt.fit(Mlp(), arrays, loss_fn=loss, num_epochs=epoch_count, optimizer=optax.adam(1e-3), **options)
             seconds.append(now() - started)
         wall, cpu = (seconds[1] - seconds[0]) / 2
-        found[f"{STEPS} steps, {number} metrics"] = f"{wall:.2f} s ({cpu:.2f})"
-    return found
+        yield f"{STEPS} steps, {number} metrics", f"{wall:.2f} s ({cpu:.2f})"
 
 
 PARTS = {"saves": saves, "epochs": epochs, "metrics": metrics}
@@ -176,7 +174,7 @@ def main() -> None:
     for name, part in PARTS.items():
         if args.only in (None, name):
             with tempfile.TemporaryDirectory() as folder:
-                for what, value in part(args, Path(folder)).items():
+                for what, value in part(args, Path(folder)):
                     found[f"{name}: {what}"] = value
                     print(f"| {name} | {what} | {value} |", flush=True)
     if args.json is not None:
