@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
 from jax_trainer.checkpoint.files import read_bounded, shown
-from jax_trainer.checkpoint.json_codec import PLAIN, decoded, encoded, not_named, not_plain
+from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.datasets import Position
 from jax_trainer.settings import AtLeast, expected, fits, hints_of
 
@@ -173,20 +173,22 @@ def _from_format_2(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data_state(state: Any) -> Any:
-    if problem := not_plain(state, "the state of the data"):
+    try:
+        return encoded(state, "the state of the data")
+    except NotPlainError as problem:
         raise CheckpointError(
             f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must return "
             f"it as {PLAIN}."
-        )
-    return encoded(state)
+        ) from problem
 
 
 def _named_states(states: Mapping[str, Any] | None, where: str, what: str, which: str) -> dict[str, Any]:
-    named = dict(states or {})
-    problem = not_plain(named, where) or not_named(named, where)
-    if problem:
-        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may contain {PLAIN}.")
-    return {name: encoded(state) for name, state in named.items()}
+    try:
+        if odd := [key for key in states or {} if type(key) is not str]:
+            raise NotPlainError(f"{where} has the key {shown(odd[0])}, of type {type(odd[0]).__name__}")
+        return {name: encoded(state, f"{where}[{name!r}]") for name, state in (states or {}).items()}
+    except NotPlainError as problem:
+        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may contain {PLAIN}.") from problem
 
 
 def _number(name: str, value: Any) -> Any:

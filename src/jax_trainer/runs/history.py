@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.json_codec import PLAIN, decoded, encoded, not_plain
+from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.engine import EpochEnd, EvalEnd, EvalRoundEnd, Event, FitEnd, Status
 from jax_trainer.settings import AtLeast, checked
 
@@ -64,15 +64,16 @@ class History:
         """Adds the metrics of `event`."""
         match event:
             case EpochEnd() if self._keeps_training:
-                self._add("train", event, full_names(event.metrics, "train"))
+                self._record("train", event.epoch, event.step, full_names(event.metrics, "train"))
             case EvalEnd():
-                self._add(_kind([event.name]), event, full_names(event.metrics, event.name))
+                metrics = full_names(event.metrics, event.name)
+                self._record(_kind([event.name]), event.epoch, event.step, metrics)
             case FitEnd():
                 self.status, self.reason = event.status, event.reason
 
     def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
         """Adds metrics that a hook has computed to those of an evaluation."""
-        self._add(_kind(event.metrics), event, metrics)
+        self._record(_kind(event.metrics), event.epoch, event.step, metrics)
 
     def by_epoch(self) -> dict[int, dict[str, Any]]:
         """The metrics of training and of the last validation of every epoch."""
@@ -147,9 +148,6 @@ class History:
         if state["tests"]:
             self._record(TEST, 0, 0, state["tests"])
 
-    def _add(self, kind: str, event: Event, metrics: Mapping[str, Any]) -> None:
-        self._record(kind, event.epoch, event.step, metrics)
-
     def _record(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         self._apply(kind, epoch, step, metrics)
         if self._lines is not None:
@@ -193,9 +191,11 @@ class _Lines:
             self._new = new
         new, self._new = self._new, []
         for entry in new:
-            if problem := not_plain(entry["metrics"], "metrics"):
-                raise CheckpointError(f"The metrics of the run cannot be saved: {problem}. They may contain {PLAIN}.")
-            self._append(entry)
+            try:
+                self._append(entry)
+            except NotPlainError as problem:
+                text = f"The metrics of the run cannot be saved: {problem}. They may contain {PLAIN}."
+                raise CheckpointError(text) from problem
         return {"lines": self._count, "digest": self._hash.hexdigest()}
 
     def resume(self, found: list[bytes], kept: int) -> None:
@@ -225,7 +225,7 @@ class _Lines:
             self._size, self._unwritten = size + len(text), []
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = (json.dumps(encoded(entry)) + "\n").encode()
+        line = (json.dumps(encoded(entry, "the entry")) + "\n").encode()
         with self._guard:
             self._unwritten.append(line)
             self._count += 1
