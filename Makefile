@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative measure clean
+.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -41,7 +41,7 @@ slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind
 
 scorecard: $(VENV)/installed-test
-	$(BIN)/python scripts/scorecard.py  # every fault, many times over; writes docs/explanation/reliability.md
+	$(BIN)/python scripts/scorecard.py --resume  # every fault, many times over; continues after an interruption
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_overhead.py
@@ -51,6 +51,9 @@ bench-peers: $(VENV)/installed-peers
 
 bench-checkpoints: $(VENV)/installed
 	$(BIN)/python benchmarks/checkpoints.py
+
+bench-growth: $(VENV)/installed
+	$(BIN)/python benchmarks/growth.py
 
 bench-loaders: $(VENV)/installed-test
 	$(BIN)/python benchmarks/loaders.py

@@ -1,17 +1,20 @@
 """Runs the reliability scorecard and writes the results into `docs/explanation/reliability.md`.
 
 python scripts/scorecard.py                  # all cases; writes the page
+python scripts/scorecard.py --resume         # goes on where an earlier call stopped
 python scripts/scorecard.py --only A,B2      # some groups or cases; does not write the page
+python scripts/scorecard.py -j 2             # cases that measure no time in two processes, then the others
 python scripts/scorecard.py --kills 5        # fewer kills at random times
+
+The results of finished tests are kept in `.scorecard/`, in a file for each commit and state of the working tree.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- /scorecard -->"
+CARDS = ROOT / ".scorecard"
+TESTED = ("src", "tests", "scripts/scorecard.py")  # what the results depend on
 REQUIRED = {0: 1.0, 1: 0.95, 2: 0.8}  # the share of runs that must pass, by priority
 INTRODUCTION = f"""# Reliability
 
@@ -32,6 +37,13 @@ P0 must pass in every run, P1 in 95 % and P2 in 80 % of the runs.
 {BEGIN}
 {END}
 """
+
+
+# have limits in seconds, or on memory: never in parallel
+TIMED = {
+    *("A5", "A6", "A8", "B5", "B7", "B8", "B10", "B11", "C9", "C10"),
+    *("D2", "D5", "D6", "D7", "D8", "D9", "D10", "D12", "mutants"),
+}
 
 
 class Case(NamedTuple):
@@ -146,24 +158,42 @@ def select_cases(words: str) -> list[str]:
     return [case for case in CASES if not wanted or case in wanted or (case[0] in wanted and case != "mutants")]
 
 
-def run(cases: list[str], *, workers: int, kills: int, card: Path) -> None:
-    """Runs the tests of these cases."""
-    names = ["test_mutants" if case == "mutants" else f"test_{case.lower()}_" for case in cases]
-    names += ["test_a2_a5_"] if "A5" in cases else []  # one run for both
-    command = [sys.executable, "-m", "pytest", "tests/scorecard", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [] if len(cases) == len(CASES) else ["-k", " or ".join(names)]
-    command += ["-n", str(workers), "--dist", "load"] if workers > 1 else []
-    environment = {**os.environ, "JAX_TRAINER_SCORECARD": str(card), "JAX_TRAINER_KILLS": str(kills)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+def card_of(kills: int) -> Path:
+    """The file of the results: another one for each commit, change of the working tree, and number of kills."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+    digest = hashlib.sha256(git("diff", "HEAD", "--binary", "--", *TESTED))
+    for name in sorted(git("ls-files", "-z", "--others", "--exclude-standard", "--", *TESTED).split(b"\0")):
+        digest.update(name + b"\0" + ((ROOT / os.fsdecode(name)).read_bytes() if name else b""))
+    commit = git("rev-parse", "--short=12", "HEAD").decode().strip()
+    return CARDS / f"{commit}-{digest.hexdigest()[:12]}-{kills}.jsonl"
 
 
-def read_tallies(card: Path) -> dict[str, Tally]:
-    """The recorded results, by case."""
+def run(cases: list[str], *, jobs: int, kills: int, card: Path) -> None:
+    """Runs the tests of these cases that have not finished."""
+    together = [case for case in cases if case not in TIMED] if jobs > 1 else []
+    phases = [(together, jobs), ([case for case in cases if case not in together], 1)]
+    for chosen, processes in (phase for phase in phases if phase[0]):
+        names = ["test_mutants" if case == "mutants" else f"test_{case.lower()}_" for case in chosen]
+        names += ["test_a2_a5_"] if "A5" in chosen else []  # one run for both
+        command = [sys.executable, "-m", "pytest", "tests/scorecard", "-q", "-p", "no:cacheprovider", "--tb=short"]
+        command += [] if len(chosen) == len(CASES) else ["-k", " or ".join(names)]
+        command += ["-n", str(processes), "--dist", "load"] if processes > 1 else []
+        environment = {**os.environ, "JAX_TRAINER_SCORECARD": str(card), "JAX_TRAINER_KILLS": str(kills)}
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+
+
+def read_tallies(card: Path) -> tuple[dict[str, Tally], float]:
+    """The results of the finished tests by case, and their seconds."""
+    rows = [json.loads(line) for line in card.read_text(encoding="utf-8").splitlines()] if card.exists() else []
+    finished = {row["finished"]: row["seconds"] for row in rows if "finished" in row}
     found: dict[str, Tally] = {}
-    for line in card.read_text(encoding="utf-8").splitlines() if card.exists() else ():
-        row = json.loads(line)
-        found.setdefault(row["case"], Tally()).add(row)
-    return found
+    last = {(row["case"], row["test"]): row for row in rows if row.get("test") in finished}
+    for (case, _), row in last.items():  # a test that was killed and ran again counts once
+        found.setdefault(case, Tally()).add(row)
+    return found, sum(finished.values())
 
 
 def table(cases: list[str], found: dict[str, Tally]) -> str:
@@ -193,23 +223,23 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="groups and cases, such as A,B2; default: all cases, and the page is written"
     )
-    parser.add_argument(
-        "--workers", type=int, default=1, help="parallel test processes; above 1, measured times are less reliable"
-    )
+    parser.add_argument("--resume", action="store_true", help="keep the results of tests that have finished")
+    parser.add_argument("-j", "--jobs", type=int, default=1, help="processes for the cases that measure no time")
     parser.add_argument("--kills", type=int, default=50, help="kills of case A1, for each of linen and nnx")
     args = parser.parse_args()
-    cases, started = select_cases(args.only), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        card = Path(folder) / "card.jsonl"
-        run(cases, workers=args.workers, kills=args.kills, card=card)
-        found = read_tallies(card)
+    cases, card = select_cases(args.only), card_of(args.kills)
+    card.parent.mkdir(exist_ok=True)
+    if not args.resume:
+        card.unlink(missing_ok=True)
+    run(cases, jobs=args.jobs, kills=args.kills, card=card)
+    found, seconds = read_tallies(card)
     text = table(cases, found)
     sys.stdout.write(f"\n{text}\n")
     failed = [case for case in cases if not found.get(case, Tally()).passes(CASES[case].priority)]
     for case in failed:
         sys.stdout.write(f"\n{case}:\n" + "\n".join(f"  {one}" for one in found.get(case, Tally()).problems) + "\n")
     if not args.only:
-        write_page(text, (time.monotonic() - started) / 60)
+        write_page(text, seconds / 60)
     return 1 if failed else 0
 
 

@@ -14,7 +14,7 @@ import optax
 
 from jax_trainer.adapters import function_program, linen_program, nnx_program
 from jax_trainer.callbacks import Callback, RunContext
-from jax_trainer.checkpoint.disk import SaveError
+from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run

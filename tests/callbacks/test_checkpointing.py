@@ -8,7 +8,7 @@ from callback_runs import STEPS, Saves, fit, run_in
 from compoconf import parse_config
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, logger_observers
-from jax_trainer.checkpoint.disk import SaveError
+from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Every, Plan

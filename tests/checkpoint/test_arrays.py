@@ -37,7 +37,7 @@ def wait_for_orbax() -> Iterator[None]:
 def one_saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "checkpoints"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax_trainer.checkpoint.packing.LARGEST", 0)  # every array counts as large
+        patch.setattr("jax_trainer.checkpoint.arrays.LARGEST", 0)  # every array counts as large
         CheckpointStore(folder).save(STATE, Position(), {})
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jax_trainer.checkpoint import disk, disk_check
+from jax_trainer.checkpoint import commit, errors
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 
@@ -38,10 +38,10 @@ def test_a_path_that_cannot_be_written_to_is_an_error():
 
 def test_too_little_space_is_an_error_with_the_sizes(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=300_000)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(errors.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"needs about 466 kB \(465548 bytes\), and 300 kB \(300000 byt"):
         prepare(tmp_path)
-    assert 400_012 + disk_check._OVERHEAD == 465_548
+    assert 400_012 + commit._OVERHEAD == 465_548
 
 
 def test_a_world_writable_folder_costs_a_warning(tmp_path, caplog):

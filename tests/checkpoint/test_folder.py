@@ -13,7 +13,7 @@ import pytest
 
 import jax_trainer
 from jax_trainer.checkpoint import RunFolder
-from jax_trainer.checkpoint.disk import SaveError
+from jax_trainer.checkpoint.errors import SaveError
 
 # a package without its `__init__`, so that eight processes start quickly; this module must not need jax
 CREATE = """

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.checkpoint.json_codec import Fixed, decoded, encoded, not_plain
+from jax_trainer.checkpoint.json_codec import decoded, encoded, not_plain
 
 
 def round_trip(value: Any) -> Any:
@@ -141,24 +141,3 @@ def array(**changed: Any) -> dict[str, Any]:
 def test_invalid_encoded_data_is_an_error(content):
     with pytest.raises(ValueError, match="."):
         decoded(["fine", {"a": content}])
-
-
-def test_frozen_data_is_checked_and_encoded_once_and_decoded_as_a_dict():
-    value = Fixed({"a": np.arange(3), "b": float("nan")})
-    assert not_plain([value], "it") == ""
-    content = encoded([value])
-    assert encoded([value])[0] is content[0]
-    assert type(decoded(content)[0]) is dict and decoded(content)[0]["a"].tolist() == [0, 1, 2]
-    assert "it[0]['a']" in not_plain([Fixed({"a": object()})], "it")
-
-
-def test_a_history_of_fixed_items_is_encoded_like_any_dict_and_its_old_items_are_not_encoded_again():
-    rows = {epoch: {"loss": 1.0 / epoch, "odd": float("nan")} for epoch in range(1, 50)}
-    history = {epoch: Fixed(row) for epoch, row in rows.items()}
-    assert not not_plain(history, "it") and encoded(history) == encoded(rows)
-    assert encoded(history)["items"][7][1] is encoded(history)["items"][7][1]
-    history[50] = Fixed({"loss": object()})
-    assert "it[50]['loss']" in not_plain(history, "it")
-    history[50] = Fixed({})
-    assert encoded(history)["items"][-1] == [50, {}]
-    assert encoded({True: Fixed({"a": 1}), 1.5: Fixed({})}) == encoded({True: {"a": 1}, 1.5: {}})

@@ -14,7 +14,7 @@ import pairs
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_trainer.checkpoint.failures import MultiHostError
+from jax_trainer.checkpoint.errors import MultiHostError
 from jax_trainer.checkpoint.multihost import HostBarrier, probe_all
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
@@ -65,7 +65,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import content, local_shards
+from jax_trainer.checkpoint import local_shards, multihost
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
@@ -251,10 +251,10 @@ def no_room(arrays):
     raise MemoryError("no room for the pack")
 
 if us.is_primary:
-    content.packed, kept = no_room, content.packed
+    multihost.packed, kept = no_room, multihost.packed
 report("before the arrays", failing(4, None, 0)[0])
 if us.is_primary:
-    content.packed = kept
+    multihost.packed = kept
 bad = state(4).replace(params={"text": "none"}) if us.index else state(4)
 report("absent", failure(lambda: store.save(bad, AT, {})))
 report("other steps", failure(lambda: store.save(state(4 + us.index), AT, {})))

@@ -8,7 +8,7 @@ from jax_trainer.checkpoint import safe_join
 
 @pytest.mark.parametrize(
     "name",
-    ["run", "run-1", "20261115-142311", ".hidden", "a.b.c", "é", "🚀👩‍🚀", "console", "COM10", "a b", "x" * 200],
+    ["run", "run-1", "20261115-142311", ".hidden", "a.b.c", "é", "🚀👩‍🚀", "CON", "C:x", "a b", "x" * 200],
 )
 def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
     path = safe_join(tmp_path, name)
@@ -27,7 +27,6 @@ def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
         ("/etc/passwd", "separator"),
         ("a/b", "separator"),
         ("a\\b", "separator"),
-        ("C:x", "drive"),
         ("a\0b", "control character"),
         ("a\nb", "control character"),
         ("a\x7f", "control character"),
@@ -35,12 +34,6 @@ def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
         ("run.", "dot or a space"),
         ("run ", "dot or a space"),
         ("...", "dot or a space"),
-        ("CON", "device"),
-        ("nul", "device"),
-        ("Com1", "device"),
-        ("aux.txt", "device"),
-        ("LPT¹.tar.gz", "device"),
-        ("con .txt", "device"),
         ("x" * 201, "201 bytes"),
         ("🚀" * 51, "204 bytes"),
         ("\udc80", "not valid Unicode"),

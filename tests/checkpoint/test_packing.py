@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jax_trainer.checkpoint.content import read_named, stored_in
+from jax_trainer.checkpoint.arrays import LARGEST, PACK, PACK_INDEX, packed
 from jax_trainer.checkpoint.json_codec import DTYPES
-from jax_trainer.checkpoint.leaves import named_leaves
 from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.packing import INDEX, LARGEST, PACK, packed
 from jax_trainer.checkpoint.record import Record
+from jax_trainer.checkpoint.restore import read_named, stored_in
+from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
@@ -73,7 +73,7 @@ def test_restored_arrays_are_writable(checkpoint):
     ids=str,
 )
 def test_an_invalid_index_is_rejected(checkpoint, entry):
-    file = checkpoint / INDEX
+    file = checkpoint / PACK_INDEX
     file.write_text(json.dumps({**json.loads(file.read_text()), "params.float32_7": entry}))
     write_manifest(checkpoint)  # a tampered checkpoint with a valid manifest
     with pytest.raises(CheckpointError, match="small.json"):
@@ -91,7 +91,7 @@ def test_a_pack_of_another_size_is_rejected_before_it_is_read(checkpoint):
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "3"])
 def test_a_text_that_is_no_index_is_rejected(checkpoint, text):
-    (checkpoint / INDEX).write_text(text)
+    (checkpoint / PACK_INDEX).write_text(text)
     write_manifest(checkpoint)
     with pytest.raises(CheckpointError):
         CheckpointStore(checkpoint.parent).restore("latest", STATE)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.checkpoint.partial import discard, partial_folder, sweep
+from jax_trainer.checkpoint.commit import discard, partial_folder, sweep
 from jax_trainer.testing import FaultInjected, fault
 
 

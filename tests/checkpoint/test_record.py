@@ -150,6 +150,7 @@ def test_a_metric_that_is_no_number_is_an_error(value):
         "[]",
         "null",
         '{"format": 2}',
+        '{"format": 3}',
         "[" * 100_000,
         "9" * 5_000,
         '{"format": NaN}',
@@ -160,7 +161,7 @@ def test_a_metric_that_is_no_number_is_an_error(value):
         {"step": True},
         {"step": "3"},
         {"format": True},
-        {"format": "2"},
+        {"format": "3"},
         {"epoch": None},
         {"metrics": {"val/acc": "high"}},
         {"metrics": {"val/acc": [1]}},
@@ -193,9 +194,9 @@ def test_a_number_out_of_range_is_an_error(tmp_path):
         Record.read(written(tmp_path, text.replace("7.125", "7e999")))
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 10**30])
+@pytest.mark.parametrize("number", [0, 1, 4, 10**30])
 def test_an_unknown_format_is_a_separate_error(tmp_path, number):
-    with pytest.raises(UnknownFormatError, match=f"format {number}.*format 2"):
+    with pytest.raises(UnknownFormatError, match=f"format {number}.*formats 2 and 3"):
         Record.read(written(tmp_path, {"format": number, "shape_of_things": "to come"}))
 
 
@@ -223,3 +224,12 @@ def test_damaged_bytes_give_a_checkpoint_error_or_a_checkpoint(tmp_path):
         except CheckpointError:
             refused += 1
     assert refused > 100
+
+
+def test_a_record_of_format_2_is_read_with_its_earlier_names(tmp_path):
+    content = json.loads(record(Position(2, 7, {"at": 3})).text())
+    content["feed_state"] = content.pop("data_state")
+    loop = {"has_ended": True, "judged_step": 7, "meter": {}}
+    saved = Record.read(written(tmp_path, json.dumps(content | {"format": 2, "run": {"loop": loop}}))).saved(tmp_path)
+    assert saved.position == Position(2, 7, {"at": 3})
+    assert saved.run["loop"] == {"has_ended": True, "evaluated_step": 7, "metrics_state": {}, "edits": []}

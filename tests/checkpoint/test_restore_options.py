@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_trainer.checkpoint.leaves import Spec
-from jax_trainer.checkpoint.restore_options import RestoreOptions
+from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.restore import RestoreOptions
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position

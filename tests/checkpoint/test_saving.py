@@ -233,14 +233,14 @@ def test_a_transient_storage_error_is_retried_with_one_warning(store, caplog):
 
 
 def test_a_permanent_storage_error_fails_the_save(store, monkeypatch):
-    monkeypatch.setattr("jax_trainer.checkpoint.failures._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("jax_trainer.checkpoint.errors._PAUSES", (0.0, 0.0))
     tried = []
 
     def fail(_: str) -> None:
         tried.append(1)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.content.failpoint", fail)
+    monkeypatch.setattr("jax_trainer.checkpoint.commit.failpoint", fail)
     with pytest.raises(SaveError, match="Stale file handle"):
         store.save(state(4), AT, {})
     assert len(tried) == 3 and names(store.folder) == ["step_00000003"]
@@ -299,7 +299,7 @@ def test_a_long_disk_error_of_another_library_is_reported_in_one_sentence(store,
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.store.write_checkpoint", fails)
+    monkeypatch.setattr("jax_trainer.checkpoint.backend.write_checkpoint", fails)
     with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}\\.$") as error:
         store.save(state(4), AT, {})
     assert "FAILED_PRECONDITION" not in str(error.value)

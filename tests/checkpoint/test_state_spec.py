@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.checkpoint.leaves import Spec
+from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.record import CheckpointError
-from jax_trainer.checkpoint.state_spec import StateSpecs
+from jax_trainer.checkpoint.snapshot import StateSpecs
 
 
 def tree(**changes):

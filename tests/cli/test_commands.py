@@ -26,7 +26,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
     assert trained.parent.name == "MLP" and trained.parent.parent.name == "runs"
-    named = {"config.yaml", "hparams.json", "metrics.jsonl", "metrics", "run.log", "run.lock", "checkpoints"}
+    named = {
+        "config.yaml",
+        "hparams.json",
+        "metrics.jsonl",
+        "history.jsonl",
+        "metrics",
+        "run.log",
+        "run.lock",
+        "checkpoints",
+    }
     assert {path.name for path in trained.iterdir()} == named
     stored = yaml.safe_load((trained / "config.yaml").read_text())
     assert stored["model"]["num_classes"] == 10  # the reference is resolved

@@ -47,8 +47,6 @@ FREE = (
     "metrics",
     "versions",
     "data_state",
-    "callbacks.run/history.training.items.",
-    "callbacks.run/history.validations.",
 )
 
 

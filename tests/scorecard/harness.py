@@ -268,15 +268,28 @@ class Score:
 
 
 def record(score: Score) -> None:
-    """Appends a line to the file that the environment names, for `scripts/scorecard.py`."""
+    """Appends the result to the file that the environment names, for `scripts/scorecard.py`."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    write_row(
+        case=score.case,
+        test=test,
+        runs=score.runs,
+        passed=score.passed,
+        numbers=score.numbers,
+        problems=score.problems[:5],
+    )
+
+
+def write_row(**row: Any) -> None:
+    """Appends a line to the file that the environment names, if it does."""
     file = os.environ.get(CARD)
     if file:
-        row = {
-            "case": score.case,
-            "runs": score.runs,
-            "passed": score.passed,
-            "numbers": score.numbers,
-            "problems": score.problems[:5],
-        }
         with Path(file).open("ab", buffering=0) as opened:
             opened.write(json.dumps(row).encode() + b"\n")
+
+
+def finished_tests() -> set[str]:
+    """The tests that an earlier call has finished."""
+    file = Path(os.environ.get(CARD, ""))
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return {row["finished"] for row in rows if "finished" in row}

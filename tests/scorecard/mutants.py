@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint import store as store_module
+from jax_trainer.checkpoint import backend
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import metric_accumulator, wrappers
 from jax_trainer.core.metrics import LogMetricMode
@@ -53,14 +53,14 @@ def _skip_a_batch() -> None:
 
 
 def _delete_before_commit() -> None:
-    write = store_module.write_checkpoint
+    write = backend.write_checkpoint
 
     def mutant(folder: Any, *args: Any, **kwargs: Any) -> Any:
         for old in folder.glob("step_*"):
             shutil.rmtree(old, ignore_errors=True)
         return write(folder, *args, **kwargs)
 
-    store_module.write_checkpoint = mutant
+    backend.write_checkpoint = mutant
 
 
 def _mean_of_means() -> None:

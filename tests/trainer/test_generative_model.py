@@ -18,7 +18,7 @@ from jax_trainer.generative import (
     EDMConfig,
     FlowMatchingConfig,
 )
-from jax_trainer.generative.distilled import are_alike
+from jax_trainer.generative.networks import are_alike
 from jax_trainer.interfaces import build_model
 from jax_trainer.models import ConditionalMLPConfig, DiTConfig
 from jax_trainer.optimizer import AdamWConfig

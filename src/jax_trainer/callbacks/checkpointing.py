@@ -12,7 +12,7 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.checkpoint.disk import SaveError
+from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
 from jax_trainer.logger import RecordMark
 from jax_trainer.processes import process_group

@@ -10,7 +10,7 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
-from jax_trainer.checkpoint.direction import Direction, Mode, best_mode, describe_mode
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
 from jax_trainer.core import lazy_import
 from jax_trainer.engine import Edit, StopTraining
 from jax_trainer.settings import AtLeast, Problem, SettingsError, checked

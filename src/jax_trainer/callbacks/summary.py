@@ -8,7 +8,7 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.core import PyTree, leaf_path
 from jax_trainer.core.output import safe_console
 

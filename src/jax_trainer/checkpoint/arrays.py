@@ -1,6 +1,7 @@
-"""Arrays on disk, by name. The only file that uses orbax.
+"""The arrays of a checkpoint on disk, by dotted name. The only file that uses orbax.
 
-Empty arrays are not stored, because orbax refuses them; their dtype and shape are in the record.
+Empty arrays are not stored, because orbax refuses them; their dtype and shape are in the record. Small arrays (biases,
+scales, counters) are packed into one: writing each alone takes as long as writing a large array, and fragments memory.
 """
 
 import asyncio
@@ -9,23 +10,67 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.durable import sync_tree
-from jax_trainer.checkpoint.leaves import Spec
-from jax_trainer.checkpoint.record import CheckpointError
-from jax_trainer.checkpoint.untrusted import read_bounded
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import read_bounded, shown, sync_tree, write_unsynced
+from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.core import failpoint, lazy_import
+from jax_trainer.settings import AtLeast, fits
 
+ARRAYS = "state"  # folder of the arrays in a checkpoint
+PACK = "(small)"  # not a possible name of an array in a state
+PACK_INDEX = "small.json"
+LARGEST = 1 << 16  # bytes up to which an array counts as small
+_Count = Annotated[int, AtLeast(0)]
+PackIndex = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, offset in the pack
 _INDEX = "_METADATA"  # file of orbax with the names
 _OF_EACH = "array_metadatas"  # folder of orbax for the metadata of every process; the primary process creates it
 _MAX_INDEX_BYTES = 1 << 26
+_MAX_PACK_INDEX_BYTES = 1 << 22  # some ten thousand names
 _IN_A_DICT = 2  # orbax's code for a dict key, as opposed to a list index
 _KINDS = ("jax.Array", "np.ndarray")
+
+
+class Spec(NamedTuple):
+    """The dtype and the shape of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @classmethod
+    def of(cls, leaf: Any) -> "Spec":
+        """The spec of an array or `ShapeDtypeStruct`; a typed key has its implementation as dtype."""
+        return cls(f"key<{impl}>" if (impl := impl_of(leaf)) else str(leaf.dtype), tuple(leaf.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of such an array in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def impl_of(leaf: Any) -> str:
+    """The name of the implementation of a typed key or its `ShapeDtypeStruct`; "" for other arrays."""
+    if isinstance(leaf.dtype, str) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return ""
+    return str(leaf.dtype._impl.name)  # `jax.random.key_impl` takes no ShapeDtypeStruct
+
+
+def as_stored(leaf: Any) -> Any:
+    """`leaf` as it is stored: the key data of a typed key, and other arrays unchanged."""
+    if not impl_of(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    key_data = jax.eval_shape(jax.random.key_data, leaf)
+    return Spec(str(key_data.dtype), key_data.shape)
 
 
 @cache
@@ -100,13 +145,15 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         full = _handler().restore(folder, args=request) if arguments else {}
     except Exception as error:
         raise _unreadable(folder, error) from error
-    return {name: placed(full[name] if name in full else _empty(leaf), leaf) for name, leaf in like.items()}
+    return {
+        name: placed(full[name] if name in full else np.zeros(leaf.shape, leaf.dtype), leaf)
+        for name, leaf in like.items()
+    }
 
 
 def _epath(folder: Path) -> Any:
-    return lazy_import("etils.epath").Path(
-        folder
-    )  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
+    # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
+    return lazy_import("etils.epath").Path(folder)
 
 
 def _wait_for_all(writing: Iterable[Any]) -> None:
@@ -134,10 +181,6 @@ def _sharding(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     return getattr(leaf, "sharding", None)
-
-
-def _empty(leaf: Any) -> Any:
-    return np.zeros(leaf.shape, leaf.dtype)
 
 
 def placed(value: Any, leaf: Any) -> Any:
@@ -186,3 +229,73 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
         f"The arrays in {folder} cannot be read: {type(error).__name__}: {reason}. The checkpoint is damaged; "
         "use another one."
     )
+
+
+# small arrays
+
+
+def packed(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], PackIndex]:
+    """`arrays` with the small ones packed into one, and the index of the pack."""
+    small = {name: array for name, array in arrays.items() if _is_small(array)}
+    if len(small) < 2:
+        return dict(arrays), {}
+    pieces, pack_index, end = [], PackIndex(), 0
+    for name, array in jax.device_get(small).items():
+        pack_index[name] = (str(array.dtype), list(array.shape), end)
+        pieces.append(np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8))
+        end += len(pieces[-1])
+    return {**{name: a for name, a in arrays.items() if name not in small}, PACK: np.concatenate(pieces)}, pack_index
+
+
+def write_pack_index(folder: Path, pack_index: PackIndex) -> None:
+    """Writes the index of `packed` into `folder`."""
+    if pack_index:
+        write_unsynced(folder / PACK_INDEX, json.dumps(pack_index))
+
+
+def read_pack_index(folder: Path, stored: Mapping[str, Spec]) -> PackIndex:
+    """Reads and validates the index of the pack; `stored` are the specs of the stored arrays."""
+    if PACK not in stored:
+        return {}
+    try:
+        content = json.loads(read_bounded(folder / PACK_INDEX, _MAX_PACK_INDEX_BYTES))
+        pack_index = {name: (dtype, shape, start) for name, (dtype, shape, start) in content.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {PACK_INDEX} cannot be read: {error}.") from error
+    end = 0
+    for name, entry in pack_index.items():
+        is_sane = fits(PackIndex, {name: entry}) and entry[0] in DTYPES and entry[2] == end and _bytes(entry) <= LARGEST
+        if not is_sane:
+            raise CheckpointError(f"{folder}: {PACK_INDEX} has an invalid entry for {shown(name)}: {shown(entry)}.")
+        end += _bytes(entry)
+    if stored[PACK] != Spec("uint8", (end,)):  # before reading: it may claim any size
+        raise CheckpointError(f"{folder}: {PACK_INDEX} describes {end} bytes, and they are stored as {stored[PACK]}.")
+    return pack_index
+
+
+def specs_of(pack_index: PackIndex) -> dict[str, Spec]:
+    """The specs of the packed arrays."""
+    return {name: Spec(dtype, tuple(shape)) for name, (dtype, shape, _) in pack_index.items()}
+
+
+def read_packed(folder: Path, pack_index: PackIndex, size: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The packed arrays named in `like`, from the pack of `size` bytes in `folder`."""
+    if not like:
+        return {}
+    pack = read_arrays(folder, {PACK: Spec("uint8", (size,))})[PACK]
+    return {name: placed(_unpacked(pack, pack_index[name]), leaf) for name, leaf in like.items()}
+
+
+def _unpacked(pack: np.ndarray, entry: tuple[str, list[int], int]) -> np.ndarray:
+    dtype, shape, start = entry
+    content = bytearray(pack[start : start + _bytes(entry)])  # a copy, so that it is writable
+    return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
+
+
+def _bytes(entry: tuple[str, list[int], int]) -> int:
+    return math.prod(entry[1]) * DTYPES[entry[0]].itemsize
+
+
+def _is_small(array: Any) -> bool:
+    is_local = not isinstance(array, jax.Array) or array.is_fully_addressable
+    return is_local and 0 < Spec.of(array).nbytes <= LARGEST and str(array.dtype) in DTYPES

@@ -1,25 +1,19 @@
-"""`RunFolder`: the folder of one run, and the paths in it."""
+"""`RunFolder`: the folder of one run, and the paths in it; runs are found by their configuration."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 
-from jax_trainer.checkpoint.disk import writing_to
-from jax_trainer.checkpoint.durable import write_atomically
-from jax_trainer.checkpoint.finding import (
-    CHECKPOINTS,
-    CONFIG,
-    check_config,
-    folders_in,
-    is_unused,
-    newest_with_config,
-)
-from jax_trainer.checkpoint.lock import check_free, claim, locked, unclaim
-from jax_trainer.checkpoint.names import safe_join
+from jax_trainer.checkpoint.errors import writing_to
+from jax_trainer.checkpoint.files import read_bounded, safe_join, write_atomically
+from jax_trainer.checkpoint.lock import LOCK, check_free, claim, locked, unclaim
 
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_MAX_CONFIG_BYTES = 1 << 24
 METRICS = "metrics.jsonl"
 _MODE = 0o700  # the files of a run may be private
 _MOST_VERSIONS = 10_000  # runs that start in one second
@@ -84,13 +78,13 @@ class RunFolder:
         """
         path = _path_of(parent, name, version)
         if version is None:
-            newest = newest_with_config(path, config_text)
+            newest = _newest_with_config(path, config_text)
             return None if newest is None else cls.open(newest)
         if path.is_symlink():
             raise ValueError(f"{path} is a link, not a run folder.")
         if not os.path.lexists(path / CONFIG):
             return None
-        check_config(path, config_text)
+        _check_config(path, config_text)
         return cls.open(path)
 
     def locked(self) -> AbstractContextManager[None]:
@@ -159,9 +153,9 @@ def _claim(folder: Path) -> bool:
 
 def _claim_version(folder: Path) -> bool:
     """Whether `folder` was unused and is now ours; a claim of a dead process does not count."""
-    if not (is_unused(folder) and claim(folder)):
+    if not (_is_unused(folder) and claim(folder)):
         return False
-    if not is_unused(folder):  # another run started and ended since the first check
+    if not _is_unused(folder):  # another run started and ended since the first check
         unclaim(folder)
         return False
     os.makedirs(folder / CHECKPOINTS, _MODE, exist_ok=True)
@@ -171,7 +165,9 @@ def _claim_version(folder: Path) -> bool:
 def _claim_next(parent: Path, now: str) -> Path:
     """Creates a folder that sorts last by name, even if the clock was set back: runs are found by name."""
     _make(parent)
-    others = [(match[1], int(match[2] or 1)) for path in folders_in(parent) if (match := _VERSION.fullmatch(path.name))]
+    others = [
+        (match[1], int(match[2] or 1)) for path in _folders_in(parent) if (match := _VERSION.fullmatch(path.name))
+    ]
     stamp = max([now, *(stamp for stamp, _ in others)])
     first = max((number for other, number in others if other == stamp), default=0) + 1
     for number in range(first, first + _MOST_VERSIONS):
@@ -201,10 +197,62 @@ def _runs_below(start: Path) -> Iterator[Path]:
     for _ in range(3):
         below: list[Path] = []
         for folder in level:
-            for child in folders_in(folder)[:left]:
+            for child in _folders_in(folder)[:left]:
                 left -= 1
                 if (child / CONFIG).is_file():
                     yield child
                 else:
                     below.append(child)
         level = below
+
+
+def _newest_with_config(parent: Path, text: str) -> Path | None:
+    """The last folder by name in `parent` whose configuration is exactly `text`."""
+    alike = [folder for folder in _folders_in(parent) if _config_in(folder) == text]
+    return max(alike, key=lambda folder: _by_number(folder.name), default=None)
+
+
+def _check_config(folder: Path, text: str) -> None:
+    """Raises a `ValueError` with the first difference unless the configuration in `folder` is `text`."""
+    found = _config_in(folder)
+    if found == text:
+        return
+    if found is None:
+        raise ValueError(f"{folder / CONFIG} cannot be read: it must be a regular file.")
+    pairs = zip_longest(found.splitlines(), text.splitlines(), fillvalue="(nothing)")
+    lines = enumerate(pairs, start=1)
+    number, (old, new) = next(((number, pair) for number, pair in lines if pair[0] != pair[1]), (0, ("", "")))
+    raise ValueError(
+        f"The run in {folder} has another configuration: line {number} of its {CONFIG} is {old.strip()!r}, and this "
+        f"run has {new.strip()!r}. Choose another version, or resume that run with `jax-trainer resume {folder}`."
+    )
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether no run has started in `folder`; it may already be claimed for one."""
+    entries = {entry.name: entry for entry in os.scandir(folder)}
+    checkpoints = entries.pop(CHECKPOINTS, None)
+    is_empty = checkpoints is None or (checkpoints.is_dir(follow_symlinks=False) and not os.listdir(checkpoints.path))
+    return is_empty and not entries.keys() - {LOCK}
+
+
+def _config_in(folder: Path) -> str | None:
+    """The configuration of the run in `folder`; None if it cannot be read."""
+    try:
+        return read_bounded(folder / CONFIG, _MAX_CONFIG_BYTES)
+    except (ValueError, OSError):
+        return None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """The folders in `folder`, without links; empty if it cannot be read."""
+    try:
+        return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _by_number(name: str) -> list[tuple[int, int, str]]:
+    """Sort key with `20261115-142311-10` after `20261115-142311-2`."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]

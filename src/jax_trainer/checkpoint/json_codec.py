@@ -9,13 +9,12 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from itertools import chain
 from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.files import shown
 from jax_trainer.settings import AtLeast, fits
 
 PLAIN = (
@@ -24,7 +23,7 @@ PLAIN = (
 )
 _TAG = "$"
 _DEEPEST = 100
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+_JSON = frozenset((bool, int, str))
 DTYPES = {
     str(dtype): dtype
     for dtype in map(
@@ -41,80 +40,56 @@ _BITS = re.compile("[0-9a-f]{16}")
 _Shape = list[Annotated[int, AtLeast(0)]]
 
 
-class Fixed(dict[str, Any]):
-    """A dict that does not change any more: it is checked and encoded only once."""
+class NotPlainError(ValueError):
+    """A part of the data cannot be encoded exactly."""
 
-    _encoded: Any = None
+
+def encoded(value: Any, where: str = "the data") -> Any:
+    """Plain `value` as JSON data, which shares no mutable object with it; a `NotPlainError` names other parts."""
+    return _encoded(value, (where,), 0)
 
 
 def not_plain(value: Any, where: str) -> str:
     """Which part of `value` cannot be encoded exactly; "" if all of it can."""
-    return "" if _is_plain(value, 0) else _problem(value, where, 0)
+    try:
+        encoded(value, where)
+    except NotPlainError as error:
+        return str(error)
+    return ""
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    """Fast check without the path to a problem, since most values have none."""
-    if type(value) in _ATOMS:
-        return True
-    if depth <= _DEEPEST and (isinstance(value, list) or type(value) is tuple):
-        return all(_is_plain(item, depth + 1) for item in value)
-    if isinstance(value, Fixed) and value._encoded is not None:
-        return True
-    if depth <= _DEEPEST and isinstance(value, dict):
-        # a history has an item per epoch, all but the newest encoded before: those must not take time in every save
-        items = chain(value, value.values())
-        return all(
-            type(item) in _ATOMS or (type(item) is Fixed and item._encoded is not None) or _is_plain(item, depth + 1)
-            for item in items
-        )
-    return not _problem(value, "", depth)
-
-
-def _problem(value: Any, where: str, depth: int) -> str:
-    if type(value) in _ATOMS:
-        return ""
-    if isinstance(value, np.ndarray | np.generic) or _is_tensor(value):
-        return _odd_numbers(value, where)
-    if not (isinstance(value, list | dict) or type(value) is tuple):
-        return f"{where} is {shown(value)}, of type {type(value).__name__}"
-    if depth > _DEEPEST:
-        return f"{where} is nested too deeply"
-    return next((problem for item, path in _within(value, where) if (problem := _problem(item, path, depth + 1))), "")
-
-
-def not_named(value: dict[Any, Any], where: str) -> str:
-    """Which key of `value` is not a string; "" if all are."""
-    odd = [key for key in value if type(key) is not str]
-    return f"{where} has the key {shown(odd[0])}, of type {type(odd[0]).__name__}" if odd else ""
-
-
-def encoded(value: Any) -> Any:
-    """Plain `value` as JSON data. Shares no mutable object with it."""
-    if type(value) is float and not math.isfinite(value):
-        return {_TAG: "float", "bits": struct.pack(">d", value).hex()}
-    if value is None or type(value) in (bool, int, float, str):
+def _encoded(value: Any, at: tuple[Any, ...], depth: int) -> Any:
+    """`at` is where the value is: the name of the data, then keys and indices."""
+    kind = type(value)
+    if value is None or kind in _JSON or (kind is float and math.isfinite(value)):
         return value
-    if isinstance(value, bytes):
+    if kind is float:
+        return {_TAG: "float", "bits": struct.pack(">d", value).hex()}
+    if kind is bytes:
         return {_TAG: "bytes", "base64": _as_text(value)}
-    if isinstance(value, np.ndarray | np.generic):
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {_TAG: kind, "dtype": str(value.dtype), "shape": list(value.shape), "base64": _as_text(value.tobytes())}
-    if isinstance(value, list):
-        return [encoded(item) for item in value]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [encoded(item) for item in value]}
-    if isinstance(value, Fixed):
-        value._encoded = encoded(dict(value)) if value._encoded is None else value._encoded
-        return value._encoded
-    if isinstance(value, dict):
-        if _TAG not in value and not not_named(value, ""):
-            return {key: encoded(item) for key, item in value.items()}
-        items = [
-            [key if type(key) is int else encoded(key), (type(item) is Fixed and item._encoded) or encoded(item)]
-            for key, item in value.items()
-        ]
-        return {_TAG: "dict", "items": items}
-    return _encoded_tensor(value)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        if (dtype := str(value.dtype)) not in DTYPES:
+            raise NotPlainError(f"{_path(at)} is {shown(value)}, of the dtype {dtype}")
+        tag = "array" if kind is np.ndarray else "scalar"
+        return {_TAG: tag, "dtype": dtype, "shape": list(value.shape), "base64": _as_text(value.tobytes())}
+    if _is_tensor(value):
+        return _encoded_tensor(value, at)
+    if not (isinstance(value, list | dict) or kind is tuple):
+        raise NotPlainError(f"{_path(at)} is {shown(value)}, of type {kind.__name__}")
+    if depth > _DEEPEST:
+        raise NotPlainError(f"{_path(at)} is nested too deeply")
+    if not isinstance(value, dict):
+        items = [_encoded(item, (*at, index), depth + 1) for index, item in enumerate(value)]
+        return {_TAG: "tuple", "items": items} if kind is tuple else items
+    if _TAG not in value and all(type(key) is str for key in value):
+        return {key: _encoded(item, (*at, key), depth + 1) for key, item in value.items()}
+    keys = [_encoded(key, (f"the key {shown(key)} of {_path(at)}",), depth + 1) for key in value]
+    items = [_encoded(item, (*at, key), depth + 1) for key, item in value.items()]
+    return {_TAG: "dict", "items": [list(pair) for pair in zip(keys, items, strict=True)]}
+
+
+def _path(at: tuple[Any, ...]) -> str:
+    return at[0] + "".join(f"[{shown(key)}]" for key in at[1:])
 
 
 def decoded(content: Any) -> Any:
@@ -132,37 +107,16 @@ def decoded(content: Any) -> Any:
     return decode(**fields)
 
 
-def _within(value: Any, where: str) -> Iterator[tuple[Any, str]]:
-    if not isinstance(value, dict):
-        yield from ((item, f"{where}[{index}]") for index, item in enumerate(value))
-        return
-    for key, item in value.items():
-        if type(key) is not str:
-            yield key, f"the key {shown(key)} of {where}"
-        yield item, f"{where}[{shown(key)}]"
-
-
-def _odd_numbers(value: Any, where: str) -> str:
-    if _is_tensor(value):
-        name, known = str(value.dtype).removeprefix("torch."), _TORCH_DTYPES
-        if str(value.layout) != "torch.strided" or value.is_quantized:
-            return f"{where} is a tensor that is not dense"
-    else:
-        name, known = str(value.dtype), DTYPES.keys()
-        if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
-            return f"{where} is {shown(value)}, of type {type(value).__name__}"
-    return "" if name in known else f"{where} is {shown(value)}, of the dtype {name}"
-
-
 def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 
 
-def _encoded_tensor(value: Any) -> dict[str, Any]:
-    torch = sys.modules["torch"]
+def _encoded_tensor(value: Any, at: tuple[Any, ...]) -> dict[str, Any]:
+    torch, dtype = sys.modules["torch"], str(value.dtype).removeprefix("torch.")
+    if str(value.layout) != "torch.strided" or value.is_quantized or dtype not in _TORCH_DTYPES:
+        raise NotPlainError(f"{_path(at)} is a tensor that is not dense, or of the dtype {dtype}")
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    dtype = str(value.dtype).removeprefix("torch.")
     return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "base64": _as_text(raw)}
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jax_trainer.checkpoint.leaves import Spec
-from jax_trainer.checkpoint.packing import LARGEST
+from jax_trainer.checkpoint.arrays import LARGEST, Spec
 from jax_trainer.checkpoint.snapshot import has_space_for_copy, is_on_cpu
 from jax_trainer.core import copied
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jax_trainer.checkpoint.untrusted import read_bounded
+from jax_trainer.checkpoint.files import read_bounded
 
 LOCK = "run.lock"
 _IN_USE = {errno.EACCES, errno.EAGAIN}

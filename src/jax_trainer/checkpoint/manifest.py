@@ -5,15 +5,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from jax_trainer.checkpoint.durable import write_unsynced
-from jax_trainer.checkpoint.names import label
-from jax_trainer.checkpoint.record import FORMAT, RECORD, CheckpointError
-from jax_trainer.checkpoint.untrusted import check_only_plain_files, read_bounded
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import check_only_plain_files, label, read_bounded, write_unsynced
+from jax_trainer.checkpoint.record import RECORD
 from jax_trainer.settings import AtLeast, fits
 
 MANIFEST = "MANIFEST.json"
+_FORMAT = 2  # of the manifest itself; the record has its own
 _MAX_BYTES = 1 << 26
 _PIECE = 1 << 20
 _MOST_NAMED = 3
@@ -54,22 +54,19 @@ def is_of_another_version(folder: Path) -> bool:
 
 def _text(files: _Entries) -> str:
     entries = {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()}
-    return json.dumps({"format": FORMAT, "files": entries}, indent=1, sort_keys=True) + "\n"
+    return json.dumps({"format": _FORMAT, "files": entries}, indent=1, sort_keys=True) + "\n"
 
 
 def _read(folder: Path) -> _Entries:
     try:
         text = read_bounded(folder / MANIFEST, _MAX_BYTES)
-        files = _entries(json.loads(text))
+        entries = json.loads(text)["files"]
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in entries.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read: {error}.") from error
     if not fits(_Entries, files) or _text(files) != text:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} is not as it was written.")
     return files
-
-
-def _entries(content: Any) -> Any:
-    return {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
 
 
 def _compare_sizes(folder: Path, files: _Entries) -> None:

@@ -2,7 +2,7 @@
 
 All processes call the same methods of their stores in the same order. After each phase they exchange results at a
 barrier that none leaves before all have arrived. A failure in one process therefore fails all of them with the same
-message, and all continue, retry or give up together. A single process exchanges nothing.
+message, and all continue, retry or give up together.
 
 The phases of a save, in the saving thread of every process, with a barrier after each (and one before, which gathers
 the positions of loaders that keep their own):
@@ -27,6 +27,7 @@ broadcasts the result.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -35,17 +36,34 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from jax_trainer.checkpoint.content import begin_shared, complete, write_shard
-from jax_trainer.checkpoint.durable import write_atomically
-from jax_trainer.checkpoint.failures import MultiHostError, errno_of, in_one_line, is_transient
+from jax_trainer.checkpoint.arrays import (
+    ARRAYS,
+    PackIndex,
+    make_shared_folder,
+    merge_parts,
+    packed,
+    sync_parts,
+    write_parts,
+)
+from jax_trainer.checkpoint.backend import Backend
+from jax_trainer.checkpoint.commit import check_writable, complete, partial_folder
+from jax_trainer.checkpoint.errors import CheckpointError, MultiHostError, errno_of, in_one_line, is_transient
+from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.checkpoint.json_codec import decoded, encoded
-from jax_trainer.checkpoint.partial import partial_folder
-from jax_trainer.checkpoint.record import CheckpointError, Record
+from jax_trainer.checkpoint.local_shards import local_shard
+from jax_trainer.checkpoint.record import Record
+from jax_trainer.checkpoint.restore import is_distributed
+from jax_trainer.checkpoint.snapshot import StateSpec
+from jax_trainer.core import failpoint
 from jax_trainer.datasets import Position, joined_states, own_state
 from jax_trainer.processes import ProcessGroup, ProcessGroupError, process_group
+from jax_trainer.processes.group import TIMEOUT as PATIENCE
+
+__all__ = ["PATIENCE", "HostBarrier", "MultiHostBackend", "backend_for", "probe_all"]
 
 Result = TypeVar("Result")
 _SLOWEST = 50e6  # bytes per second: larger checkpoints get a longer timeout
+_MOST_BYTES = 16  # per array element
 _MOST_NAMED = 3
 
 
@@ -63,12 +81,7 @@ class HostBarrier:
 
     @property
     def _group(self) -> ProcessGroup:
-        return process_group() if jax.distributed.is_initialized() else ProcessGroup(0, 1)
-
-    @property
-    def is_multi_process(self) -> bool:
-        """Whether the job has more than one process."""
-        return self._group.is_multi_process
+        return process_group()
 
     @property
     def is_primary(self) -> bool:
@@ -92,8 +105,6 @@ class HostBarrier:
 
     def ask_primary(self, compute: Callable[[], str], size: int = 0) -> str:
         """Like `from_primary`, for the main thread: the primary raises its own error, others a `CheckpointError`."""
-        if not self.is_multi_process:
-            return compute()
         try:
             return self.from_primary(compute, size)
         except MultiHostError as error:
@@ -101,19 +112,14 @@ class HostBarrier:
 
     def report_absence(self, error: Exception) -> None:
         """Reports at the first barrier of a save that this process cannot take part. Raises nothing."""
-        if self.is_multi_process:
-            try:
-                self._agree("", {"problem": in_one_line(error), "errno": None})
-            except (MultiHostError, ProcessGroupError):
-                return  # the error itself is about to be raised
+        try:
+            self._agree("", {"problem": in_one_line(error), "errno": None})
+        except (MultiHostError, ProcessGroupError):
+            return  # the error itself is about to be raised
 
     def all_gather(self, text: str) -> list[str]:
         """The texts of all processes, in their order. If one failed before, all raise the same `MultiHostError`."""
         return [answer["text"] for answer in self._answers(text, {})]
-
-    def own_position(self, position: Position) -> Position:
-        """`position` with the state of this process's loader."""
-        return replace(position, state=own_state(position.state, self._group.index, self._group.count))
 
     def _exchanged(self, work: Callable[[], str], size: int) -> str:
         text, failure = "", None
@@ -153,14 +159,6 @@ def _failure_of(failed: Mapping[int, Mapping[str, Any]], count: int) -> MultiHos
     return MultiHostError(lasting[0] if lasting else first, "; ".join(named[:_MOST_NAMED]) + more)
 
 
-def with_all_positions(barrier: HostBarrier, record: Record) -> Record:
-    """`record` with the positions of all processes, if their loaders keep their own."""
-    if not barrier.is_multi_process or record.data_state is None:
-        return record
-    states = [decoded(json.loads(text)) for text in barrier.all_gather(json.dumps(record.data_state))]
-    return replace(record, data_state=encoded(joined_states(states)))
-
-
 def probe_all(barrier: HostBarrier, folder: Path, prepare: Callable[[], None]) -> None:
     """Fails in all processes unless all can write to `folder`, and it is the same folder for all."""
 
@@ -180,52 +178,140 @@ def probe_all(barrier: HostBarrier, folder: Path, prepare: Callable[[], None]) -
             _raise_own(error)
 
 
-def write_all(
-    barrier: HostBarrier,
-    path: Path,
-    arrays: Mapping[str, Any],
-    record: Callable[[], Record],
-    prepare: Callable[[], None],
-    size: int,
-) -> None:
-    """The first three phases of a save: when this returns, the checkpoint `path` is complete.
+class MultiHostBackend(Backend):
+    """Saves and restores together with the other processes; see above.
 
     Args:
-        barrier: that of the saving threads.
-        path: the final folder of the checkpoint; its name has the step.
-        arrays: the result of `local_shard` in this process.
-        record: called in the primary process after the arrays are written.
-        prepare: called first, in the primary process.
-        size: total bytes of all arrays.
+        folder: the folder of the checkpoints, the same in all processes.
+        patience: seconds that a process waits for the others, in addition to the time that large arrays take.
     """
 
-    def begin() -> str:
-        prepare()
-        return json.dumps([path.name, str(stack.enter_context(begin_shared(path.parent)))])
+    coalesces = False  # processes could not agree on which saves to skip
+    raises_early = False  # they would fail at different steps
 
-    def write() -> Any:
-        if name != path.name:
-            raise CheckpointError(f"It saves {path.name}, and the primary process {name}: all must save the same step.")
-        _check_visible(Path(partial))
-        return write_shard(Path(partial), arrays, is_primary=barrier.is_primary)
+    def __init__(self, folder: Path, patience: float) -> None:
+        super().__init__(folder)
+        self._main, self._saving = (HostBarrier(folder, what, patience) for what in ("main", "saving"))
 
-    def finish() -> None:
-        if barrier.is_primary:
-            complete(Path(partial), path, pack_index, record, last_point="before_rename")
-            done.append(path)
+    def prepare(self, leaves: Mapping[str, Any], spec: StateSpec, check: Callable[[], None]) -> None:
+        def check_all() -> None:
+            check_writable(self._folder, spec.nbytes)
+            check()
 
-    done: list[Path] = []
-    with ExitStack() as stack:
-        name, partial = json.loads(barrier.from_primary(begin))
-        pack_index = barrier.all_do(write, size)
-        with _naming_saved(done):
-            barrier.all_do(finish, size)
+        probe_all(self._main, self._folder, check_all)
+        self.snapshot(leaves, spec)  # compiles the copies
+
+    def snapshot(self, leaves: Mapping[str, Any], spec: StateSpec) -> dict[str, Any]:
+        return local_shard(leaves, is_primary=self._saving.is_primary)
+
+    def release(self, snapshot: dict[str, Any]) -> None:
+        """Nothing: its memory is not reused."""
+
+    @contextmanager
+    def taking_part(self, settle: Callable[[], object]) -> Iterator[None]:
+        """Reports a failure to the other processes, which would wait for this one's part of the save."""
+        try:
+            yield
+        except Exception as error:
+            settle()
+            self._saving.report_absence(error)
+            raise
+
+    def full_record(self, record: Record) -> Record:
+        """`record` with the positions of all processes, if their loaders keep their own."""
+        if record.data_state is None:
+            return record
+        states = [decoded(json.loads(text)) for text in self._saving.all_gather(json.dumps(record.data_state))]
+        return replace(record, data_state=encoded(joined_states(states)))
+
+    def write(
+        self,
+        path: Path,
+        arrays: Mapping[str, Any],
+        record: Callable[[], Record],
+        prepare: Callable[[], None],
+        size: int,
+    ) -> None:
+        """The first three phases of a save; `record` and `prepare` are called in the primary process."""
+
+        def begin() -> str:
+            prepare()
+            return json.dumps([path.name, str(stack.enter_context(_shared_folder(path.parent)))])
+
+        def write() -> PackIndex:
+            if name != path.name:
+                problem = f"It saves {path.name}, and the primary process {name}: all must save the same step."
+                raise CheckpointError(problem)
+            _check_visible(Path(partial))
+            return _write_shard(Path(partial, ARRAYS), arrays, is_primary=self._saving.is_primary)
+
+        def finish() -> None:
+            if self._saving.is_primary:
+                merge_parts(Path(partial, ARRAYS))
+                complete(Path(partial), path, pack_index, record, "before_rename")
+                done.append(path)
+
+        done: list[Path] = []
+        with ExitStack() as stack:
+            name, partial = json.loads(self._saving.from_primary(begin))
+            pack_index = self._saving.all_do(write, size)
+            with _naming_saved(done):
+                self._saving.all_do(finish, size)
+
+    def collect(self, path: Path, collect: Callable[[], None]) -> None:
+        """The last phase of a save."""
+        with _naming_saved([path]):
+            self._saving.from_primary(lambda: collect() or "")
+
+    def agree(
+        self,
+        compute: Callable[[], Result],
+        encode: Callable[[Result], Any] = lambda result: result,
+        decode: Callable[[Any], Result] = lambda data: data,
+    ) -> Result:
+        """The result of `compute` in the primary process."""
+        return decode(json.loads(self._main.ask_primary(lambda: json.dumps(encode(compute()), default=str))))
+
+    def read(self, choose: Callable[[], Path], read: Callable[[Path], Result], like: Any) -> Result:
+        """The result of `read` for the path that the primary process chooses, once all processes have read it."""
+        size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
+        path = Path(self._main.ask_primary(lambda: str(choose()), size))
+        try:
+            return self._main.all_do(lambda: read(path), size)
+        except MultiHostError as error:
+            _raise_own(error)
+
+    def own_position(self, position: Position) -> Position:
+        """`position` with the state of this process's loader."""
+        us = process_group()
+        return replace(position, state=own_state(position.state, us.index, us.count))
 
 
-def garbage_collect_all(barrier: HostBarrier, path: Path, garbage_collect: Callable[[], str]) -> None:
-    """The last phase of a save, after the checkpoint `path` exists."""
-    with _naming_saved([path]):
-        barrier.from_primary(garbage_collect)
+def backend_for(folder: Path, patience: float) -> Backend:
+    """The backend of this job for the checkpoints in `folder`."""
+    is_joint = jax.distributed.is_initialized() and process_group().is_multi_process
+    return MultiHostBackend(folder, patience) if is_joint else Backend(folder)
+
+
+@contextmanager
+def _shared_folder(folder: Path) -> Iterator[Path]:
+    """A new folder with a temporary name in `folder`, for a checkpoint that several processes write."""
+    with partial_folder(folder) as partial:
+        failpoint("after_tmp_dir")
+        make_shared_folder(partial / ARRAYS)
+        yield partial
+
+
+def _write_shard(folder: Path, arrays: Mapping[str, Any], *, is_primary: bool) -> PackIndex:
+    """Writes this process's part of the arrays, and waits until it is on disk."""
+    shared = {name: array for name, array in arrays.items() if is_distributed(array)}
+    own = jax.device_get({name: array for name, array in arrays.items() if name not in shared})
+    together, pack_index = packed({**shared, **own})
+    if together:  # empty if no array is sharded over the processes
+        write_parts(folder, together)
+    if not is_primary:  # only the process that wrote files can sync them
+        sync_parts(folder)
+    return pack_index
 
 
 @contextmanager
@@ -236,15 +322,6 @@ def _naming_saved(done: list[Path]) -> Iterator[None]:
         if not done:
             raise
         raise ProcessGroupError(f"The checkpoint is complete, but not all processes know of it. {error}") from error
-
-
-def read_all(barrier: HostBarrier, choose: Callable[[], Path], read: Callable[[Path], Result], size: int) -> Result:
-    """The result of `read` for the path that the primary process chooses, once all processes have read it."""
-    path = Path(barrier.ask_primary(lambda: str(choose()), size))
-    try:
-        return barrier.all_do(lambda: read(path), size)
-    except MultiHostError as error:
-        _raise_own(error)
 
 
 def _check_visible(folder: Path) -> None:

@@ -2,25 +2,30 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jax_trainer.checkpoint.disk import CheckpointError
-from jax_trainer.checkpoint.json_codec import PLAIN, decoded, encoded, not_named, not_plain
-from jax_trainer.checkpoint.names import shown
-from jax_trainer.checkpoint.untrusted import read_bounded
+from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
+from jax_trainer.checkpoint.files import read_bounded, shown
+from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.datasets import Position
 from jax_trainer.settings import AtLeast, expected, fits, hints_of
 
 RECORD = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3  # 2: other names, see `_from_format_2`; the history of metrics in the record
+FORMATS = (2, FORMAT)  # that can be read
 MAX_BYTES = 1 << 26
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+
+_RENAMED = {  # keys of format 2, by their earlier names
+    "feed_state": "data_state",
+    "judged_step": "evaluated_step",
+    "meter": "metrics_state",
+}
 
 Count = Annotated[int, AtLeast(0)]
 _RUN = {  # types of the known keys in `run`; the loop validates its own state
@@ -31,20 +36,6 @@ _RUN = {  # types of the known keys in `run`; the loop validates its own state
     "key": list[object],  # the words of the root key
     "transforms": str,  # description of the transforms of batches on the device
 }
-
-
-@contextmanager
-def damage(folder: Path, what: str) -> Iterator[None]:
-    """Turns any error while using `what` of the record in `folder` into a `CheckpointError`."""
-    try:
-        yield
-    except Exception as error:  # any type: the data is not what the reader expects
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise CheckpointError(f"{folder}: {RECORD} is invalid: {what}: {text}.") from error
-
-
-class UnknownFormatError(CheckpointError):
-    """A checkpoint in a format of another version of this library."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +134,13 @@ class Record:
             content = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{folder}: {RECORD} cannot be read: {error}.") from error
-        if isinstance(content, dict) and type(found := content.get("format")) is int and found != FORMAT:
+        if isinstance(content, dict) and type(found := content.get("format")) is int and found not in FORMATS:
             raise UnknownFormatError(
-                f"{folder} was written in format {found}, and this version of jax-trainer reads format {FORMAT}. "
-                "Use the version that wrote it, or another folder."
+                f"{folder} was written in format {found}, and this version of jax-trainer reads the formats "
+                f"{' and '.join(map(str, FORMATS))}. Use the version that wrote it, or another folder."
             )
+        if isinstance(content, dict) and content.get("format") == 2:
+            content = _from_format_2(content)
         if problem := _does_not_fit(content):
             raise CheckpointError(f"{folder}: {RECORD} is invalid: {problem}.")
         return cls(**content)
@@ -169,21 +162,33 @@ class Record:
         return SavedCheckpoint(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
 
 
+def _from_format_2(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of format 2 with today's names; keys that it may lack get their old meaning."""
+    new = {_RENAMED.get(name, name): value for name, value in content.items()}
+    run = new.get("run")
+    if isinstance(run, dict) and isinstance(run.get("loop"), dict):
+        loop = {_RENAMED.get(name, name): value for name, value in run["loop"].items()}
+        new["run"] = {**run, "loop": {"edits": [], **loop}}  # edits of callbacks came later: there were none
+    return {**new, "format": FORMAT}
+
+
 def _data_state(state: Any) -> Any:
-    if problem := not_plain(state, "the state of the data"):
+    try:
+        return encoded(state, "the state of the data")
+    except NotPlainError as problem:
         raise CheckpointError(
             f"The position in the data cannot be saved: {problem}. A loader that keeps its own position must return "
             f"it as {PLAIN}."
-        )
-    return encoded(state)
+        ) from problem
 
 
 def _named_states(states: Mapping[str, Any] | None, where: str, what: str, which: str) -> dict[str, Any]:
-    named = dict(states or {})
-    problem = not_plain(named, where) or not_named(named, where)
-    if problem:
-        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may contain {PLAIN}.")
-    return {name: encoded(state) for name, state in named.items()}
+    try:
+        if odd := [key for key in states or {} if type(key) is not str]:
+            raise NotPlainError(f"{where} has the key {shown(odd[0])}, of type {type(odd[0]).__name__}")
+        return {name: encoded(state, f"{where}[{name!r}]") for name, state in (states or {}).items()}
+    except NotPlainError as problem:
+        raise CheckpointError(f"{what} cannot be saved: {problem}. {which} may contain {PLAIN}.") from problem
 
 
 def _number(name: str, value: Any) -> Any:

@@ -1,16 +1,28 @@
 """The retention policy: the newest checkpoints (to resume), the best (to use), and every n-th step (for analysis).
 
-The sets are independent: a checkpoint in any of them is kept.
+The sets are independent: a checkpoint in any of them is kept. After each save the others are deleted, and best
+checkpoints that are not among the newest may be reduced to their weights.
 """
 
-import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.commit import discard, write_checkpoint
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import sync_folder
+from jax_trainer.checkpoint.index import OLD, CheckpointIndex, IndexEntries, read_saved
+from jax_trainer.checkpoint.manifest import verify_digests
+from jax_trainer.checkpoint.ranking import Direction, best_first
 from jax_trainer.checkpoint.record import SavedCheckpoint
+from jax_trainer.checkpoint.restore import OPTIMIZER, check_fits, field_of, read_named, stored_in, with_keys
+from jax_trainer.core import failpoint
 
 Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
+_log = logging.getLogger("jax_trainer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +35,7 @@ class Retention:
     keep_latest: int
     keep_best: int
     monitor: str | None
-    mode: Literal["min", "max"]
+    mode: Direction
     better: Better | None = None  # given the metrics of two checkpoints, whether the first is better
     keep_every: int = 0
 
@@ -43,15 +55,12 @@ class Retention:
 
         By a metric: all that have it, except NaN; by a function: all with any metrics.
         """
-        if self.better is not None:
-            return _ranked(found, self.better)
-        comparable = [saved for saved in found if not math.isnan(self._cost(saved))]
-        return sorted(comparable, key=lambda saved: (self._cost(saved), saved.step))
+        return best_first(found, self.monitor, self.mode) if self.better is None else _ranked(found, self.better)
 
     def kept(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
         """The steps to keep after `newest` was saved by a run that resumed from `base`."""
-        best = [saved.step for saved in self.best_first(found)[: self.keep_best]]
-        return {*self.kept_in_full(found, newest, base), *best}
+        best = self.best_first(found)[: self.keep_best] if self.keep_best else []
+        return {*self.kept_in_full(found, newest, base), *(saved.step for saved in best)}
 
     def kept_in_full(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
         """The steps to keep regardless of metrics, with optimizer state.
@@ -61,10 +70,6 @@ class Retention:
         steps = sorted(saved.step for saved in found)
         regular = [step for step in steps if self.keep_every and step and step % self.keep_every == 0]
         return {newest, *steps[-self.keep_latest :], *regular, *(() if base is None else (base,))}
-
-    def _cost(self, saved: SavedCheckpoint) -> float:
-        value = math.nan if self.monitor is None else saved.metrics.get(self.monitor, math.nan)
-        return value if self.mode == "min" else -value
 
 
 def _ranked(found: Collection[SavedCheckpoint], better: Better) -> list[SavedCheckpoint]:
@@ -84,3 +89,100 @@ def _is_better(new: SavedCheckpoint, old: SavedCheckpoint, better: Better) -> bo
             f"step {new.step} with those of step {old.step}: {type(error).__name__}: {error}. "
             f"Metrics of both: {', '.join(sorted(new.metrics.keys() & old.metrics.keys()))}."
         ) from error
+
+
+class GarbageCollector:
+    """Applies the retention policy to the checkpoints in `folder`. Deletes only checkpoints that it can read."""
+
+    def __init__(self, folder: Path, retention: Retention, *, weights_only_best: bool) -> None:
+        self._folder, self._retention, self._weights_only_best = folder, retention, weights_only_best
+        self._index = CheckpointIndex(folder)
+        self._base: int | None = None  # the step that the run resumed from
+        self._superseded: set[int] = set()  # later steps than that, of the run before it resumed
+        self._newest: int | None = None  # the last step that was saved here
+        self._specs: Mapping[str, Spec] = {}
+        self._known: tuple[SavedCheckpoint, ...] = ()  # the valid checkpoints when last listed
+        self._not_reduced: set[Path] = set()  # best checkpoints that could not be reduced to their weights
+
+    def listing(self) -> IndexEntries:
+        """The valid checkpoints, read in full."""
+        return self._valid(self._index.scan())
+
+    def check(self) -> None:
+        """Fails on checkpoints of another library version, before more are added."""
+        self._valid(self._index.update())
+
+    def kept_with(self, coming: Sequence[SavedCheckpoint]) -> set[int]:
+        """The steps that are kept once `coming`, newest last, are saved as well; does not read the disk."""
+        found = {saved.step: saved for saved in (*self._known, *coming)}
+        return self._retention.kept(found.values(), coming[-1].step, self._base)
+
+    def mark_resumed_from(self, saved: SavedCheckpoint) -> None:
+        """Keeps `saved`; later checkpoints are ignored, and deleted after the next save."""
+        if saved.path.parent.resolve() == self._folder.resolve():
+            self._base = saved.step
+            self._superseded = {step for step in self._index.scan().found if step > saved.step}
+
+    def committed(self, step: int, path: Path, specs: Mapping[str, Spec]) -> None:
+        """Collects garbage after the checkpoint of `step` is committed; `specs` are those of its arrays."""
+        self._newest, self._specs = step, specs
+        self._not_reduced.discard(path)  # it has a new checkpoint
+        failpoint("before_best_table")
+        self._retain(step)
+
+    def completed(self) -> None:
+        """Collects garbage once more: the checkpoint that the run resumed from need not stay."""
+        self._base = None
+        if self._newest is not None:
+            self._retain(self._newest)
+
+    def _valid(self, entries: IndexEntries) -> IndexEntries:
+        found = {step: saved for step, saved in entries.found.items() if step not in self._superseded}
+        self._known = tuple(found.values())
+        return replace(entries, found=found)
+
+    def _retain(self, newest: int) -> None:
+        entries, superseded = self._index.update(), self._superseded - {newest}
+        found = [saved for step, saved in entries.found.items() if step not in superseded]
+        kept = self._retention.kept(found, newest, self._base)
+        for path in (*entries.replaced, *(saved.path for saved in entries.found.values() if saved.step not in kept)):
+            discard(path)
+        self._superseded = set()
+        self._known = tuple(saved for saved in found if saved.step in kept)
+        sync_folder(self._folder)
+        if self._weights_only_best:
+            only_best = kept - self._retention.kept_in_full(found, newest, self._base)
+            for saved in self._known:
+                if saved.step in only_best and not saved.without and saved.path not in self._not_reduced:
+                    self._reduce(saved.path)
+
+    def _reduce(self, path: Path) -> None:
+        """Rewrites a checkpoint as weights-only; one that cannot be is left as is, with one warning."""
+        try:
+            is_reduced = _without_optimizer(path, self._specs)
+        except CheckpointError as error:  # the newest one is intact: no reason to end the run
+            _log.warning("A best checkpoint keeps its optimizer state, because it cannot be rewritten: %s", error)
+            is_reduced = False
+        if not is_reduced:
+            self._not_reduced.add(path)
+
+
+def _without_optimizer(path: Path, specs: Mapping[str, Spec]) -> bool:
+    """Whether there was optimizer state to drop. After a crash either the old or the new one is complete."""
+    _, record = read_saved(path)
+    verify_digests(path)  # a damaged one must not become one with valid digests
+    stored = stored_in(path, record)
+    kept = _weights(stored)
+    if len(kept) == len(stored):
+        return False
+    # before reading: an untrusted checkpoint may claim arrays of any size, or lack some
+    check_fits(with_keys(kept, record), _weights(specs), path)
+    reduced = replace(record, empty=_weights(record.empty), keys=_weights(record.keys), without=[OPTIMIZER])
+    arrays = read_named(path, kept)
+    new = write_checkpoint(path.parent, arrays, lambda: reduced, record.step, last_point="mid_convert")
+    discard(new.with_name(new.name + OLD))
+    return True
+
+
+def _weights(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if field_of(name) != OPTIMIZER}

@@ -1,19 +1,96 @@
-"""Snapshots of a state: copies that stay valid when the next step donates the state's buffers."""
+"""The arrays of a state by dotted name, and snapshots: copies that stay valid when a step donates the state."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.checkpoint.arrays import Spec, as_stored, impl_of
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.core import PyTree, leaf_path
 from jax_trainer.core.compile import copied
 
 _SMALL = 1 << 20  # bytes of a state that is copied at once
 _SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too
 
 SnapshotMethod = Literal["new_memory", "one_dispatch", "reused_memory", "devices"]
+
+
+def named_leaves(state: PyTree) -> dict[str, Any]:
+    """The leaves of `state` by dotted name, in the order of the tree."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = leaf_path(path)
+        if name in named:
+            raise CheckpointError(f"Two arrays of the state are called {name!r}. Rename one of them.")
+        if problem := _problem(leaf):
+            raise CheckpointError(f"{name} {problem}")
+        named[name] = leaf
+    return named
+
+
+def _problem(leaf: Any) -> str:
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return (
+            f"is {shown(leaf)}, a Python {type(leaf).__name__}. Only arrays can be saved: convert it by `jnp.asarray`."
+        )
+    if impl_of(leaf):
+        return ""
+    dtype = np.dtype(leaf.dtype)
+    if not dtype.isnative or not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
+        return f"has the dtype {dtype}. Only numeric dtypes in native byte order can be saved."
+    return ""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The arrays of a state, without their values."""
+
+    specs: dict[str, Spec]  # by dotted name, in the order of the tree
+    empty: dict[str, Spec]  # the empty ones, which orbax refuses
+    keys: dict[str, str]  # the implementation of each typed key
+    nbytes: int  # of all arrays, as they are stored
+    method: SnapshotMethod
+
+    def stored(self, leaves: list[Any]) -> dict[str, Any]:
+        """The `leaves` of the state by name, as they are stored."""
+        named = dict(zip(self.specs, leaves, strict=True))
+        return named | {name: as_stored(named[name]) for name in self.keys}
+
+
+class StateSpecs:
+    """The spec of each state that is saved: of one like the last, the same again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, StateSpec] | None = None
+
+    def of(self, state: PyTree) -> tuple[StateSpec, dict[str, Any]]:
+        """The spec of `state`, and its arrays as they are stored; a `CheckpointError` for one that cannot be saved."""
+        leaves, structure = jax.tree.flatten(state)
+        kinds = [tuple(getattr(leaf, name, None) for name in ("shape", "dtype", "sharding")) for leaf in leaves]
+        if self._last is None or self._last[0] != (structure, kinds):
+            self._last = (structure, kinds), _spec_of(state)
+        spec = self._last[1]
+        return spec, spec.stored(leaves)
+
+
+def _spec_of(state: PyTree) -> StateSpec:
+    named = named_leaves(state)
+    stored = {name: as_stored(leaf) for name, leaf in named.items()}
+    stored_specs = {name: Spec.of(leaf) for name, leaf in stored.items()}
+    return StateSpec(
+        specs={name: Spec.of(leaf) for name, leaf in named.items()},
+        empty={name: spec for name, spec in stored_specs.items() if not math.prod(spec.shape)},
+        keys={name: impl for name, leaf in named.items() if (impl := impl_of(leaf))},
+        nbytes=sum(spec.nbytes for spec in stored_specs.values()),
+        method=method_for(stored),
+    )
 
 
 def method_for(leaves: Mapping[str, Any]) -> SnapshotMethod:

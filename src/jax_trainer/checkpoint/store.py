@@ -5,67 +5,46 @@ of these files in `MANIFEST.json`. A thread writes it under a temporary name and
 so a folder with the final name is complete.
 """
 
-import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
-from jax_trainer.checkpoint.arrays import load_orbax
+from jax_trainer.checkpoint.arrays import Spec, load_orbax
+from jax_trainer.checkpoint.backend import Backend
 from jax_trainer.checkpoint.background import saving_thread
-from jax_trainer.checkpoint.choosing import (
+from jax_trainer.checkpoint.commit import sweep
+from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
+from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos, name_of, read_saved
+from jax_trainer.checkpoint.multihost import PATIENCE, backend_for
+from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
+from jax_trainer.checkpoint.record import Record, SavedCheckpoint, versions_in_use
+from jax_trainer.checkpoint.restore import (
     Check,
+    RestoreOptions,
     first_complete,
     lacks,
     newest_with,
     no_check,
-    of_step,
+    not_resumable,
     problem_of,
+    read_into,
     read_verified,
 )
-from jax_trainer.checkpoint.content import write_checkpoint
-from jax_trainer.checkpoint.direction import Mode, best_mode
-from jax_trainer.checkpoint.disk import SaveError
-from jax_trainer.checkpoint.disk_check import check_writable
-from jax_trainer.checkpoint.failures import as_save_error, with_retries
-from jax_trainer.checkpoint.garbage_collection import GarbageCollector
-from jax_trainer.checkpoint.index import name_of, read_saved
-from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
-from jax_trainer.checkpoint.leaves import Spec
-from jax_trainer.checkpoint.local_shards import local_shard
-from jax_trainer.checkpoint.multihost import (
-    HostBarrier,
-    garbage_collect_all,
-    probe_all,
-    read_all,
-    with_all_positions,
-    write_all,
-)
-from jax_trainer.checkpoint.partial import sweep
-from jax_trainer.checkpoint.reading import read_into
-from jax_trainer.checkpoint.record import CheckpointError, Record, SavedCheckpoint, versions_in_use
-from jax_trainer.checkpoint.restore_options import RestoreOptions
-from jax_trainer.checkpoint.retention import Better, Retention
-from jax_trainer.checkpoint.snapshot import Snapshots
-from jax_trainer.checkpoint.state_spec import StateSpec, StateSpecs
-from jax_trainer.checkpoint.weights_only import not_resumable
+from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
+from jax_trainer.checkpoint.snapshot import StateSpecs
 from jax_trainer.core import TrainState, failpoint, step_of
 from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.datasets import Position
-from jax_trainer.processes.group import TIMEOUT
 
 __all__ = ["CheckpointError", "CheckpointInfo", "CheckpointStore", "SaveError", "SavedCheckpoint", "Which"]
 
 Which = SavedCheckpoint | Path | int | Literal["latest", "best"] | None
 RunState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _FIELDS = tuple(TrainState.__dataclass_fields__)
-_MOST_BYTES = 16  # per array element
 _MOST_WAITING = 1 << 28  # bytes of all queued saves, if more than one is queued
 _NOTICEABLE = 2.0  # total seconds that saves waited for the previous one
 _log = logging.getLogger("jax_trainer")
@@ -74,8 +53,7 @@ _log = logging.getLogger("jax_trainer")
 class CheckpointStore:
     """The checkpoints of one run, in `folder`.
 
-    In a multi-process job all processes call the same methods in the same order from their main threads: see
-    `multihost.py`.
+    In a job of several processes all call the same methods in the same order: see `multihost.py`.
 
     Args:
         folder: the folder of the checkpoints; created by the first save.
@@ -89,7 +67,13 @@ class CheckpointStore:
         weights_only_best: rewrite checkpoints that are kept only as best ones without their optimizer state: they can
             be loaded and tested, but not resumed.
         patience: seconds that a process waits for the others, in addition to the time that large arrays take.
+
+    Attributes:
+        before_commit: called in the saving thread before a checkpoint is committed; it writes files that the checkpoint
+            refers to.
     """
+
+    before_commit: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -102,7 +86,7 @@ class CheckpointStore:
         mode: Mode = "auto",
         better: Better | None = None,
         weights_only_best: bool = False,
-        patience: float = TIMEOUT,
+        patience: float = PATIENCE,
     ) -> None:
         reserve_standard_streams()
         self.folder = Path(folder).absolute()
@@ -115,24 +99,17 @@ class CheckpointStore:
             better=better,
         )
         self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
-        self._state_specs, self._snapshots, self._thread = StateSpecs(), Snapshots(), saving_thread(self.folder)
-        self._main_barrier, self._saving = (HostBarrier(self.folder, what, patience) for what in ("main", "saving"))
+        self._state_specs, self._thread, self._patience = StateSpecs(), saving_thread(self.folder), patience
         self._waited, self._has_warned_of_waiting = 0.0, False
+
+    @cached_property
+    def _backend(self) -> Backend:
+        return backend_for(self.folder, self._patience)  # at the first use: processes join before they have arrays
 
     def prepare(self, state: TrainState) -> None:
         """Checks before the first step that states like this can be saved here, and allocates buffers."""
         spec, leaves = self._state_specs.of(state)
-
-        def check() -> None:
-            check_writable(self.folder, spec.nbytes)
-            self._garbage_collector.listing()  # fails on checkpoints of another library version before more are added
-
-        if self._main_barrier.is_multi_process:
-            probe_all(self._main_barrier, self.folder, check)
-            self._snapshot(leaves, spec)  # compiles the copies
-        else:
-            check()
-            self._snapshots.allocate(leaves)
+        self._backend.prepare(leaves, spec, self._garbage_collector.check)
         load_orbax()
         versions_in_use()
 
@@ -158,19 +135,18 @@ class CheckpointStore:
                 arrays, and it may block.
             wait: return once the checkpoint is on disk; otherwise write it in the background.
             coalesce: do not wait for a checkpoint that is being written: queue this one in memory, and skip it if newer
-                ones arrive that would delete it. Multi-process jobs skip none.
+                ones arrive that would delete it.
         """
-        with self._reporting_absence():
+        with self._taking_part():
             self._check_monitored(metrics)
             spec, leaves = self._state_specs.of(state)
             record = Record.of(step_of(state), position, metrics, spec.empty, callbacks, spec.keys)
             if not callable(run):
                 record = record.with_run(run)
-        # processes could not agree on which saves to skip
-        coalesce = coalesce and not self._saving.is_multi_process
+        coalesce = coalesce and self._backend.coalesces
         self._wait_for_space(spec.nbytes, coalesce=coalesce)
-        with self._reporting_absence():
-            save = _Save(self, self._snapshot(leaves, spec), spec.specs, record, run, spec.nbytes)
+        with self._taking_part():
+            save = _Save(self, self._backend.snapshot(leaves, spec), spec.specs, record, run, spec.nbytes)
         if coalesce:
             self._thread.submit(save, self._needed)
         else:
@@ -191,10 +167,9 @@ class CheckpointStore:
     def check(self) -> None:
         """Raises a `SaveError` if a background save failed; does not wait.
 
-        In multi-process jobs it raises nothing, since processes would fail at different steps. The next `save` or
-        `wait` raises instead.
+        Several processes raise it at the next `save` or `wait` instead, since they would fail at different steps.
         """
-        if not self._saving.is_multi_process:
+        if self._backend.raises_early:
             self._thread.check()
 
     def mark_resumed_from(self, saved: SavedCheckpoint) -> None:
@@ -203,20 +178,21 @@ class CheckpointStore:
         Checkpoints of later steps are ignored, and deleted by the next save.
         """
         self._thread.settle()
-        self._main_barrier.ask_primary(lambda: self._garbage_collector.mark_resumed_from(saved) or "")
+        self._backend.agree(lambda: self._garbage_collector.mark_resumed_from(saved))
 
     def completed(self) -> None:
         """Marks the run as completed: waits for saves, and no longer keeps the checkpoint it resumed from."""
         self.wait()
-        self._main_barrier.ask_primary(lambda: self._garbage_collector.completed() or "")
+        self._backend.agree(self._garbage_collector.completed)
 
     def all(self) -> list[SavedCheckpoint]:
         """The checkpoints by ascending step. Waits for pending saves."""
-        self._thread.settle()  # multi-process: nothing is deleted before all processes have read the list
-        if not self._main_barrier.is_multi_process:
-            return self._checkpoints()
-        paths = self._main_barrier.ask_primary(lambda: json.dumps([str(saved.path) for saved in self._checkpoints()]))
-        return [read_saved(Path(path))[0] for path in json.loads(paths)]
+        self._thread.settle()  # nothing is deleted before the list was read
+        return self._backend.agree(
+            self._checkpoints,
+            lambda found: [str(saved.path) for saved in found],
+            lambda paths: [read_saved(Path(path))[0] for path in paths],
+        )
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, in ascending order."""
@@ -224,7 +200,7 @@ class CheckpointStore:
 
     def latest(self) -> SavedCheckpoint | None:
         """The checkpoint of the largest step; `restore` and `verify` check its content."""
-        return next(iter(reversed(self.all())), None)
+        return next(iter(newest_first(self.all())), None)
 
     def best(self) -> SavedCheckpoint | None:
         """The best checkpoint by the monitored metric or by `better`; None if none can be compared."""
@@ -233,19 +209,17 @@ class CheckpointStore:
     def infos(self) -> list[CheckpointInfo]:
         """All folders named like a checkpoint, by ascending step, damaged ones included."""
         self._thread.settle()
-        if not self._main_barrier.is_multi_process:
-            return checkpoint_infos(self.folder)
-        listed = self._main_barrier.ask_primary(
-            lambda: json.dumps([asdict(one) for one in checkpoint_infos(self.folder)], default=str)
+        return self._backend.agree(
+            lambda: checkpoint_infos(self.folder),
+            lambda found: [asdict(one) for one in found],
+            lambda rows: [
+                CheckpointInfo(**{**row, "path": Path(row["path"]), "without": tuple(row["without"])}) for row in rows
+            ],
         )
-        return [
-            CheckpointInfo(**{**one, "path": Path(one["path"]), "without": tuple(one["without"])})
-            for one in json.loads(listed)
-        ]
 
     def verify(self, path: Path) -> str:
         """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
-        return self._main_barrier.ask_primary(lambda: problem_of(Path(path).absolute()))
+        return self._backend.agree(lambda: problem_of(Path(path).absolute()))
 
     def restore(
         self,
@@ -272,7 +246,7 @@ class CheckpointStore:
             partial: take arrays that the checkpoint lacks from `like`, and ignore arrays that `like` lacks.
             rename: maps names in the checkpoint to names in the state: `{"params.encoder.*": "params.backbone.*"}`.
             check: called with a checkpoint whose digests match; a `CheckpointError` that it raises counts as damage.
-                Only the primary process calls it.
+                Of several processes, only one calls it.
         """
         options = RestoreOptions(cast=cast, partial=partial, rename=dict(rename or {}))
         self._thread.settle()
@@ -281,12 +255,9 @@ class CheckpointStore:
         def read(path: Path) -> tuple[TrainState, SavedCheckpoint]:
             saved, record = read_saved(path)
             state = read_into(like, saved.path, record, only, options)
-            return state, replace(saved, position=self._main_barrier.own_position(saved.position))
+            return state, replace(saved, position=self._backend.own_position(saved.position))
 
-        if not self._main_barrier.is_multi_process:
-            return read(self._path_of(which, fields, check))
-        size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
-        return read_all(self._main_barrier, lambda: self._path_of(which, fields, check), read, size)
+        return self._backend.read(lambda: self._path_of(which, fields, check), read, like)
 
     def _check_monitored(self, metrics: Mapping[str, float]) -> None:
         monitor = self._retention.monitor
@@ -296,21 +267,8 @@ class CheckpointStore:
                 "to one of these, and save after the evaluation that reports it."
             )
 
-    @contextmanager
-    def _reporting_absence(self) -> Iterator[None]:
-        """Reports a failure to the other processes, which would wait for this one's part of the save."""
-        try:
-            yield
-        except Exception as error:
-            if self._saving.is_multi_process:
-                self._thread.settle(insist=True)
-                self._saving.report_absence(error)
-            raise
-
-    def _snapshot(self, leaves: Mapping[str, Any], spec: StateSpec) -> dict[str, Any]:
-        if self._saving.is_multi_process:
-            return local_shard(leaves, is_primary=self._saving.is_primary)
-        return self._snapshots.take(leaves, spec.method)
+    def _taking_part(self) -> AbstractContextManager[None]:
+        return self._backend.taking_part(lambda: self._thread.settle(insist=True))
 
     def _wait_for_space(self, size: int, *, coalesce: bool) -> None:
         """Waits until nothing is being written or, with `coalesce`, until the queue has space for `size` bytes."""
@@ -344,7 +302,7 @@ class CheckpointStore:
             own = [save for save in own if save.record.step in kept]
         for save in before:
             if save.store is self and save not in own:
-                self._snapshots.release(save.arrays)
+                self._backend.release(save.arrays)
         return [*(save for save in before if save.store is not self or save in own), new]
 
     def _write(
@@ -355,32 +313,24 @@ class CheckpointStore:
 
         @cache
         def full_record() -> Record:
-            return with_positions.with_run(run()) if callable(run) else with_positions
+            full = with_positions.with_run(run()) if callable(run) else with_positions
+            if self.before_commit is not None:
+                self.before_commit()
+            return full
 
         def make_folder() -> None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._garbage_collector.listing()  # as in `prepare`
+            self._garbage_collector.check()
             sweep(self.folder)
 
-        def write() -> None:
-            if self._saving.is_multi_process:
-                write_all(self._saving, path, arrays, full_record, make_folder, size)
-                return
-            make_folder()
-            write_checkpoint(self.folder, arrays, full_record, record.step, last_point="before_rename")
-
-        def garbage_collect() -> str:
+        def collect_garbage() -> None:
             failpoint("after_rename")
             with_retries(lambda: self._garbage_collector.committed(record.step, path, specs), what)
-            return ""
 
         try:
-            with_positions = with_all_positions(self._saving, record)
-            with_retries(write, what)
-            if self._saving.is_multi_process:
-                garbage_collect_all(self._saving, path, garbage_collect)
-            else:
-                garbage_collect()
+            with_positions = self._backend.full_record(record)
+            with_retries(lambda: self._backend.write(path, arrays, full_record, make_folder, size), what)
+            self._backend.collect(path, collect_garbage)
         except BaseException as error:
             failure = as_save_error(error, record.step, path, size)
             raise failure from failure.__cause__
@@ -423,8 +373,11 @@ class CheckpointStore:
         return first_complete(best_first, lambda _: others, self._not_found(self._criterion()), check)
 
     def _of_step(self, step: int) -> Path:
-        path = of_step(step, self._garbage_collector.listing(), self.folder)
-        if path is None:
+        """The folder of the checkpoint of `step`, damaged or not."""
+        listing, path = self._garbage_collector.listing(), self.folder / name_of(step)
+        if step in listing.found:
+            return listing.found[step].path
+        if path not in listing.damaged:
             raise CheckpointError(self._not_found(f"has step {step}"))
         return path
 
@@ -455,7 +408,7 @@ class _Save:
         try:
             self.store._write(self.arrays, self.specs, self.record, self.run, self.size)
         finally:
-            self.store._snapshots.release(self.arrays)
+            self.store._backend.release(self.arrays)
 
     @property
     def saved(self) -> SavedCheckpoint:

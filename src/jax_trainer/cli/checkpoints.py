@@ -1,7 +1,6 @@
 """The command `ckpt`: lists and verifies the checkpoints of a run without building its model."""
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 from rich.progress import track
 
-from jax_trainer.checkpoint.direction import Direction, describe_mode
+from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of
-from jax_trainer.checkpoint.names import shown
+from jax_trainer.checkpoint.ranking import Direction, best_first, describe_mode, newest_first
 from jax_trainer.checkpoint.store import CheckpointInfo, CheckpointStore
 from jax_trainer.cli import tables
 from jax_trainer.cli.outcomes import Outcome, WrongInput
@@ -219,14 +218,15 @@ class CheckpointReport:
 
     @cached_property
     def _latest(self) -> CheckpointInfo | None:
-        return next((one for one in reversed(self.listed) if not self.problems[one.path] and not one.without), None)
+        return next(iter(newest_first(self._intact, ("opt_state",))), None)
 
     @cached_property
     def _best(self) -> CheckpointInfo | None:
         """The best checkpoint by the store's rule: NaN is never best, and ties go to the earlier step."""
         if self.monitor is None:
             return None
-        sign = -1 if self.mode == "max" else 1
-        cost = {one.path: sign * one.metrics.get(self.monitor, math.nan) for one in self.listed}
-        usable = [one for one in self.listed if not self.problems[one.path] and not math.isnan(cost[one.path])]
-        return min(usable, key=lambda one: (cost[one.path], one.step), default=None)
+        return next(iter(best_first(self._intact, self.monitor, self.mode)), None)
+
+    @property
+    def _intact(self) -> list[CheckpointInfo]:
+        return [one for one in self.listed if not self.problems[one.path]]

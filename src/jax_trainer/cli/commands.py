@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of
-from jax_trainer.checkpoint.names import shown
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import tables
 from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput

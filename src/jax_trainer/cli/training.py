@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.info import CheckpointInfo, checkpoint_infos
+from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos
 from jax_trainer.cli import commands, tables
 from jax_trainer.cli.commands import RunSelector, select_run, without_resume
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code

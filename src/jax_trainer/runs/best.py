@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jax_trainer.callbacks import full_names, merged_names
 from jax_trainer.callbacks.monitored import Direction, describe_mode
+from jax_trainer.checkpoint.ranking import is_better as is_better_value
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState, copied, step_of
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event
@@ -87,7 +88,7 @@ class Ranking(NamedTuple):
         """A ranking by one metric."""
 
         def is_better(new: Metrics, old: Metrics | None) -> bool:
-            return old is None or (new[monitor] < old[monitor] if mode == "min" else new[monitor] > old[monitor])
+            return is_better_value(new[monitor], None if old is None else old[monitor], mode)
 
         return cls(lambda metrics: (monitor, mode) if monitor in metrics else None, is_better)
 

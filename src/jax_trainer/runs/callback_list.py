@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
-from jax_trainer.checkpoint.record import SavedCheckpoint, damage
+from jax_trainer.checkpoint.errors import damage
+from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.config import config_from
 from jax_trainer.core import class_of
 from jax_trainer.settings import Settings

@@ -1,17 +1,33 @@
-"""The metrics of a run so far: training by epoch, every validation, the test, and how the run ended."""
+"""The metrics of a run so far: training by epoch, every validation, the test, and how the run ended.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+They are appended to `history.jsonl` in the run folder, one line each, before a checkpoint is committed that refers to
+them: it has the number of lines, and their digest. The file is only ever appended to. A run that resumes at an earlier
+line appends `{"back": n}`, so the lines of every checkpoint stay as they were.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from jax_trainer.callbacks import full_names
-from jax_trainer.checkpoint.json_codec import Fixed
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.engine import EpochEnd, EvalEnd, EvalRoundEnd, Event, FitEnd, Status
-from jax_trainer.settings import checked
+from jax_trainer.settings import AtLeast, checked
 
+HISTORY = "history.jsonl"
 TEST = "test"
 _NOT_OF_THE_MODEL = ("optimizer/", "guard/")  # prefixes of metrics
+_BACK = "back"
+_ENTRY = {"kind": str, "epoch": int, "step": int, "metrics": dict[str, Any]}
+_log = logging.getLogger("jax_trainer")
 
 
 class Validation(NamedTuple):
@@ -23,33 +39,41 @@ class Validation(NamedTuple):
 
 
 class History:
-    """Collects the metrics of a run by full name; part of every checkpoint.
+    """Collects the metrics of a run by full name.
 
     Args:
+        file: the file of the metrics, of which checkpoints have the length; None: they are in memory only.
         keeps_training: also keep the training metrics of every epoch.
+        writes: whether this process writes the file.
     """
 
-    def __init__(self, *, keeps_training: bool = True) -> None:
+    def __init__(self, file: Path | None = None, *, keeps_training: bool = True, writes: bool = True) -> None:
         self._keeps_training = keeps_training
+        self.status: Status = "failed"
+        self.reason = ""
+        self._lines = _Lines(file) if file is not None and writes else None
+        self._file = file
+        self._clear()
+
+    def _clear(self) -> None:
         self.training: dict[int, dict[str, Any]] = {}  # by epoch
         self.validations: list[Validation] = []
         self.tests: dict[str, Any] = {}
-        self.status: Status = "failed"
-        self.reason = ""
 
     def handle(self, event: Event) -> None:
         """Adds the metrics of `event`."""
         match event:
             case EpochEnd() if self._keeps_training:
-                self.training[event.epoch] = Fixed(full_names(event.metrics, "train"))
+                self._record("train", event.epoch, event.step, full_names(event.metrics, "train"))
             case EvalEnd():
-                self._add(event, full_names(event.metrics, event.name), is_test=event.name.startswith(TEST))
+                metrics = full_names(event.metrics, event.name)
+                self._record(_kind([event.name]), event.epoch, event.step, metrics)
             case FitEnd():
                 self.status, self.reason = event.status, event.reason
 
     def add(self, event: EvalRoundEnd, metrics: Mapping[str, Any]) -> None:
         """Adds metrics that a hook has computed to those of an evaluation."""
-        self._add(event, metrics, is_test=all(name.startswith(TEST) for name in event.metrics))
+        self._record(_kind(event.metrics), event.epoch, event.step, metrics)
 
     def by_epoch(self) -> dict[int, dict[str, Any]]:
         """The metrics of training and of the last validation of every epoch."""
@@ -76,28 +100,156 @@ class History:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The metrics so far."""
-        validations = [list(one) for one in self.validations]
-        return {"training": dict(self.training), "validations": validations, "tests": self.tests}
+        """The number of lines so far, and their digest; `write` must follow before a checkpoint is committed."""
+        return {} if self._lines is None else self._lines.mark()
+
+    def write(self) -> None:
+        """Appends all lines so far to the file, and waits until they are on disk."""
+        if self._lines is not None:
+            self._lines.write()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores the metrics that the result of `state_dict` refers to. A damaged file costs them, with a warning."""
+        self._clear()
+        if "lines" not in state:
+            self._load_inline(state)
+            return
+        checked(state, {"lines": Annotated[int, AtLeast(0)], "digest": str})
+        file = self._file
+        if file is None:
+            return
+        found = _read(file)
+        kept = found[: state["lines"]]
+        if len(kept) < state["lines"] or _digest(kept).hexdigest() != state["digest"]:
+            _log.warning(
+                "%s is missing or damaged: the metrics of the first %d lines are lost. Training is not affected.",
+                *(file, state["lines"]),
+            )
+            kept = []
+        for entry in _entries(kept):
+            self._apply(entry["kind"], entry["epoch"], entry["step"], entry["metrics"])
+        if self._lines is not None:
+            self._lines.resume(found, len(kept))
+
+    def _load_inline(self, state: Mapping[str, Any]) -> None:
+        """Restores a state of format 2, which has the metrics themselves."""
         kinds = {
             "training": dict[int, dict[str, object]],
             "validations": list[tuple[int, int, dict[str, Any]]],
             "tests": dict[str, object],
         }
         checked(state, kinds)
-        self.training = {epoch: Fixed(metrics) for epoch, metrics in state["training"].items()}
-        self.validations = [Validation(epoch, step, Fixed(metrics)) for epoch, step, metrics in state["validations"]]
-        self.tests = dict(state["tests"])
+        if self._lines is not None:
+            self._lines.resume(_read(self._lines.file), 0)
+        for epoch, metrics in state["training"].items():
+            self._record("train", epoch, 0, metrics)
+        for epoch, step, metrics in state["validations"]:
+            self._record("val", epoch, step, metrics)
+        if state["tests"]:
+            self._record(TEST, 0, 0, state["tests"])
 
-    def _add(self, event: Event, metrics: Mapping[str, Any], *, is_test: bool) -> None:
-        if is_test:
+    def _record(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
+        self._apply(kind, epoch, step, metrics)
+        if self._lines is not None:
+            self._lines.add({"kind": kind, "epoch": epoch, "step": step, "metrics": dict(metrics)})
+
+    def _apply(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
+        if kind == "train":
+            self.training[epoch] = dict(metrics)
+        elif kind == TEST:
             self.tests = {**self.tests, **metrics}
-            return
-        # several sets, and metrics that hooks add, are one validation
-        if not self.validations or self.validations[-1][:2] != (event.epoch, event.step):
-            self.validations.append(Validation(event.epoch, event.step, {}))
-        known = self.validations[-1].metrics
-        self.validations[-1] = Validation(event.epoch, event.step, Fixed({**known, **metrics}))
+        else:
+            # several sets, and metrics that hooks add, are one validation
+            if not self.validations or self.validations[-1][:2] != (epoch, step):
+                self.validations.append(Validation(epoch, step, {}))
+            self.validations[-1] = Validation(epoch, step, {**self.validations[-1].metrics, **metrics})
+
+
+def _kind(names: Any) -> str:
+    return TEST if all(name.startswith(TEST) for name in names) else "val"
+
+
+class _Lines:
+    """The lines of the file: encoded when a checkpoint needs them, and written by the saving thread."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._guard = threading.Lock()
+        self._new: list[dict[str, Any]] = []  # not encoded yet
+        self._unwritten: list[bytes] = []
+        self._size: int | None = None  # bytes of the file that are lines; None: not read yet
+        self._count, self._hash = 0, hashlib.sha256()
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self._new.append(entry)
+
+    def mark(self) -> dict[str, Any]:
+        """The number of lines with all entries so far, and their digest."""
+        if self._size is None:
+            new = self._new
+            self.resume(_read(self.file), 0)
+            self._new = new
+        new, self._new = self._new, []
+        for entry in new:
+            try:
+                self._append(entry)
+            except NotPlainError as problem:
+                text = f"The metrics of the run cannot be saved: {problem}. They may contain {PLAIN}."
+                raise CheckpointError(text) from problem
+        return {"lines": self._count, "digest": self._hash.hexdigest()}
+
+    def resume(self, found: list[bytes], kept: int) -> None:
+        """Continues after the first `kept` lines of the file, whose lines are `found`."""
+        with self._guard:
+            self._new, self._unwritten = [], []
+            self._count, self._size, self._hash = len(found), sum(map(len, found)), _digest(found)
+        if kept < len(found):
+            self._append({_BACK: kept})
+
+    def write(self) -> None:
+        """Appends the lines that are not in the file; after a failure they are written again."""
+        with self._guard:
+            text = b"".join(self._unwritten)
+            if not text:
+                return
+            handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                size = min(self._size or 0, os.fstat(handle).st_size)
+                os.ftruncate(handle, size)  # of a write that failed, or was killed
+                with os.fdopen(handle, "wb", closefd=False) as opened:
+                    opened.seek(size)
+                    opened.write(text)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            self._size, self._unwritten = size + len(text), []
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = (json.dumps(encoded(entry, "the entry")) + "\n").encode()
+        with self._guard:
+            self._unwritten.append(line)
+            self._count += 1
+            self._hash.update(line)
+
+
+def _read(file: Path) -> list[bytes]:
+    """The complete lines of the file; none if there is no regular file."""
+    if file.is_symlink() or not file.is_file():
+        return []
+    return [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _digest(lines: list[bytes]) -> Any:
+    return hashlib.sha256(b"".join(lines))
+
+
+def _entries(lines: list[bytes]) -> Iterator[Mapping[str, Any]]:
+    """The entries of these lines, without those that a resumed run went back behind."""
+    kept: list[tuple[int, Any]] = []
+    for number, line in enumerate(lines):
+        entry = json.loads(line)
+        if _BACK in entry:
+            kept = [one for one in kept if one[0] < entry[_BACK]]
+        else:
+            kept.append((number, entry))
+    return (checked(decoded(entry), _ENTRY) for _, entry in kept)

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.info import checkpoint_infos
+from jax_trainer.checkpoint.index import checkpoint_infos
+from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.engine import is_by_ctrl_c
 from jax_trainer.engine.stopping import by_ctrl_c
 from jax_trainer.processes import process_group
@@ -25,8 +26,8 @@ def before_first_step() -> Iterator[None]:
 def resumable_step(folder: RunFolder) -> int | None:
     """The step of the latest checkpoint that can be resumed, ignoring damaged ones; None if there is none."""
     # without the other processes, which may have ended
-    steps = [one.step for one in checkpoint_infos(folder.checkpoints) if not (one.problem or one.without)]
-    return steps[-1] if steps else None
+    intact = [one for one in checkpoint_infos(folder.checkpoints) if not one.problem]
+    return next((one.step for one in newest_first(intact, ("opt_state",))), None)
 
 
 def with_result(

@@ -30,9 +30,10 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.processes import process_group
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
-from jax_trainer.runs.history import TEST, History
+from jax_trainer.runs.history import HISTORY, TEST, History
 from jax_trainer.runs.interrupted import before_first_step, with_result
 from jax_trainer.runs.nonfinite import FiniteEvaluations, recover
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
@@ -63,7 +64,11 @@ class Run:
         self.flat_state: FlatState | None = None
         self.at: Position | LoopState = Position()
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self.history = History(keeps_training=spec.recording is not None and spec.recording.keeps_training)
+        self.history = History(
+            None if target is None or spec.recording is None else target.folder.path / HISTORY,
+            keeps_training=spec.recording is not None and spec.recording.keeps_training,
+            writes=process_group().is_primary,
+        )
         self.is_training = self.is_resumed = False
         self.tested: Weights | None = None
         self.logger: Logger | None = None
@@ -107,6 +112,7 @@ class Run:
         else:
             folder = self.target.folder
             self.store = recording.store(folder)
+            self.store.before_commit = self.history.write
             self.best_in_memory = recording.in_memory(validates=bool(spec.data.evals))
             self.logger = recording.logger(folder)
             logs = {f"run/log/{index}": one for index, one in enumerate(logger_observers(self.logger))}

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_trainer.callbacks.spikes import FILE as SPIKES
+from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.folder import METRICS, RunFolder
-from jax_trainer.checkpoint.record import damage
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, Which
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.processes import process_group
+from jax_trainer.runs.history import HISTORY
 
 LOG = logging.getLogger("jax_trainer")
-COPIED_FILES = (METRICS, SPIKES)  # files that a fork continues
+COPIED_FILES = (METRICS, HISTORY, SPIKES)  # files that a fork continues
 _STEP_PREFIX = "step_"
 
 

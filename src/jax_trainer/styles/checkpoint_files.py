@@ -5,13 +5,13 @@ In their folder, checkpoints are in `regular`, and the best by a metric in `lowe
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jax_trainer.checkpoint import safe_join
+from jax_trainer.checkpoint.ranking import is_better
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import TrainState
 from jax_trainer.core.output import OUT
@@ -75,8 +75,8 @@ class _BestCheckpointFileWriter:
         if self._name not in metrics:
             self._report_missing(summary, metrics)
             return summary
-        value, sign = metrics[self._name], 1 if self.word == "lowest" else -1
-        if not math.isnan(value) and (self.best is None or sign * value < sign * self.best):
+        value = metrics[self._name]
+        if is_better(value, self.best, "min" if self.word == "lowest" else "max"):
             _save(self._store, summary, metrics, overwrite=self._overwrite)
             self.best = value
         return summary

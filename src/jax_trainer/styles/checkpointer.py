@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from jax_trainer.adapters.nnx_objects import NnxObjects
-from jax_trainer.checkpoint import direction
-from jax_trainer.checkpoint.direction import Mode
-from jax_trainer.checkpoint.record import damage
+from jax_trainer.checkpoint import ranking
+from jax_trainer.checkpoint.errors import damage
+from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, SaveError
 from jax_trainer.core import PyTree, TrainState, checked_int, step_of
 from jax_trainer.core.rng import key_data
@@ -52,7 +52,7 @@ def get_default_checkpointer(
         criterion_key: the metric that selects the best checkpoint, by the name that hooks see.
         best_mode: "min" or "max"; "auto" infers it from the metric's name.
     """
-    mode = direction.best_mode(best_mode, criterion_key, key="best_mode")
+    mode = ranking.best_mode(best_mode, criterion_key, key="best_mode")
     store = CheckpointStore(Path(outfolder), keep_latest=2, keep_best=max_to_keep, monitor=criterion_key, mode=mode)
 
     def restore_best(*objects: Any) -> Any:

@@ -9,7 +9,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics
-from jax_trainer.checkpoint.names import safe_join
+from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every, Plan

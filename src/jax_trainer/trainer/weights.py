@@ -1,6 +1,5 @@
 """The weights of a trainer: the current state, the best ones of its last run, how they compare, and a bound model."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.monitored import Direction
+from jax_trainer.checkpoint import ranking
 from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state
 from jax_trainer.datasets import Batch as SizedBatch
 from jax_trainer.datasets import Position
@@ -108,8 +108,7 @@ def is_better(
     monitor, mode = by
     if old is None or monitor not in old:
         return True
-    value, before = float(new[monitor]), float(old[monitor])
-    return (value < before if mode == "min" else value > before) or (math.isnan(before) and not math.isnan(value))
+    return ranking.is_better(float(new[monitor]), float(old[monitor]), mode)
 
 
 class BoundModel:

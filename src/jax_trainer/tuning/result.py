@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from jax_trainer.checkpoint.durable import write_atomically
+from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.config.problems import shown
 from jax_trainer.core.output import safe_console
 from jax_trainer.tuning.objectives import Objective

@@ -1,13 +1,67 @@
-"""Whether lower or higher values of a metric are better, inferred from its name."""
+"""Which checkpoint is the best and which the latest: the rules that every part of the library uses.
 
+NaN is never best, ties go to the earlier step, and "latest" is by step, not by time. `mode: auto` infers from the name
+of a metric whether lower or higher is better.
+"""
+
+import math
 import re
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
 
 from jax_trainer.settings import SettingsError
 
 Direction = Literal["min", "max"]
 Mode = Literal["min", "max", "auto"]
+
+
+class Ranked(Protocol):
+    """What the rules see of a checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Its metrics."""
+        ...
+
+    @property
+    def without(self) -> Sequence[str]:
+        """The fields of the state that it omits."""
+        ...
+
+
+One = TypeVar("One", bound=Ranked)
+
+
+def is_better(new: float, old: float | None, mode: Direction) -> bool:
+    """Whether the value `new` of a metric is better than `old`; None or NaN: than nothing.
+
+    >>> is_better(0.5, 0.7, "min"), is_better(0.7, 0.7, "max"), is_better(0.9, None, "min")
+    (True, False, True)
+    """
+    if math.isnan(new) or old is None or math.isnan(old):
+        return not math.isnan(new)
+    return new < old if mode == "min" else new > old
+
+
+def best_first(found: Iterable[One], monitor: str | None, mode: Direction) -> list[One]:
+    """The checkpoints with a value of the metric, best first."""
+    sign = -1 if mode == "max" else 1
+    costs = [(sign * one.metrics.get(monitor or "", math.nan), one.step, one) for one in found]
+    return [one for _, _, one in sorted((row for row in costs if not math.isnan(row[0])), key=lambda row: row[:2])]
+
+
+def newest_first(found: Iterable[One], fields: Collection[str] = ()) -> list[One]:
+    """The checkpoints that have all of these fields of the state, newest first."""
+    having = (one for one in found if not any(name in fields for name in one.without))
+    return sorted(having, key=lambda one: one.step, reverse=True)
+
+
+# "min" or "max", from the name of a metric
 
 _HIGHER_IS_BETTER = """
     acc accuracy accuracies correct hit hits hitrate match matches success win wins top precision recall sensitivity

@@ -1,0 +1,150 @@
+"""Files and names of a run: valid names, bounded reads of untrusted files, crash-safe writes. Imports no jax."""
+
+import contextlib
+import errno
+import os
+import reprlib
+import stat
+import tempfile
+import unicodedata
+from pathlib import Path
+
+MAX_NAME_BYTES = 200  # file systems allow 255; suffixes and temporary names need some of them
+_CONTROL = {"Cc", "Zl", "Zp"}  # control characters, and those that break a line
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}  # raised for folders by some network file systems
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+# names
+
+
+def safe_join(root: Path, name: str) -> Path:
+    """The path of `name` directly inside `root`; a name that leads elsewhere is an error.
+
+    >>> safe_join(Path("runs"), "first try").as_posix()
+    'runs/first try'
+    """
+    if problem := _problem(name) or _leaves(root, name):
+        raise ValueError(
+            f"{shown(name)} cannot be the name of a file or folder: it {problem}. "
+            "Use letters, digits, `-`, `_` and `.`, for example `run-1`."
+        )
+    return root / name
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, on one line, without control characters."""
+    return _repr.repr(value)
+
+
+def label(name: str) -> str:
+    """A name from a file for a message: unchanged unless it is long or not printable."""
+    return name if name.isprintable() and len(name) < MAX_NAME_BYTES else shown(name)
+
+
+def _problem(name: str) -> str:
+    if not isinstance(name, str):
+        return f"is of type {type(name).__name__}, not text"
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "is not valid Unicode"
+    reasons = {
+        "is empty": not name,
+        f"has {size} bytes, more than {MAX_NAME_BYTES}": size > MAX_NAME_BYTES,
+        "refers to another folder": name in (".", ".."),
+        "contains a path separator": "/" in name or "\\" in name,
+        "contains a control character": any(unicodedata.category(letter) in _CONTROL for letter in name),
+        "ends in a dot or a space": name.endswith((".", " ")),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _leaves(root: Path, name: str) -> str:
+    try:
+        inside = (root / name).resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # a loop of links; the type depends on the version of Python
+        return f"is a link in {root} that leads nowhere"
+    return "" if inside else f"is a link that leads out of {root}"
+
+
+# untrusted files
+
+
+def read_bounded(file: Path, limit: int) -> str:
+    """The text of a regular file of at most `limit` bytes; a link, a pipe or a larger file is a `ValueError`."""
+    try:
+        # non-blocking: opening a pipe would wait for a writer
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be opened: {error.strerror}") from error
+    with os.fdopen(handle, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{file} is not a regular file")
+        content = opened.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{file} is larger than the limit of {limit} bytes")
+    return content.decode()
+
+
+def check_only_plain_files(folder: Path) -> None:
+    """Refuses a folder with links, or anything else that is neither a regular file nor a folder."""
+    for parent, folders, files in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
+            mode = os.lstat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
+                raise ValueError(f"{path} is {kind}; {folder} may only contain files and folders")
+
+
+# crash-safe writes
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Writes `text` to `file` atomically: after a crash it has either the old or the new content."""
+    handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    sync_folder(file.parent)
+
+
+def write_unsynced(file: Path, text: str) -> None:
+    """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+        opened.write(text)
+
+
+def sync_tree(folder: Path) -> None:
+    """Calls fsync on every file and folder below `folder`."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        sync_folder(Path(parent))
+
+
+def sync_folder(folder: Path) -> None:
+    """Calls fsync on `folder`, so that its entries are on disk."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,340 @@
+"""Restoring: chooses an intact checkpoint, matches its arrays to a state, and reads them.
+
+Arrays match strictly by name, dtype and shape, unless `RestoreOptions` relax it.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.checkpoint.arrays import (
+    ARRAYS,
+    PACK,
+    Spec,
+    as_stored,
+    impl_of,
+    placed,
+    put,
+    read_arrays,
+    read_pack_index,
+    read_packed,
+    specs_of,
+    stored_specs,
+)
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import check_only_plain_files, label
+from jax_trainer.checkpoint.index import IndexEntries, read_saved
+from jax_trainer.checkpoint.manifest import verify_digests
+from jax_trainer.checkpoint.ranking import newest_first
+from jax_trainer.checkpoint.record import Record, SavedCheckpoint
+from jax_trainer.checkpoint.snapshot import named_leaves
+from jax_trainer.core import TrainState
+from jax_trainer.core.extra_args import HYPERPARAMS
+
+Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
+Check = Callable[[SavedCheckpoint], object]
+OPTIMIZER = "opt_state"  # the field that weights-only checkpoints lack
+_MOST_LINES, _MOST_NAMED = 30, 5
+_MOST_GUESSES = 20  # each compares one name with all unmatched ones
+_log = logging.getLogger("jax_trainer")
+
+
+# which checkpoint
+
+
+def no_check(saved: SavedCheckpoint) -> None:
+    """Accepts every record: only the arrays are used."""
+
+
+def first_complete(
+    candidates: Iterable[SavedCheckpoint], damaged: Damaged, nothing: str, check: Check = no_check
+) -> SavedCheckpoint:
+    """The first intact checkpoint of `candidates`; skipped ones are logged.
+
+    Args:
+        candidates: in order of preference.
+        damaged: problems of other checkpoints that would precede the chosen one; for None, of all.
+        nothing: the error message if there is no checkpoint at all, not even a damaged one.
+        check: see `CheckpointStore.restore`.
+    """
+    problems: list[str] = []
+    for saved in candidates:
+        problem = problem_of(saved.path, check)
+        if not problem:
+            skipped = [*problems, *damaged(saved).values()]
+            if skipped:
+                _log.warning("Restoring %s. Skipped damaged checkpoints: %s", saved.path, " ".join(skipped))
+            return saved
+        problems.append(problem)
+    problems += damaged(None).values()
+    if problems:
+        raise CheckpointError(
+            f"All checkpoints are damaged: {' '.join(problems)} Nothing is restored, and training does not restart "
+            "from step 0 in this folder. Bring back a copy of a checkpoint, or start a new run in another folder."
+        )
+    raise CheckpointError(nothing)
+
+
+def problem_of(path: Path, check: Check = no_check) -> str:
+    """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
+    try:
+        read_verified(path, check)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
+    """The checkpoint in `path`; a `CheckpointError` if it is damaged."""
+    saved, record = read_saved(path)
+    verify_digests(path)
+    stored_in(path, record)  # matching digests do not make a valid index of arrays
+    check(saved)
+    return saved
+
+
+def newest_with(fields: Collection[str], entries: IndexEntries) -> list[SavedCheckpoint]:
+    """The checkpoints that have all of these fields of the state, newest first; an error if all lack one of them."""
+    having = newest_first(entries.found.values(), fields)
+    if entries.found and not having:
+        raise not_resumable(newest_first(entries.found.values())[0], entries.found.values())
+    return having
+
+
+def lacks(saved: SavedCheckpoint, fields: Collection[str]) -> bool:
+    """Whether `saved` omits one of these fields of the state."""
+    return any(name in fields for name in saved.without)
+
+
+def not_resumable(saved: SavedCheckpoint, found: Collection[SavedCheckpoint]) -> CheckpointError:
+    """Why `saved` cannot be resumed, and which of `found` can be."""
+    steps = ", ".join(str(other.step) for other in found if not other.without)
+    available = f"Resumable steps: {steps}." if steps else "No other checkpoint can be resumed."
+    is_last = saved.step >= max((other.step for other in found), default=0)
+    deleted = " A later one with optimizer state was deleted." if is_last else ""
+    return CheckpointError(
+        f"{saved.path} was stored without `{OPTIMIZER}`: with `save_optimizer_state: false`, checkpoints that are kept "
+        "only as best ones have just the weights (`params`, `model_state`, `extra`): they can be loaded and tested, "
+        f"but not resumed. {available}{deleted}"
+    )
+
+
+# its arrays
+
+
+def read_into(
+    like: TrainState, path: Path, record: Record, only: Sequence[str], options: "RestoreOptions"
+) -> TrainState:
+    """`like` with the fields `only` restored from the checkpoint in `path`."""
+    leaves = named_leaves(like)
+    stored = stored_in(path, record)
+    found, wanted = with_keys(stored, record), {name: Spec.of(leaf) for name, leaf in leaves.items()}
+    sources = options.sources(found, wanted, only, path)
+    converted = {name: found[source] for name, source in sources.items() if found[source] != wanted[name]}
+    read = read_named(path, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
+    restored = {name: _converted(read[source], leaves[name], name in converted) for name, source in sources.items()}
+    return jax.tree.unflatten(jax.tree.structure(like), {**leaves, **restored}.values())
+
+
+def _converted(value: Any, leaf: Any, needs_cast: bool) -> Any:
+    return placed(value.astype(leaf.dtype), leaf) if needs_cast else value
+
+
+def stored_in(path: Path, record: Record) -> dict[str, Spec]:
+    """The specs of the stored arrays of the checkpoint in `path`, empty ones included. Reads no array."""
+    try:
+        check_only_plain_files(path)
+    except ValueError as error:
+        raise CheckpointError(f"The checkpoint {path} is not restored: {error}.") from error
+    empty = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in record.empty.items()}
+    stored = stored_specs(path / ARRAYS)
+    small = specs_of(read_pack_index(path, stored))
+    return {name: spec for name, spec in stored.items() if name != PACK} | small | empty
+
+
+def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
+    """The specs as in a state, where some of the stored arrays are typed keys."""
+    keys = {name: Spec(f"key<{impl}>", stored[name].shape[:-1]) for name, impl in record.keys.items() if name in stored}
+    return {**stored, **keys}
+
+
+def read_named(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of the checkpoint in `path` named in `like`, with its shardings; the specs must already agree."""
+    keys = {name: leaf for name, leaf in like.items() if impl_of(leaf)}
+    stored = stored_specs(path / ARRAYS)
+    pack_index, leaves = read_pack_index(path, stored), {name: as_stored(leaf) for name, leaf in like.items()}
+    small = {name: leaf for name, leaf in leaves.items() if name in pack_index}
+    read = read_arrays(path / ARRAYS, {name: leaf for name, leaf in leaves.items() if name not in pack_index})
+    read |= read_packed(path / ARRAYS, pack_index, stored[PACK].shape[0] if small else 0, small)
+    return read | {name: _as_key(read[name], leaf) for name, leaf in keys.items()}
+
+
+def _as_key(key_data: Any, like: Any) -> Any:
+    sharding = None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
+    is_global = sharding is not None and not sharding.is_fully_addressable
+    if is_global and not is_distributed(key_data):
+        key_data = put(key_data, sharding)  # the sharding of a key also applies to its key data
+    key = jax.random.wrap_key_data(key_data, impl=impl_of(like))  # the implementation of the program, not of the file
+    return key if sharding is None or is_global else jax.device_put(key, sharding)
+
+
+def is_distributed(array: Any) -> bool:
+    """Whether several processes hold the shards of `array`."""
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
+# names, dtypes and shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """How much a checkpoint may differ from the state to restore.
+
+    Args:
+        cast: convert floating-point arrays of another precision.
+        partial: keep the state's arrays that the checkpoint lacks, and ignore arrays that the state lacks.
+        rename: patterns of names in the checkpoint, with `*`, and what becomes of them.
+    """
+
+    cast: bool = False
+    partial: bool = False
+    rename: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for old, new in self.rename.items():
+            if new is not None and old.count("*") != new.count("*"):
+                raise ValueError(f"`rename` must have as many `*` on both sides, got {old!r} and {new!r}.")
+
+    def sources(
+        self, stored: Mapping[str, Spec], wanted: Mapping[str, Spec], only: Collection[str], path: Path
+    ) -> dict[str, str]:
+        """The name in the checkpoint for each restored name in the state; an error if they do not match.
+
+        Args:
+            stored: the specs in the checkpoint.
+            wanted: the specs of the state.
+            only: the fields of the state to restore.
+            path: the checkpoint.
+        """
+        named = {new: old for new, old in self._renamed(stored, path).items() if _is_selected(new, only)}
+        found = {new: stored[old] for new, old in named.items()}
+        restored = {name: spec for name, spec in wanted.items() if _is_selected(name, only)}
+        restored = {name: spec for name, spec in restored.items() if name in found or not self._leaves_out(name)}
+        if self.partial:
+            found, restored = _in_common(found, restored, path)
+        check_fits({name: self._after_cast(spec, restored.get(name)) for name, spec in found.items()}, restored, path)
+        return {name: named[name] for name in restored}
+
+    def _after_cast(self, found: Spec, wanted: Spec | None) -> Spec:
+        """The spec after restoring."""
+        if not self.cast or wanted is None or not (_is_float(found) and _is_float(wanted)):
+            return found
+        return Spec(wanted.dtype, found.shape)
+
+    def _leaves_out(self, name: str) -> bool:
+        return any(new is None and _pattern(old).fullmatch(name) for old, new in self.rename.items())
+
+    def _renamed(self, stored: Mapping[str, Spec], path: Path) -> dict[str, str]:
+        unused, named = set(self.rename), dict[str, str]()
+        for name in stored:
+            target: str | None = name
+            for old, new in self.rename.items():
+                if match := _pattern(old).fullmatch(name):
+                    target = None if new is None else _filled(new, match)
+                    unused.discard(old)
+                    break
+            if target is None:
+                continue
+            if target in named:
+                raise CheckpointError(f"`rename` maps both {named[target]} and {name} of {path} to {target}.")
+            named[target] = name
+        if unused:
+            raise CheckpointError(
+                f"`rename`: no array in {path} matches {sorted(unused)[0]!r}. It has, for example: "
+                f"{', '.join(map(label, sorted(stored)[:_MOST_NAMED]))}."
+            )
+        return named
+
+
+def _is_selected(name: str, only: Collection[str]) -> bool:
+    # a learning rate scale belongs to the optimizer: weights are loaded without it
+    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{HYPERPARAMS}."))
+
+
+def _is_float(spec: Spec) -> bool:
+    return not spec.dtype.startswith("key<") and bool(jnp.issubdtype(spec.dtype, jnp.floating))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile("(.*)".join(map(re.escape, text.split("*"))))
+
+
+def _filled(text: str, match: re.Match[str]) -> str:
+    first, *others = text.split("*")
+    return first + "".join(group + part for group, part in zip(match.groups(), others, strict=True))
+
+
+def _in_common(
+    found: Mapping[str, Spec], wanted: Mapping[str, Spec], path: Path
+) -> tuple[dict[str, Spec], dict[str, Spec]]:
+    missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    if len(missing) == len(wanted):
+        check_fits(found, wanted, path)  # nothing would be restored: always an error
+    if missing or extra:
+        _log.warning(
+            "Partial restore of %s: %d arrays restored, %d keep their values%s, %d of the checkpoint are unused%s.",
+            *(path, len(wanted) - len(missing), len(missing), _listed(missing), len(extra), _listed(extra)),
+        )
+    return {name: found[name] for name in found if name in wanted}, {n: wanted[n] for n in wanted if n in found}
+
+
+def _listed(names: list[str]) -> str:
+    more = ", …" if len(names) > _MOST_NAMED else ""
+    return f" ({', '.join(map(label, names[:_MOST_NAMED]))}{more})" if names else ""
+
+
+def field_of(name: str) -> str:
+    """The field of the state that contains the array with this dotted name.
+
+    >>> field_of("opt_state.0.mu.out.bias")
+    'opt_state'
+    """
+    return name.partition(".")[0]
+
+
+def check_fits(found: Mapping[str, Spec], wanted: Mapping[str, Spec], checkpoint: Path) -> None:
+    """Fails unless a checkpoint has exactly the wanted arrays; lists all differences."""
+    lines = list(_differences(found, wanted))
+    if not lines:
+        return
+    listed = "\n".join(f"  {line}" for line in lines[:_MOST_LINES])
+    more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    raise CheckpointError(
+        f"The checkpoint {checkpoint} does not match the state to restore:\n{listed}{more}\n"
+        "Use the model, the optimizer and the precision that it was saved with."
+    )
+
+
+def _differences(found: Mapping[str, Spec], wanted: Mapping[str, Spec]) -> Iterator[str]:
+    for name in wanted.keys() & found.keys():
+        if wanted[name] != found[name]:
+            yield f"{name}: expected {wanted[name]}, found {found[name]}"
+    extra = [name for name in found if name not in wanted]
+    for number, name in enumerate(name for name in wanted if name not in found):
+        guess = _guess(name, wanted[name], found, extra) if number < _MOST_GUESSES else ""
+        yield f"{name}: expected {wanted[name]}, missing in the checkpoint{guess}"
+    for name in extra:
+        yield f"{label(name)}: not expected, found {found[name]}"
+
+
+def _guess(name: str, spec: Spec, found: Mapping[str, Spec], extra: list[str]) -> str:
+    alike = [other for other in extra if found[other] == spec and other.isprintable()]
+    close = difflib.get_close_matches(name, alike[:500], n=1)
+    return f" (it has {close[0]}: renamed?)" if close else ""
