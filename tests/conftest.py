@@ -28,15 +28,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if is_shared and Path(__file__).parent in collection_path.parents else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case whose twin is looked at by every `make test` is looked at by `make slow`."""
-    lines = (Path(__file__).parent / "slow_twins.txt").read_text().splitlines()
-    twins = {line for line in lines if not line.startswith("#")}
-    for item in items:
-        if item.nodeid in twins:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(params=["linen", "nnx"])
 def flavour(request: pytest.FixtureRequest) -> str:
     """Both Flax interfaces: a promise holds for each."""

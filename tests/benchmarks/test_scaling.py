@@ -277,6 +277,7 @@ def test_a_row_by_kind_has_the_number_and_bytes_of_each_kind(script):
     assert script["by_kind"](needs, unsure)[5] == "at least 7.000 MB"
 
 
+@pytest.mark.slow
 def test_the_aot_step_has_the_collectives_of_the_step_of_the_trainer(script):
     case, model = script["Case"](data=2, fsdp=4), replace(script["GPT"], layers=1, heads=2, width=64)
     aot = script["compile_aot"](case, jax.devices(), "f32", model)

@@ -8,6 +8,7 @@ from jax_trainer.engine import Plan, run
 from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader, tiny_program
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_the_tiny_model_learns_the_numbered_data(flavour):
     program = compile_program(tiny_program(flavour), on_recompile="ignore")
     loader = numbered_loader()
