@@ -36,8 +36,8 @@ class Times:
         """Listens to JAX, which the tests have imported by now: it counts a loaded program as compiled, too."""
         from jax import monitoring
 
-        def note(name: str, *_: object, **__: object) -> None:
-            self._events[name] += 1
+        def note(event: str, *_: object, **__: object) -> None:
+            self._events[event] += 1
 
         monitoring.register_event_duration_secs_listener(note)
         monitoring.register_event_listener(note)
@@ -79,7 +79,7 @@ def table(rows: list[dict[str, float | str]]) -> str:
 
 def main() -> int:
     """Runs pytest, prints the table, and returns pytest's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cold", action="store_true", help="compile everything anew, as the first run does")
     parser.add_argument("--out", type=Path, help="a JSON file with a row per test")
     chosen, arguments = parser.parse_known_args()

@@ -458,7 +458,7 @@ def run_all(faults: list[Fault], jobs: int, out: Path | None) -> list[Result]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: every fault was found; 1: some were missed, or could not be tried; 2: the table must be adapted."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-j", type=int, default=1, metavar="N", help="number of faults at a time")
     parser.add_argument("--out", type=Path, help="a JSON file with the results, which a second call continues")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these faults")
