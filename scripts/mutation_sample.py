@@ -52,7 +52,7 @@ def settings(*args, **kwargs):
     return lambda test: test
 """
 
-# packages or files, name, tests below `tests`; - the text that is there; + what replaces it, or nothing. Where the first
+# packages or files, name, tests below `tests`; - the text that is there; + what replaces it, or nothing. If the first
 # text is not there, the next pair is tried.
 TABLE = r"""
 core no-key-per-step core/test_steps.py
