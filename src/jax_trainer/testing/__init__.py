@@ -12,6 +12,7 @@ from jax_trainer.testing.faults import FaultInjected, failpoint, fault
 from jax_trainer.testing.models import (
     TinyLinen,
     TinyNNX,
+    linear_program,
     linen_loss,
     nnx_loss,
     nnx_with_weights_of,
@@ -32,6 +33,7 @@ __all__ = [
     "digest",
     "failpoint",
     "fault",
+    "linear_program",
     "linen_loss",
     "nnx_loss",
     "nnx_with_weights_of",
