@@ -1,13 +1,13 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests (`make slow`, `make thorough` and `make scorecard` take longer)
+#   make test    environment, install, lint, types, tests (`make slow` and `make scorecard` take longer)
 # `make docs` builds the documentation: docs/_build/html/index.html
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs thorough slow scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -21,24 +21,25 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Compiling is most of the time of the tests, and what they compile runs for a moment only: less effort is enough, where
-# this version of XLA knows how. `make thorough` compiles as users do.
-QUICKLY := --xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not scorecard"
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+# What it compiles is kept in .pytest_cache: a second run takes about half as long
 tests: $(VENV)/installed-test
-	XLA_FLAGS="$(QUICKLY)" $(BIN)/python -c "import jax; jax.devices()" 2>/dev/null && flags="$(QUICKLY)"; \
-	XLA_FLAGS="$$flags" $(PYTEST)
+	$(PYTEST) -n 3 -m "not slow and not scorecard"
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 	@echo "Built docs/_build/html/index.html"
 
-thorough: $(VENV)/installed-test
-	$(PYTEST)
+# these look for shared memory that any process has left behind
+ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py
 
 slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow  # one after the other: some look for what processes leave behind
+	$(PYTEST) -n 2 -m slow $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -m slow $(ALONE)
+
+mutants: $(VENV)/installed-test
+	$(BIN)/python scripts/mutation_sample.py -j 2 --out mutants.json  # can be interrupted and continued
 
 scorecard: $(VENV)/installed-test
 	$(BIN)/python scripts/scorecard.py --resume  # every fault, many times over; continues after an interruption

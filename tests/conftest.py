@@ -6,15 +6,18 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
+import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# many tests compile the same small programs: what one of them compiled, the others load, also in other processes
+# Most of the time of the tests is compiling. What one test compiled, others load, also in other processes and in the
+# next run: JAX knows a program by its text, the versions and the flags.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="jax-trainer-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+    _CACHE = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+    if _CACHE.exists() and sum(file.stat().st_size for file in _CACHE.iterdir()) > 1 << 30:  # of many older sources
+        shutil.rmtree(_CACHE)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -26,15 +29,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """What tests share holds no tests: looking for doctests in it would import, and register, it a second time."""
     is_shared = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
     return True if is_shared and Path(__file__).parent in collection_path.parents else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case whose twin is looked at by every `make test` is looked at by `make slow`."""
-    lines = (Path(__file__).parent / "slow_twins.txt").read_text().splitlines()
-    twins = {line for line in lines if not line.startswith("#")}
-    for item in items:
-        if item.nodeid in twins:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["linen", "nnx"])

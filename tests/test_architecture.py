@@ -3,9 +3,10 @@
 import ast
 import re
 import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
@@ -42,26 +43,29 @@ MAY_IMPORT = {
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
-CORE_DEPENDENCIES = {
-    *("compoconf", "jax", "flax", "jaxtyping", "optax", "numpy", "orbax", "rich", "yaml"),
-    "jax_trainer",
-}
-# optional dependencies are imported only in these files
+IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
+PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+# absent from many installations, or slow to import: a function that needs one may import it
+LATE = {"PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
+# optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
-ONLY_JIT = SOURCE / "core" / "compile.py"
+ONLY_JIT = "core/compile.py"
 
-FILES = sorted(SOURCE.rglob("*.py"))
-PACKAGE_FILES = [file for file in FILES if file.parent != SOURCE]
-
-
-def imports(file: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+FILES = {str(file.relative_to(SOURCE)): file.read_text() for file in sorted(SOURCE.rglob("*.py"))}
 
 
-def name_of(file: Path) -> str:
-    return str(file.relative_to(SOURCE))
+@cache
+def tree(name: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(FILES[name])))
+
+
+def imports(nodes: list[ast.AST]) -> Iterator[str]:
+    """The modules that these nodes import, by their full names."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
 
 
 def test_the_table_names_every_package():
@@ -69,66 +73,67 @@ def test_the_table_names_every_package():
     assert packages == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("file", PACKAGE_FILES, ids=name_of)
-def test_imports_go_downward(file: Path):
-    package = file.relative_to(SOURCE).parts[0]
-    used = {name.split(".")[1] for name in imports(file) if name.startswith("jax_trainer.")}
-    assert used - {package} <= MAY_IMPORT[package]
-    assert "jax_trainer" not in imports(file), "import from a subpackage, not from `jax_trainer`"
+def test_imports_go_downward():
+    used = {
+        (name, module.split(".")[1])
+        for name in FILES
+        if "/" in name
+        for module in imports(tree(name))
+        if module.startswith("jax_trainer.")
+    }
+    packages = {name: name.split("/")[0] for name in FILES}
+    assert [(name, one) for name, one in sorted(used) if one not in {packages[name], *MAY_IMPORT[packages[name]]}] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_nothing_is_imported_inside_a_function_or_for_type_checking_only(file: Path):
-    tree = ast.parse(file.read_text())
+def test_packages_import_from_packages_and_not_from_the_top():
+    assert [name for name in FILES if "/" in name and "jax_trainer" in imports(tree(name))] == []
+
+
+def test_only_optional_and_slow_packages_are_imported_inside_functions_and_nothing_for_type_checking_only():
+    scopes = ast.FunctionDef | ast.AsyncFunctionDef | ast.If
     inner = [
-        node
-        for scope in ast.walk(tree)
-        if isinstance(scope, ast.FunctionDef | ast.If)
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        (name, module)
+        for name in FILES
+        for scope in tree(name)
+        if isinstance(scope, scopes)
+        for module in imports(list(ast.walk(scope)))
+        if isinstance(scope, ast.If) or module.split(".")[0] not in LATE
     ]
-    assert not inner
+    assert inner == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_only_the_core_dependencies_are_imported(file: Path):
-    roots = {name.split(".")[0] for name in imports(file)}
-    assert roots <= CORE_DEPENDENCIES | set(sys.stdlib_module_names) | OPTIONAL.get(name_of(file), set())
+def test_only_the_core_dependencies_are_imported():
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    core = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
+    allowed = {"jax_trainer", *core, *sys.stdlib_module_names}
+    used = {(name, module.split(".")[0]) for name in FILES for module in imports(tree(name))}
+    assert [(name, root) for name, root in sorted(used) if root not in allowed | LATE | OPTIONAL.get(name, set())] == []
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != ONLY_JIT], ids=name_of)
-def test_jit_is_called_in_one_file_only(file: Path):
-    calls = [
-        node.attr
-        for node in ast.walk(ast.parse(file.read_text()))
+def test_jit_is_called_in_one_file_only():
+    calls = {
+        (name, node.attr)
+        for name in FILES
+        for node in tree(name)
         if isinstance(node, ast.Attribute) and node.attr in ("jit", "pmap", "pjit")
-    ]
-    assert not calls
+    }
+    assert {name for name, _ in calls} == {ONLY_JIT}, calls
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if name_of(f).startswith(("trainer/", "styles/"))], ids=name_of)
-def test_only_adapters_tell_the_kinds_of_models_apart(file: Path):
+def test_only_adapters_tell_the_kinds_of_models_apart():
     question = r"model_mode\s*[!=]=|\.mode\s*[!=]=|isinstance\([^)]*\bnnx?\.Module|issubclass\([^)]*\bnnx?\.Module"
-    assert not re.findall(question, file.read_text())
+    files = [name for name in FILES if name.startswith(("trainer/", "styles/"))]
+    assert {name: asked for name in files if (asked := re.findall(question, FILES[name]))} == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_the_library_makes_no_unsafe_call(file: Path):
-    unsafe = r"pickle|(?<![.\w])(eval|exec)\(|yaml\.load|full_load|import_module|extractall|shell=True"
-    text = file.read_text().replace("allow_pickle=False", "")
-    if file == SOURCE / "__init__.py":  # imports the names of its own table when they are used
-        text = text.replace("importlib.import_module", "")
-    assert not re.findall(unsafe, text)
+def test_the_library_makes_no_unsafe_call():
+    unsafe = r"pickle|(?<![.\w])(?:eval|exec)\(|yaml\.load|full_load|import_module|extractall|shell=True"
+    texts = {name: text.replace("allow_pickle=False", "") for name, text in FILES.items()}
+    # imports the names of its own table when they are used
+    texts["__init__.py"] = texts["__init__.py"].replace("importlib.import_module", "")
+    assert {name: calls for name, text in texts.items() if (calls := re.findall(unsafe, text))} == {}
 
 
-@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
-def test_a_package_states_its_purpose(package: str):
-    assert len(ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text())) or "") > 40
-
-
-def test_the_slow_twins_exist():
-    lines = (Path(__file__).parent / "slow_twins.txt").read_text().splitlines()
-    functions = {line.split("[")[0] for line in lines if not line.startswith("#")}
-    for function in functions:
-        file, name = function.split("::")
-        assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text()
+def test_a_package_states_its_purpose():
+    docs = {package: ast.get_docstring(ast.parse(FILES[f"{package}/__init__.py"])) for package in MAY_IMPORT}
+    assert [package for package, text in docs.items() if len(text or "") <= 40] == []

@@ -136,7 +136,7 @@ def test_models_with_equal_configurations_share_a_compiled_function(jit: Any):
     assert [config.inner.scale for config in traced] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("start", ["built", "prebuilt"])
+@pytest.mark.parametrize("start", [pytest.param("built", marks=pytest.mark.slow), "prebuilt"])
 def test_a_model_that_keeps_its_configuration_is_trained(start: str):
     config = KeepingConfig(sizes=[1])
     prebuilt = keeping(sizes=[1])

@@ -148,5 +148,5 @@ GIVEN_IN_PYTHON = {
 
 @pytest.mark.parametrize("name", GIVEN_IN_PYTHON)
 def test_a_integer_of_99_digits_is_refused_in_python_as_well(name: str):
-    with pytest.raises(ValueError, match=f"`{name}` is an integer of 99 digits, and must be at most {2**63 - 1}"):
+    with pytest.raises(ValueError, match=f"`{name}`.*99 digits.*{2**63 - 1}"):
         GIVEN_IN_PYTHON[name]()

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Optional, Union
@@ -177,7 +178,7 @@ def test_the_alternatives_of_a_union_keep_their_bounds():
 def test_the_configurations_of_an_interface_are_those_registered_now():
     assert config_classes(SettingsPet.cfgtype | CatConfig | None) == (CatConfig, DogConfig)
     assert config_classes(int | None) == ()
-    with pytest.raises(TypeError, match="Annotate with `SettingsPet.cfgtype`, not with the interface itself"):
+    with pytest.raises(TypeError, match="`SettingsPet.cfgtype`"):
         config_classes(SettingsPet)
 
 
@@ -191,14 +192,17 @@ def test_values_that_fit_make_a_configuration():
 def test_all_invalid_values_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         House(rooms=0, height=float("nan"), colour="blue", pet=5, names="abc")  # type: ignore[arg-type]
-    assert str(caught.value).splitlines() == [
-        "`rooms` must be an integer of at least 1, got 0.",
-        "`height` must be a number above 0 and below 100, got nan.",
-        "`colour` must be one of red, white, got 'blue'.",
-        "`pet` must be a section with a `class_name` of SettingsCat, SettingsDog or null, got 5.",
-        "`names` must be a list, each text, got 'abc'.",
-    ]
-    assert [key for key, _ in caught.value.problems] == ["rooms", "height", "colour", "pet", "names"]
+    said = dict(caught.value.problems)
+    expected = {
+        "rooms": "at least 1.*got 0",
+        "height": "above 0.*below 100.*got nan",
+        "colour": "red, white.*got 'blue'",
+        "pet": "SettingsCat, SettingsDog.*null.*got 5",
+        "names": "list.*text.*got 'abc'",
+    }
+    assert [key for key, pattern in expected.items() if not re.search(f"`{key}`.*{pattern}", said[key])] == []
+    assert list(said) == list(expected)
+    assert len(str(caught.value).splitlines()) == len(expected)
     assert isinstance(caught.value, ValueError)
 
 
@@ -242,4 +246,5 @@ def test_a_value_is_written_as_in_a_file(value: Any, text: str):
 def test_names_are_listed_in_order_and_not_too_many():
     assert listed([]) == ""
     assert listed(["b", "a"]) == "a, b"
-    assert listed(map(str, range(15))).endswith("and 3 more (`jax-trainer describe` shows all)")
+    shown = listed(map(str, range(15)))
+    assert shown.count(", ") == 11 and "3 more" in shown

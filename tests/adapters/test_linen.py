@@ -141,7 +141,7 @@ def test_a_flax_state_continues_from_its_weights_and_is_not_deleted():
     np.testing.assert_array_equal(mine.params["out"]["kernel"], variables["params"]["out"]["kernel"])
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_is_the_same_twice(micro_batches):
     program = linen_program(
         TinyLinen(), linen_loss, optax.adam(1e-2), to_input=lambda batch: batch["x"], micro_batches=micro_batches
@@ -274,7 +274,7 @@ def logged(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name.startswith("intermediate/")}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_sown_values_are_logged_in_training(micro_batches, key):
     program, _, seen = sown(micro_batches)
     start = compile_program(program).init(jax.random.key(0), EXAMPLE)
@@ -294,7 +294,7 @@ def test_sown_values_are_logged_in_training(micro_batches, key):
     }
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_logging_sown_values_does_not_change_training(micro_batches):
     _, state, _ = sown(micro_batches)
     _, plain, seen = sown(micro_batches, ())

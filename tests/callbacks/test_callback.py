@@ -91,7 +91,7 @@ def test_hooks_get_metrics_by_their_full_names():
     assert given["on_filtered_validation_epoch_end"] == given["on_validation_epoch_end"]
 
 
-@pytest.mark.parametrize("steps_per_call", [1, "epoch"])
+@pytest.mark.parametrize("steps_per_call", [1, pytest.param("epoch", marks=pytest.mark.slow)])
 def test_every_step_is_reported_once_with_its_own_numbers(steps_per_call):
     witness, seen = Witness(WitnessConfig()), EventRecorder()
     fit(witness, seen, plan=Plan(max_epochs=2, steps_per_call=steps_per_call))

@@ -102,6 +102,7 @@ def test_validations_and_tests_are_drawn_by_their_names(folder_run):
     assert shown == [("val_near/confusion_matrix", 2), ("test/confusion_matrix", 3)]
 
 
+@pytest.mark.parametrize("flavour", ["nnx"])
 def test_a_run_draws_what_it_evaluated(tmp_path, flavour):
     labels = numbered_data(64)["y"]
     with run_in(tmp_path) as run:

@@ -20,7 +20,7 @@ def _collector():
     gc.enable() if before else gc.disable()
 
 
-@pytest.mark.parametrize("ending", ["completed", "stopped", "failed"])
+@pytest.mark.parametrize("ending", [pytest.param("completed", marks=pytest.mark.slow), "stopped", "failed"])
 def test_the_collector_is_off_while_training_and_on_again_however_it_ends(ending):
     seen: list[bool] = []
     watcher = LambdaCallback(on_step_end=lambda event: seen.append(gc.isenabled()))
@@ -41,7 +41,10 @@ def test_a_collector_that_was_off_stays_off():
     assert not gc.isenabled()
 
 
-@pytest.mark.parametrize(("every", "collections"), [(1, 4), (2, 2), (0, 0)])
+@pytest.mark.parametrize(
+    ("every", "collections"),
+    [pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow), (0, 0)],
+)
 def test_garbage_is_collected_at_the_end_of_epochs(every, collections):
     found: list[int] = []
     gc.callbacks.append(note := lambda phase, info: found.append(info["generation"]) if phase == "start" else None)

@@ -51,6 +51,11 @@ def test_what_stays_high_is_a_new_level_and_no_longer_a_spike():
     assert found == [*range(10, 10 + NEW_LEVEL - 1), 10 + NEW_LEVEL + 50]
 
 
+def test_spikes_that_are_not_in_a_row_are_no_new_level():
+    found = spikes_of([1.0] * 10 + [5.0, 1.0] * (NEW_LEVEL + 5))
+    assert found == [*range(10, 10 + 2 * (NEW_LEVEL + 5), 2)]
+
+
 def counted(grads: str, losses: str) -> dict[str, int]:
     """The counts of steps that spike where there is an `x`."""
     spikes = Spikes.of(0.9, 2.0, 1)

@@ -50,6 +50,7 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "copy")
 
 
+@pytest.mark.parametrize("flavour", ["nnx"])
 def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]

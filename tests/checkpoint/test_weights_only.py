@@ -131,6 +131,7 @@ def test_every_dtype_and_sharding_survives_the_conversion_bit_for_bit(tmp_path):
     assert "opt_state" not in json.dumps(json.loads((saved.path / "checkpoint.json").read_text())["empty"])
 
 
+@pytest.mark.parametrize("flavour", ["linen"])
 def test_the_weights_of_a_real_model_are_restored_and_its_optimizer_stays_as_it_is(flavour, tmp_path):
     program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
     first, other = (program.init(jax.random.key(seed), numbered_data(16)) for seed in (0, 1))

@@ -229,6 +229,7 @@ def unlike(value: Any) -> Any:
     return jax.tree.map(lambda x: np.full_like(x, np.nan if x.dtype.kind == "f" else 0), value)
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_chunk_equals_its_steps_and_ignores_further_batches(flavour):
     batches = [numbered_data(8, seed=seed) for seed in range(3)]
     program = tiny_program(flavour, optax.sgd(0.1, momentum=0.9), dropout=0.5)
@@ -378,7 +379,7 @@ def test_a_program_without_init_from_params_is_an_error_that_names_it():
         compiled.init_from_params(jax.random.key(0), TRAINED, {})
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_predictions_are_the_outputs_in_evaluation_mode(flavour, debug):
     batch = numbered_data(8)
     run = Run(tiny_program(flavour, dropout=0.5), batch, debug=debug)
@@ -455,7 +456,7 @@ def test_predictions_compute_as_evaluations_do():
     assert seen == [(jnp.bfloat16, jnp.bfloat16)]
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow)])
 def test_with_eval_seed_evaluations_do_not_depend_on_the_training_seed(impl):
     def draws(seed: int, **options: Any) -> list[float]:
         run = Run(regression(), **options)

@@ -133,6 +133,7 @@ def kernels(state: TrainState) -> list[jax.Array]:
     return [tree[layer]["kernel"] for tree in trees for layer in ("hidden", "out")]
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_sharded_state_is_created_with_its_final_sharding(flavour):
     start, _, _ = trained(flavour, sharded=True)
     for kernel in kernels(start):
@@ -141,6 +142,7 @@ def test_a_sharded_state_is_created_with_its_final_sharding(flavour):
         assert len(kernel.addressable_shards) == 8
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_step_keeps_all_shardings(flavour):
     start, after, _ = trained(flavour, sharded=True)
     assert {spec(kernel) for kernel in kernels(after)} == {P("data")}
@@ -159,6 +161,7 @@ def test_model_state_from_a_sharded_batch_gets_the_sharding_of_the_state():
     assert after.model_state["seen"].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_many_devices_match_one_device(flavour):
     assert_close(trained(flavour, sharded=True), trained(flavour, sharded=False), rtol=1e-5, atol=1e-5)
 

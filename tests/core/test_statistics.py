@@ -95,7 +95,7 @@ def bare(flavour: str, micro_batches: int) -> TrainState:
     return short_run(tiny_program(flavour, optax.sgd(0.1, momentum=0.9), micro_batches=micro_batches), 8)[0]
 
 
-@pytest.mark.parametrize(("flavour", "micro_batches"), [("linen", 1), ("nnx", 4)])
+@pytest.mark.parametrize(("flavour", "micro_batches"), [pytest.param("linen", 1, marks=pytest.mark.slow), ("nnx", 4)])
 def test_statistics_and_guard_do_not_change_training(flavour, micro_batches):
     tiny = tiny_program(
         flavour, optax.sgd(0.1, momentum=0.9), micro_batches=micro_batches, log_norms=False, intermediates=STATISTICS
@@ -106,7 +106,9 @@ def test_statistics_and_guard_do_not_change_training(flavour, micro_batches):
     assert_same_bits(state.replace(extra={}), plain)
 
 
-@pytest.mark.parametrize("name", ["params", "grads", "guard", "ema"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("params", "grads", "guard")), "ema"]
+)
 def test_each_wrapper_alone_does_not_change_training(name):
     tiny = tiny_program("linen", optax.sgd(0.1, momentum=0.9))
     wrapped = {

@@ -180,11 +180,13 @@ def dropout_step(flavour: str) -> tuple[TrainState, Any]:
     return state, jax.jit(lambda state: program.train_step(state, batch))
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_step_replayed_gives_the_same_bits(flavour):
     state, step = dropout_step(flavour)
     assert_same_bits(step(state), step(state))
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_different_steps_draw_differently(flavour):
     state, step = dropout_step(flavour)
     reports = [step(state.replace(step=jnp.int32(at)))[1] for at in range(3)]

@@ -104,6 +104,7 @@ def test_averages_keep_the_dtype_of_their_parameters():
     assert states[-1].extra["ema"]["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_skipped_step_does_not_change_the_state(flavour):
     program = with_finite_guard(with_ema(tiny_program(flavour), 0.9))
     good, bad = numbered_data(8), numbered_data(8, seed=1)

@@ -54,7 +54,10 @@ def test_a_run_resumes_from_every_position_with_the_remaining_batches(program, s
         assert rest == {later: code for later, code in full.items() if later > step}, f"after step {step}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if "grain" in kind and "loader" in kind else kind for kind in KINDS],
+)
 def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, kind):
     full, positions = ledger(program, state, KINDS[kind](), prefetch=0)
     for chunk, prefetch in [(1, 3), (4, 0), (4, 5)]:

@@ -158,7 +158,7 @@ class Writer:
         self.rows.append((0, {"status": status}))
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 25])
+@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.slow), 25])
 def test_reading_more_often_changes_no_row_of_the_log_and_no_value(steps_per_call):
     x = np.random.default_rng(1).normal(size=(70 * SIZE + 3, 3)).astype(np.float32)
     loader = ArrayLoader(SupervisedBatch.of(x, np.arange(len(x), dtype=np.int32)), SIZE, shuffle=True)

@@ -268,7 +268,9 @@ BLOCKED = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+)
 def test_a_signal_ends_a_run_whose_loader_blocks(number, code):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BLOCKED)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

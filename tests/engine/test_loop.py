@@ -50,6 +50,7 @@ def trained(program, state, data, plan, *observers, at=None):
     return state, recorder
 
 
+@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_events_come_in_the_documented_order(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(64), {"val": numbered_loader(64, shuffle=False), "test": numbered_loader(32)})
@@ -210,6 +211,7 @@ def test_chunks_change_no_step_number_and_weights_only_to_tolerance(prepared, st
         assert seen_many.steps[step]["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_cutting_a_chunk_for_validation_changes_no_bit(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(), {"val": numbered_loader(64)})
@@ -218,6 +220,7 @@ def test_cutting_a_chunk_for_validation_changes_no_bit(prepared):
     assert_same_bits(cut, plain)
 
 
+@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_an_observer_that_needs_every_step_gets_every_step(prepared):
     program, fresh = prepared
 
@@ -229,6 +232,7 @@ def test_an_observer_that_needs_every_step_gets_every_step(prepared):
     assert nosy.chunks == [1] * 20
 
 
+@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_lists_of_batches_are_stacked_into_chunks_and_a_ragged_one_goes_alone(prepared):
     program, fresh = prepared
     batches = list(numbered_loader(100, shuffle=False))  # 32, 32, 32, 4
@@ -426,6 +430,7 @@ def test_a_fault_in_the_middle_reaches_the_caller(prepared):
     assert seen.names[-1] == "FitEnd"
 
 
+@pytest.mark.parametrize("prepared", ["nnx"], indirect=True)
 def test_the_loop_makes_no_implicit_transfer(prepared):
     program, fresh = prepared
     batches = [jax.device_put(EXAMPLE)] * 4

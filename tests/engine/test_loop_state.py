@@ -104,9 +104,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("error", [StopTraining, RuntimeError], ids=["stopped", "failed"])
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every fifth", "every one"])
+@pytest.mark.parametrize(
+    ("name", "every"), [("max_steps", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in PLANS)]
+)
 def test_a_run_that_ends_at_any_event_resumes_to_the_same_bits_metrics_and_rows(program, name, error, every):
     plan, fresh = PLANS[name], program.init(jax.random.key(0), EXAMPLE)
     whole = Record()

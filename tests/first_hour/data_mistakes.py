@@ -19,15 +19,15 @@ from mistakes import (
     X,
     Y,
     cross_entropy,
-    fitted,
-    functional,
     loader,
-    looped,
-    made,
+    make_trainer,
     nnx_net,
+    run_fit,
+    run_loop,
+    run_train_fn,
+    run_trainer,
     train,
     train_step,
-    trained,
     val_step,
 )
 
@@ -74,7 +74,7 @@ def _(style: str, folder: Path) -> None:
 
 @DATA.row("fit: inputs and labels of different lengths", "16", "15", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X, Y[:15]))
+    run_fit(folder, train_ds=(X, Y[:15]))
 
 
 @DATA.row("ArrayLoader: inputs and labels of different lengths", "16", "15", error=ValueError)
@@ -84,7 +84,7 @@ def _(folder: Path) -> None:
 
 @DATA.row("fit: validation inputs and labels of different lengths", "16", "15", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y[:15]))
+    run_fit(folder, test_ds=(X, Y[:15]))
 
 
 @DATA.each("a batch whose inputs and labels have different lengths", r"float32\[8, ?4\]", r"int32\[7\]")
@@ -94,47 +94,47 @@ def _(style: str, folder: Path) -> None:
 
 @DATA.row("fit: labels with one axis too many", r"int32\[8, ?1\]", "squeeze")
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X, Y[:, None]))
+    run_fit(folder, train_ds=(X, Y[:, None]))
 
 
 @DATA.row("fit: a table of one feature without its axis", r"float32\[8\]", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X[:, 0], Y))
+    run_fit(folder, train_ds=(X[:, 0], Y))
 
 
 @DATA.row("fit: exchanged inputs and labels", r"int32\[8\]", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(Y, X))
+    run_fit(folder, train_ds=(Y, X))
 
 
 @DATA.row("fit: batches of changing rank", r"\[8, ?4\]", "rank", "train", error=DataError, at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[(X[:8], Y[:8]), (X[:8, None], Y[:8])])
+    run_fit(folder, train_ds=[(X[:8], Y[:8]), (X[:8, None], Y[:8])])
 
 
 @DATA.row("fit: batches of changing keys", "label", "keys", error=DataError, at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[{"x": X[:8], "y": Y[:8]}, {"x": X[:8], "label": Y[:8]}])
+    run_fit(folder, train_ds=[{"x": X[:8], "y": Y[:8]}, {"x": X[:8], "label": Y[:8]}])
 
 
 @DATA.row("TrainerModule: an example batch of another width than the data", "5", "4", at=STEP)
 def _(folder: Path) -> None:
-    trained(folder, loader(WIDE))
+    run_trainer(folder, loader(WIDE))
 
 
 @DATA.row("TrainerModule: the example is the inputs alone", r"float32\[8, ?4\]", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    trained(folder, exmp_input=X[:8])
+    run_trainer(folder, exmp_input=X[:8])
 
 
 @DATA.row("TrainerModule: no example batch", "exmp_input", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, exmp_input=...)
+    make_trainer(folder, exmp_input=...)
 
 
 @DATA.row("TrainerModule: the example is a loader", "exmp_input", r"next\(iter", "ArrayLoader", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, exmp_input=loader())
+    run_trainer(folder, exmp_input=loader())
 
 
 # dtypes and labels
@@ -152,17 +152,17 @@ def _(folder: Path) -> None:
 
 @DATA.row("fit: labels are words, as arrays", "U3", "[Nn]umber|numeric", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X, NAMES))
+    run_fit(folder, train_ds=(X, NAMES))
 
 
 @DATA.row("fit: inputs of dtype object", "object", "[Nn]umber|numeric", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X.astype(object), Y))
+    run_fit(folder, train_ds=(X.astype(object), Y))
 
 
 @DATA.row("fit: validation labels are words", "U3", "[Nn]umber|numeric", "val|test_ds", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, NAMES))
+    run_fit(folder, test_ds=(X, NAMES))
 
 
 @DATA.each("labels are floats for an integer cross entropy", r"float32\[8\]", "astype|integer|int", IN_YOUR_CODE)
@@ -207,7 +207,7 @@ def _(style: str, folder: Path) -> None:
 
 @DATA.row("fit: names beside the numbers of a batch", "name", "S1", "remove it", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[{"x": X[:8], "y": Y[:8], "name": np.array([b"a"] * 8)}])
+    run_fit(folder, train_ds=[{"x": X[:8], "y": Y[:8], "name": np.array([b"a"] * 8)}])
 
 
 # ragged and empty
@@ -215,25 +215,25 @@ def _(folder: Path) -> None:
 
 @DATA.row("fit: ragged lists", "length", "train", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[([[1.0, 2.0], [3.0]], [0, 1])])
+    run_fit(folder, train_ds=[([[1.0, 2.0], [3.0]], [0, 1])])
 
 
 @DATA.each("an empty list of batches", "train", "no batch|empty", error=DataError)
 def _(style: str, folder: Path) -> None:
     if style.startswith("TrainerModule"):
-        trained(folder, [])
+        run_trainer(folder, [])
     else:
         train(style, folder, data=[])
 
 
 @DATA.row("fit: arrays without examples", "empty", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X[:0], Y[:0]))
+    run_fit(folder, train_ds=(X[:0], Y[:0]))
 
 
 @DATA.row("fit: validation arrays without examples", "val|test_ds", "0|no |empty", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X[:0], Y[:0]))
+    run_fit(folder, test_ds=(X[:0], Y[:0]))
 
 
 @DATA.row("ArrayLoader: a batch larger than the data, the last one dropped", "32", "16", "drop_last", error=ValueError)
@@ -243,22 +243,22 @@ def _(folder: Path) -> None:
 
 @DATA.row("TrainerModule: an empty validation loader", "val", "no batch|empty")
 def _(folder: Path) -> None:
-    trained(folder, val=[])
+    run_trainer(folder, val=[])
 
 
 @DATA.row("TrainerModule: a batch of no examples", r"\(0, 4\)", "no examples", error=DataError, at=STEP)
 def _(folder: Path) -> None:
-    trained(folder, [(X[:0], Y[:0])])
+    run_trainer(folder, [(X[:0], Y[:0])])
 
 
 @DATA.row("fit: a batch is None", "train", "None", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[None])
+    run_fit(folder, train_ds=[None])
 
 
 @DATA.row("TrainerModule: training data is None", "NoneType", "train", error=DataError)
 def _(folder: Path) -> None:
-    made(folder).train_model(None)
+    make_trainer(folder).train_model(None)
 
 
 @DATA.row("train_fn: training data is None", "train_itr", error=TypeError)
@@ -273,78 +273,78 @@ def _(folder: Path) -> None:
 
 @DATA.row("fit: a generator for several epochs", "once|exhausted|used up", "function", "list", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
+    run_fit(folder, train_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
 
 
 @DATA.row("TrainerModule: a generator for several epochs", "once", "function", "list", error=DataError)
 def _(folder: Path) -> None:
-    trained(folder, ((X[:8], Y[:8]) for _ in range(2)), train_epochs=3)
+    run_trainer(folder, ((X[:8], Y[:8]) for _ in range(2)), train_epochs=3)
 
 
 @DATA.row("train_fn: a generator that ends before n_steps", "train", "once", "list", at=LATE, error=DataError)
 def _(folder: Path) -> None:
-    functional(((X[:8], Y[:8]) for _ in range(2)), n_steps=5)
+    run_train_fn(((X[:8], Y[:8]) for _ in range(2)), n_steps=5)
 
 
 @DATA.row("TrainLoop: a generator that ends before n_steps", "train", "end|once", at=LATE, error=DataError)
 def _(folder: Path) -> None:
-    looped(data=((X[:8], Y[:8]) for _ in range(2)), steps=5)
+    run_loop(data=((X[:8], Y[:8]) for _ in range(2)), steps=5)
 
 
 @DATA.row("fit: a generator to validate on, again and again", "test_ds", "once", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
+    run_fit(folder, test_ds=((X[:8], Y[:8]) for _ in range(2)), num_epochs=3)
 
 
 @DATA.row("fit: a list of examples instead of batches", "single example", "batch", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=list(zip(X, Y, strict=True)))
+    run_fit(folder, train_ds=list(zip(X, Y, strict=True)))
 
 
 @DATA.row("fit: a torch dataset instead of a loader", "single example", "DataLoader", error=DataError)
 def _(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    fitted(folder, train_ds=torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)))
+    run_fit(folder, train_ds=torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)))
 
 
 @DATA.row("fit: the path of a file instead of data", "str", "train", error=(DataError, TypeError))
 def _(folder: Path) -> None:
-    fitted(folder, train_ds="data/train.csv")
+    run_fit(folder, train_ds="data/train.csv")
 
 
 @DATA.row("fit: a number instead of data", "int", "train", error=(DataError, TypeError))
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=3)
+    run_fit(folder, train_ds=3)
 
 
 @DATA.row("TrainerModule: the path of a file instead of a loader", "str", "train", error=(DataError, TypeError))
 def _(folder: Path) -> None:
-    trained(folder, "data/train.csv")
+    run_trainer(folder, "data/train.csv")
 
 
 @DATA.row("fit: a list of arrays instead of a tuple", r"\(16, 4\), \(16,\)", "tuple", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[X, Y])
+    run_fit(folder, train_ds=[X, Y])
 
 
 @DATA.row("fit: batches with names of their own", "pixels", "split_batch", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[{"pixels": X[:8], "digit": Y[:8]}])
+    run_fit(folder, train_ds=[{"pixels": X[:8], "digit": Y[:8]}])
 
 
 @DATA.row("fit: batches of three", "3", "split_batch", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[(X[:8], Y[:8], Y[:8])])
+    run_fit(folder, train_ds=[(X[:8], Y[:8], Y[:8])])
 
 
 @DATA.row("fit: split_batch returns one thing", "split_batch", r"\(inputs, targets\)", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, split_batch=lambda batch: batch[0])
+    run_fit(folder, split_batch=lambda batch: batch[0])
 
 
 @DATA.row("TrainLoop: batches are dicts", "pair", "x, y", error=DataError)
 def _(folder: Path) -> None:
-    looped(data=[{"x": X[:8], "y": Y[:8]}])
+    run_loop(data=[{"x": X[:8], "y": Y[:8]}])
 
 
 @DATA.row("TrainerModule: a key that the batch does not have", "label", "input|target", IN_YOUR_CODE, error=KeyError)
@@ -358,7 +358,7 @@ def _(folder: Path) -> None:
             return self.loss(logits, batch["labels"]), (mutable, {})
 
     batch = {"input": X[:8], "target": Y[:8]}
-    trained(folder, [batch], kind=Keyed, exmp_input=batch)
+    run_trainer(folder, [batch], kind=Keyed, exmp_input=batch)
 
 
 @DATA.row("fit: a loader that fails", "boom", "train", "batch", IN_YOUR_CODE, error=ValueError, at=LATE)
@@ -371,7 +371,7 @@ def _(folder: Path) -> None:
             yield X[:8], Y[:8]
             raise ValueError("boom")
 
-    fitted(folder, train_ds=Broken())
+    run_fit(folder, train_ds=Broken())
 
 
 @DATA.row("fit: a loader with next only", "iter|iterate", error=(DataError, TypeError))
@@ -380,12 +380,12 @@ def _(folder: Path) -> None:
         def __next__(self) -> Any:
             return X[:8], Y[:8]
 
-    fitted(folder, train_ds=Nexting())
+    run_fit(folder, train_ds=Nexting())
 
 
 @DATA.row("fit: a class of loaders instead of a loader", "class", error=(DataError, TypeError))
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=Batches)
+    run_fit(folder, train_ds=Batches)
 
 
 @DATA.row("ArrayLoader: a batch size of 0", "batch_size", "0", error=(ValueError, TypeError))
@@ -395,57 +395,57 @@ def _(folder: Path) -> None:
 
 @DATA.row("fit: a batch size that is a float", "batch_size", r"8\.0", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, batch_size=8.0)
+    run_fit(folder, batch_size=8.0)
 
 
 @DATA.row("fit: predicting on inputs of another width", "5", "4|kernel", r"float32\[8, ?5\]", at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder).predict(WIDE[:8])
+    run_fit(folder).predict(WIDE[:8])
 
 
 @DATA.row("TrainerModule: testing on data of another width", "test", r"float32\[8, ?5\]", IN_YOUR_CODE, at=LATE)
 def _(folder: Path) -> None:
-    trained(folder).test_model(loader(WIDE))
+    run_trainer(folder).test_model(loader(WIDE))
 
 
 @DATA.row("TrainerModule: predicting on data of another width", r"float32\[8, ?5\]", at=LATE)
 def _(folder: Path) -> None:
-    trained(folder).predict(loader(WIDE))
+    run_trainer(folder).predict(loader(WIDE))
 
 
 @DATA.row("fit: a list of loaders to validate on", "val", "loaders", "by name", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=[loader(), loader()])
+    run_fit(folder, test_ds=[loader(), loader()])
 
 
 @DATA.row("TrainerModule: a list of loaders to train on", "train", "loaders", error=DataError)
 def _(folder: Path) -> None:
-    trained(folder, [loader(), loader()])
+    run_trainer(folder, [loader(), loader()])
 
 
 @DATA.row("train_fn: a generator to validate on, again and again", "val", "once", "list", error=DataError, at=LATE)
 def _(folder: Path) -> None:
-    functional(val=((X[:8], Y[:8]) for _ in range(1)), n_steps=3, eval_every_n_steps=1)
+    run_train_fn(val=((X[:8], Y[:8]) for _ in range(1)), n_steps=3, eval_every_n_steps=1)
 
 
 @DATA.row("TrainLoop: batches without targets", "pair", "single array", error=DataError)
 def _(folder: Path) -> None:
-    looped(data=[X[:8]])
+    run_loop(data=[X[:8]])
 
 
 @DATA.row("TrainLoop: a sample of another width than the data", r"float32\[8, ?4\]", "width", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    looped(input_sample=np.ones((1, 7), np.float32))
+    run_loop(input_sample=np.ones((1, 7), np.float32))
 
 
 @DATA.row("fit: predicting with a path", "predict", "data.csv", error=DataError, at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder).predict("data.csv")
+    run_fit(folder).predict("data.csv")
 
 
 @DATA.row("TrainerModule: testing on nothing", "data", error=ValueError)
 def _(folder: Path) -> None:
-    made(folder).test_model(None)
+    make_trainer(folder).test_model(None)
 
 
 LATER = np.where(np.arange(16) == 12, 7, Y)  # wrong in the second batch only
@@ -460,27 +460,27 @@ def _(style: str, folder: Path) -> None:
     "fit: a label out of range in a later batch of a list", "7", "0 to 2", at=LATE, never="Lower the learning rate"
 )
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=[(X[:8], LATER[:8]), (X[8:], LATER[8:])])
+    run_fit(folder, train_ds=[(X[:8], LATER[:8]), (X[8:], LATER[8:])])
 
 
 @DATA.row("fit: a label out of range in a later batch of a loader", "[Ll]abels", "0 to 2", r"batch\[1\]", at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=Batches((X[:8], LATER[:8]), (X[8:], LATER[8:])))
+    run_fit(folder, train_ds=Batches((X[:8], LATER[:8]), (X[8:], LATER[8:])))
 
 
 @DATA.row("ImgClassifierTrainer: batches that are pairs", "tuple", "SupervisedBatch", error=AttributeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=ImgClassifierTrainer, num_classes=3)
+    run_trainer(folder, kind=ImgClassifierTrainer, num_classes=3)
 
 
 @DATA.row("TrainerModule: a loader as the dataset", "dataset", "ArrayLoader", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, dataset=loader())
+    make_trainer(folder, dataset=loader())
 
 
 @DATA.row("fit: labels are true and false", r"bool\[8\]", "astype", IN_YOUR_CODE, error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=(X, Y > 1))
+    run_fit(folder, train_ds=(X, Y > 1))
 
 
 # arrays of the complete dataset and single examples instead of batches
@@ -495,22 +495,22 @@ def _(folder: Path) -> None:
     styles=OF_BATCHES,
 )
 def _(style: str, folder: Path) -> None:
-    {"TrainerModule": lambda: trained(folder, (X, Y)), "train_fn": lambda: functional((X, Y))}.get(
-        style, lambda: looped(data=(X, Y))
+    {"TrainerModule": lambda: run_trainer(folder, (X, Y)), "train_fn": lambda: run_train_fn((X, Y))}.get(
+        style, lambda: run_loop(data=(X, Y))
     )()
 
 
 @DATA.each("a list of single examples", "'train'", "single examples", "ArrayLoader", error=DataError, styles=OF_BATCHES)
 def _(style: str, folder: Path) -> None:
     examples = [*zip(X, Y, strict=True)]
-    {"TrainerModule": lambda: trained(folder, examples), "train_fn": lambda: functional(examples)}.get(
-        style, lambda: looped(data=examples)
+    {"TrainerModule": lambda: run_trainer(folder, examples), "train_fn": lambda: run_train_fn(examples)}.get(
+        style, lambda: run_loop(data=examples)
     )()
 
 
 @DATA.row("fit: inputs and targets as two arguments, as in Keras", r"fit\(model, \(x, y\)", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, train_ds=X, test_ds=Y)
+    run_fit(folder, train_ds=X, test_ds=Y)
 
 
 # labels of evaluation data

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, fitted, functional, loader, trained
+from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, loader, run_fit, run_train_fn, run_trainer
 
 from jax_trainer.callbacks import (
     Callback,
@@ -26,32 +26,32 @@ def own_callback(**methods: Any) -> Any:
 
 @HOOKS.row("TrainerModule: a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
 def _(folder: Path) -> None:
-    trained(folder, kind=own_trainer(on_train_epoch_end=lambda self: None))
+    run_trainer(folder, kind=own_trainer(on_train_epoch_end=lambda self: None))
 
 
 @HOOKS.row("TrainerModule: a misspelt hook", "on_training_epoch_ned", "on_training_epoch_end")
 def _(folder: Path) -> None:
-    trained(folder, kind=own_trainer(on_training_epoch_ned=lambda self, train_metrics, epoch_idx: None))
+    run_trainer(folder, kind=own_trainer(on_training_epoch_ned=lambda self, train_metrics, epoch_idx: None))
 
 
 @HOOKS.row("TrainerModule: a hook with another parameter", "train_metrics", "batch_idx", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=own_trainer(on_training_epoch_end=lambda self, train_metrics, epoch_idx, batch_idx: None))
+    run_trainer(folder, kind=own_trainer(on_training_epoch_end=lambda self, train_metrics, epoch_idx, batch_idx: None))
 
 
 @HOOKS.row("a callback with a hook of Lightning", "on_train_epoch_end", "on_training_epoch_end")
 def _(folder: Path) -> None:
-    trained(folder, callbacks=[own_callback(on_train_epoch_end=lambda self, trainer, pl_module: None)])
+    run_trainer(folder, callbacks=[own_callback(on_train_epoch_end=lambda self, trainer, pl_module: None)])
 
 
 @HOOKS.row("fit: a callback with a misspelt hook", "on_validation_epoch_edn", "on_validation_epoch_end")
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=[own_callback(on_validation_epoch_edn=lambda self, eval_metrics, epoch_idx: None)])
+    run_fit(folder, callbacks=[own_callback(on_validation_epoch_edn=lambda self, eval_metrics, epoch_idx: None)])
 
 
 @HOOKS.row("fit: a callback with a hook of Keras", "on_epoch_end", "on_training_epoch_end")
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=[own_callback(on_epoch_end=lambda self, epoch, logs=None: None)])
+    run_fit(folder, callbacks=[own_callback(on_epoch_end=lambda self, epoch, logs=None: None)])
 
 
 @HOOKS.row("TrainerModule: a hook that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
@@ -59,7 +59,7 @@ def _(folder: Path) -> None:
     def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
         raise RuntimeError("boom")
 
-    trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end))
+    run_trainer(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end))
 
 
 @HOOKS.row("fit: a callback that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
@@ -67,7 +67,7 @@ def _(folder: Path) -> None:
     def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
         raise RuntimeError("boom")
 
-    fitted(folder, callbacks=[own_callback(on_training_epoch_end=on_training_epoch_end)])
+    run_fit(folder, callbacks=[own_callback(on_training_epoch_end=on_training_epoch_end)])
 
 
 @HOOKS.row("train_fn: a hook that fails", "boom", IN_YOUR_CODE, error=RuntimeError, at=LATE)
@@ -75,22 +75,22 @@ def _(folder: Path) -> None:
     def hook(step: int, **kwargs: Any) -> None:
         raise RuntimeError("boom")
 
-    functional(hooks=[hook])
+    run_train_fn(hooks=[hook])
 
 
 @HOOKS.row("train_fn: a hook of other parameters", "hook", "step", error=TypeError)
 def _(folder: Path) -> None:
-    functional(hooks=[lambda: None])
+    run_train_fn(hooks=[lambda: None])
 
 
 @HOOKS.row("train_fn: a hook that takes the step alone", "hook", "model", error=TypeError)
 def _(folder: Path) -> None:
-    functional(hooks=[lambda step: None])
+    run_train_fn(hooks=[lambda step: None])
 
 
 @HOOKS.row("train_fn: a hook that is called", "hook", "None", error=TypeError)
 def _(folder: Path) -> None:
-    functional(hooks=[None])
+    run_train_fn(hooks=[None])
 
 
 @HOOKS.row("train_fn: a hook every 0 steps", "every_n_steps", "0", error=(ValueError, TypeError))
@@ -98,7 +98,7 @@ def _(folder: Path) -> None:
     def hook(step: int, **kwargs: Any) -> None: ...
 
     hook.every_n_steps = 0  # type: ignore[attr-defined] - the mistake
-    functional(hooks=[hook])
+    run_train_fn(hooks=[hook])
 
 
 @HOOKS.row("a callback's class instead of one", "CallbackList", "class|object|instance", error=TypeError)
@@ -106,45 +106,45 @@ def _(folder: Path) -> None:
     class CallbackList(Callback):
         pass
 
-    fitted(folder, callbacks=[CallbackList])
+    run_fit(folder, callbacks=[CallbackList])
 
 
 @HOOKS.row("EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
+    run_fit(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
 
 
 @HOOKS.row("EarlyStopping of a metric of validation without validation", "val/loss", at=STEP)
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=[EarlyStoppingConfig(monitor="val/loss")])
+    run_fit(folder, callbacks=[EarlyStoppingConfig(monitor="val/loss")])
 
 
 @HOOKS.row("TrainerModule: EarlyStopping of a metric that is not there", "val/accuracy", "val/loss")
 def _(folder: Path) -> None:
-    trained(folder, val=loader(), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
+    run_trainer(folder, val=loader(), callbacks=[EarlyStoppingConfig(monitor="val/accuracy", mode="max")])
 
 
 @HOOKS.row("TrainerModule: ModelCheckpoint of a metric that is not there", "val/acc", "val/loss")
 def _(folder: Path) -> None:
-    trained(folder, val=loader(), callbacks=[ModelCheckpointConfig(monitor="val/acc", mode="max")])
+    run_trainer(folder, val=loader(), callbacks=[ModelCheckpointConfig(monitor="val/acc", mode="max")])
 
 
 @HOOKS.row("EarlyStopping of a name that auto does not know", "val/my_score", "mode")
 def _(folder: Path) -> None:
     EarlyStoppingConfig(monitor="val/my_score")
     loss = lambda logits, labels: (logits.mean() ** 2, {"my_score": logits.mean()})
-    fitted(folder, test_ds=(X, Y), loss_fn=loss, callbacks=[EarlyStoppingConfig(monitor="val/my_score")])
+    run_fit(folder, test_ds=(X, Y), loss_fn=loss, callbacks=[EarlyStoppingConfig(monitor="val/my_score")])
 
 
 @HOOKS.row("EarlyStopping with a negative patience", "patience", "-1")
 def _(folder: Path) -> None:
     EarlyStoppingConfig(monitor="val/loss", patience=-1)
-    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/loss", patience=-1)])
+    run_fit(folder, test_ds=(X, Y), callbacks=[EarlyStoppingConfig(monitor="val/loss", patience=-1)])
 
 
 @HOOKS.row("ModelCheckpoint with a mode that is none", "mode", "maximum", "max")
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), callbacks=[ModelCheckpointConfig(monitor="val/loss", mode=cast("Any", "maximum"))])
+    run_fit(folder, test_ds=(X, Y), callbacks=[ModelCheckpointConfig(monitor="val/loss", mode=cast("Any", "maximum"))])
 
 
 @HOOKS.row("a callback with an unknown keyword", "moniter", "monitor", error=TypeError)
@@ -157,7 +157,7 @@ def _(folder: Path) -> None:
     def on_training_epoch_end(self: Any, train_metrics: Any, epoch_idx: int) -> None:
         self.state = {"params": 1}
 
-    trained(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end), train_epochs=2)
+    run_trainer(folder, kind=own_trainer(on_training_epoch_end=on_training_epoch_end), train_epochs=2)
 
 
 # callbacks that are none, or not finished
@@ -165,41 +165,41 @@ def _(folder: Path) -> None:
 
 @HOOKS.row("a callback of no class of ours", "CallbackList", r"jax_trainer\.Callback", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, callbacks=[cast(Any, type("CallbackList", (), {})())])
+    run_trainer(folder, callbacks=[cast(Any, type("CallbackList", (), {})())])
 
 
 @HOOKS.row(
     "the name of a callback in a list", "'EarlyStopping'", r"callbacks=\{'EarlyStopping': \{\}\}", error=TypeError
 )
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=cast(Any, ["EarlyStopping"]))
+    run_fit(folder, callbacks=cast(Any, ["EarlyStopping"]))
 
 
 @HOOKS.row("a function as a callback", "function", "LambdaCallback", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=cast(Any, [lambda epoch: None]))
+    run_fit(folder, callbacks=cast(Any, [lambda epoch: None]))
 
 
 @HOOKS.row("LambdaCallback: a hook of Keras", "on_epoch_end", "on_training_epoch_end", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, callbacks=[LambdaCallback(on_epoch_end=lambda epoch: None)])
+    run_fit(folder, callbacks=[LambdaCallback(on_epoch_end=lambda epoch: None)])
 
 
 @HOOKS.row("a callback whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, callbacks=[own_callback(__init__=lambda self: None)])
+    run_trainer(folder, callbacks=[own_callback(__init__=lambda self: None)])
 
 
 @HOOKS.row("a trainer whose __init__ does not call super", r"super\(\).__init__", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=own_trainer(__init__=lambda self, **parts: None))
+    run_trainer(folder, kind=own_trainer(__init__=lambda self, **parts: None))
 
 
 @HOOKS.row("TrainerModule: an object that monitors what is not there", "val_loss", "val/loss")
 def _(folder: Path) -> None:
-    trained(folder, val=loader(), callbacks=[EarlyStopping(monitor="val_loss")])
+    run_trainer(folder, val=loader(), callbacks=[EarlyStopping(monitor="val_loss")])
 
 
 @HOOKS.row("fit: an object that monitors what is not there", "val_loss", "val/loss")
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), callbacks=[EarlyStopping(monitor="val_loss")])
+    run_fit(folder, test_ds=(X, Y), callbacks=[EarlyStopping(monitor="val_loss")])

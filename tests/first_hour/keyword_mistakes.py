@@ -13,14 +13,14 @@ from mistakes import (
     X,
     Y,
     cross_entropy,
-    fitted,
-    functional,
     loader,
-    looped,
-    made,
+    make_trainer,
     nnx_net,
+    run_fit,
+    run_loop,
+    run_train_fn,
+    run_trainer,
     train_step,
-    trained,
     val_step,
 )
 
@@ -40,7 +40,7 @@ def _rows(make: Any, style: str, cases: list[tuple[str, dict[str, Any], tuple[st
 # names that other libraries have
 
 _rows(
-    lambda folder, changes: fitted(folder, **changes),
+    lambda folder, changes: run_fit(folder, **changes),
     "fit",
     [
         ("epochs", {"epochs": 3}, ("epochs", "num_epochs")),
@@ -57,7 +57,7 @@ _rows(
     error=TypeError,
 )
 _rows(
-    lambda folder, changes: trained(folder, **changes),
+    lambda folder, changes: run_trainer(folder, **changes),
     "TrainerModule",
     [
         ("max_epochs", {"max_epochs": 3}, ("max_epochs", "train_epochs")),
@@ -73,7 +73,7 @@ _rows(
     error=TypeError,
 )
 _rows(
-    lambda folder, changes: functional(**changes),
+    lambda folder, changes: run_train_fn(**changes),
     "train_fn",
     [
         ("num_steps", {"num_steps": 3}, ("num_steps", "n_steps")),
@@ -83,7 +83,7 @@ _rows(
     error=TypeError,
 )
 _rows(
-    lambda folder, changes: looped(**changes),
+    lambda folder, changes: run_loop(**changes),
     "TrainLoop",
     [
         ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
@@ -96,7 +96,7 @@ _rows(
 # values
 
 _rows(
-    lambda folder, changes: fitted(folder, **changes),
+    lambda folder, changes: run_fit(folder, **changes),
     "fit",
     [
         ("num_epochs=0", {"num_epochs": 0}, ("num_epochs", "0")),
@@ -137,7 +137,7 @@ _rows(
     ],
 )
 _rows(
-    lambda folder, changes: trained(folder, **changes),
+    lambda folder, changes: run_trainer(folder, **changes),
     "TrainerModule",
     [
         ("train_epochs=0", {"train_epochs": 0}, ("train_epochs", "0")),
@@ -160,7 +160,7 @@ _rows(
     ],
 )
 _rows(
-    lambda folder, changes: functional(**changes),
+    lambda folder, changes: run_train_fn(**changes),
     "train_fn",
     [
         ("n_steps=0", {"n_steps": 0}, ("n_steps", "0")),
@@ -172,7 +172,7 @@ _rows(
     ],
 )
 _rows(
-    lambda folder, changes: looped(**changes),
+    lambda folder, changes: run_loop(**changes),
     "TrainLoop",
     [
         ("n_steps_per_checkpoint=0", {"n_steps_per_checkpoint": 0}, ("n_steps_per_checkpoint", "0")),
@@ -222,12 +222,12 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("fit: the optimizer as the third argument", "test_ds", "optimizer", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, None, None, optax.adam(1e-3))
+    run_fit(folder, None, None, optax.adam(1e-3))
 
 
 @KEYWORDS.row("fit: the loss as the third argument", "val", "logits, labels", error=DataError)
 def _(folder: Path) -> None:
-    fitted(folder, None, None, cross_entropy)
+    run_fit(folder, None, None, cross_entropy)
 
 
 @KEYWORDS.row("fit: the loss as the fourth argument", "positional|keyword|loss_fn", error=TypeError)
@@ -237,7 +237,7 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("fit: data before the model", "model is a tuple", "module", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, (X, Y), Net())
+    run_fit(folder, (X, Y), Net())
 
 
 @KEYWORDS.row("TrainerModule: an optimizer where the configuration belongs", "config", "optimizer", error=TypeError)
@@ -247,22 +247,22 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("TrainerModule: num_epochs=0 of train_model", "num_epochs", "0", error=(ValueError, TypeError))
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), num_epochs=0)
+    make_trainer(folder).train_model(loader(), num_epochs=0)
 
 
 @KEYWORDS.row("TrainerModule: num_epochs='3' of train_model", "num_epochs", "'3'", error=(ValueError, TypeError))
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), num_epochs="3")
+    make_trainer(folder).train_model(loader(), num_epochs="3")
 
 
 @KEYWORDS.row("TrainerModule: epochs of train_model", "epochs", "num_epochs", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), epochs=3)
+    make_trainer(folder).train_model(loader(), epochs=3)
 
 
 @KEYWORDS.row("TrainerModule: val_loader by Lightning's name", "val_dataloaders", "val_loader", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), val_dataloaders=loader())
+    make_trainer(folder).train_model(loader(), val_dataloaders=loader())
 
 
 # what Lightning and Keras have, and where it is here
@@ -270,12 +270,12 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("TrainerModule: log_every_n_steps", "log_steps_every", never="val_every_n_steps", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, log_every_n_steps=1)
+    make_trainer(folder, log_every_n_steps=1)
 
 
 @KEYWORDS.row("TrainerModule: default_root_dir", "log_dir", "logger", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, default_root_dir="x")
+    make_trainer(folder, default_root_dir="x")
 
 
 @KEYWORDS.row("ModelCheckpoint: dirpath", "dirpath", "checkpoints/", error=TypeError)
@@ -285,10 +285,10 @@ def _(folder: Path) -> None:
 
 @KEYWORDS.row("fit: validation_split", "validation_split", "test_ds", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, validation_split=0.2)
+    run_fit(folder, validation_split=0.2)
 
 
 for lightning, ours in {"fit": "train_model", "test": "test_model", "validate": "eval_model"}.items():
     KEYWORDS.row(f"TrainerModule: the method {lightning}", lightning, ours, error=AttributeError)(
-        lambda folder, name=lightning: getattr(made(folder), name)
+        lambda folder, name=lightning: getattr(make_trainer(folder), name)
     )

@@ -17,13 +17,13 @@ from mistakes import (
     X,
     Y,
     cross_entropy,
-    fitted,
-    functional,
     loader,
-    looped,
     nnx_net,
+    run_fit,
+    run_loop,
+    run_train_fn,
+    run_trainer,
     train,
-    trained,
     val_step,
 )
 
@@ -136,99 +136,99 @@ def _(style: str, folder: Path) -> None:
 
 @LOSSES.row("fit: the loss returns (metrics, loss)", "loss", "dict", "order|swap|first", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: ({"acc": 1.0}, cross_entropy(logits, labels)))
+    run_fit(folder, loss_fn=lambda logits, labels: ({"acc": 1.0}, cross_entropy(logits, labels)))
 
 
 @LOSSES.row("fit: the loss returns a dict alone", "loss", "dict", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: {"loss": cross_entropy(logits, labels)})
+    run_fit(folder, loss_fn=lambda logits, labels: {"loss": cross_entropy(logits, labels)})
 
 
 @LOSSES.row("fit: the loss returns the loss and the logits", "loss", "dict", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), logits))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), logits))
 
 
 @LOSSES.row("fit: the loss returns three things", "loss", "tuple", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {}, {}))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {}, {}))
 
 
 @LOSSES.row("fit nnx: the loss with the model returns (metrics, loss)", "dict", "order|swap|first", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, nnx_net(), loss_fn=lambda model, batch: ({"a": 1.0}, cross_entropy(model(batch[0]), batch[1])))
+    run_fit(folder, nnx_net(), loss_fn=lambda model, batch: ({"a": 1.0}, cross_entropy(model(batch[0]), batch[1])))
 
 
 @LOSSES.row(
     "TrainerModule nnx: the loss returns (metrics, loss)", "loss_function", "dict", "order|swap|first", error=TypeError
 )
 def _(folder: Path) -> None:
-    trained(folder, kind=nnx_trainer(lambda loss: ({"acc": loss}, loss)), model=nnx_net())
+    run_trainer(folder, kind=nnx_trainer(lambda loss: ({"acc": loss}, loss)), model=nnx_net())
 
 
 @LOSSES.row("TrainerModule nnx: the loss returns a dict alone", "loss_function", "dict", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=nnx_trainer(lambda loss: {"loss": loss}), model=nnx_net())
+    run_trainer(folder, kind=nnx_trainer(lambda loss: {"loss": loss}), model=nnx_net())
 
 
 @LOSSES.row("TrainerModule nnx: the loss returns three things", "loss_function", "tuple|3", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=nnx_trainer(lambda loss: (loss, {}, {})), model=nnx_net())
+    run_trainer(folder, kind=nnx_trainer(lambda loss: (loss, {}, {})), model=nnx_net())
 
 
 @LOSSES.row("TrainerModule nnx: the loss returns the loss and the logits", "loss_function", "dict", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=nnx_trainer(lambda loss: (loss, jnp.zeros(3))), model=nnx_net())
+    run_trainer(folder, kind=nnx_trainer(lambda loss: (loss, jnp.zeros(3))), model=nnx_net())
 
 
 @LOSSES.row("TrainerModule linen: the loss alone", "loss_function_linen|linen loss", "mutable", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: loss))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: loss))
 
 
 @LOSSES.row("TrainerModule linen: the loss and metrics, without collections", "mutable", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, {"acc": loss})))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: (loss, {"acc": loss})))
 
 
 @LOSSES.row("TrainerModule linen: metrics before collections", "mutable", "metrics", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, ({"acc": loss}, mutable))))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: (loss, ({"acc": loss}, mutable))))
 
 
 @LOSSES.row("TrainerModule linen: (metrics, loss)", "mutable|dict", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: ((mutable, {"acc": loss}), loss)))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: ((mutable, {"acc": loss}), loss)))
 
 
 @LOSSES.row("TrainerModule linen: collections that are not what the model has", "mutable|collections", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, (loss, {}))))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: (loss, (loss, {}))))
 
 
 @LOSSES.row("train_fn: the gradients alone", "train_step", "loss", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: grads))
+    run_train_fn(fns=step(lambda loss, grads: grads))
 
 
 @LOSSES.row("train_fn: (grads, loss)", "train_step", "gradients", error=(TypeError, ValueError))
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: (grads, loss)))
+    run_train_fn(fns=step(lambda loss, grads: (grads, loss)))
 
 
 @LOSSES.row("train_fn: nothing", "train_step", "return", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: None))
+    run_train_fn(fns=step(lambda loss, grads: None))
 
 
 @LOSSES.row("train_fn: the loss alone", "train_step", "gradients", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: loss))
+    run_train_fn(fns=step(lambda loss, grads: loss))
 
 
 @LOSSES.row("train_fn: (loss, metrics, grads)", "train_step", "3|metrics", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: (loss, {}, grads)))
+    run_train_fn(fns=step(lambda loss, grads: (loss, {}, grads)))
 
 
 @LOSSES.row(
@@ -238,43 +238,43 @@ def _(folder: Path) -> None:
     error=(TypeError, ValueError),
 )
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: (loss, {"out": jnp.zeros(3)})))
+    run_train_fn(fns=step(lambda loss, grads: (loss, {"out": jnp.zeros(3)})))
 
 
 @LOSSES.row("train_fn: val_step returns (metrics, loss)", "val_step", "dict", error=(TypeError, ValueError))
 def _(folder: Path) -> None:
     bad = lambda model, rng_key, batch: ({"acc": 1.0}, val_step(model, rng_key, batch))
-    functional(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], bad))
+    run_train_fn(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], bad))
 
 
 @LOSSES.row("train_fn: val_step returns nothing", "val_step", "None|nothing", error=(TypeError, ValueError))
 def _(folder: Path) -> None:
-    functional(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], lambda model, rng_key, batch: None))
+    run_train_fn(val=loader(), fns=(step(lambda loss, grads: (loss, grads))[0], lambda model, rng_key, batch: None))
 
 
 @LOSSES.row("train_fn: a step with its arguments in another number", "rng_key|train_step", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=(lambda model, batch: None, val_step))
+    run_train_fn(fns=(lambda model, batch: None, val_step))
 
 
 @LOSSES.row("train_fn: one function instead of two", "fns", "train_step", "val_step", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=val_step)
+    run_train_fn(fns=val_step)
 
 
 @LOSSES.row("TrainLoop: the loss returns a dict of metrics with it", "TrainTask.loss|`loss`", "tuple", error=TypeError)
 def _(folder: Path) -> None:
-    looped(loss=lambda logits, labels: (cross_entropy(logits, labels), {"acc": 1.0}))
+    run_loop(loss=lambda logits, labels: (cross_entropy(logits, labels), {"acc": 1.0}))
 
 
 @LOSSES.row("TrainLoop: the loss takes other arguments", "loss", IN_YOUR_CODE + "|arguments", error=TypeError)
 def _(folder: Path) -> None:
-    looped(loss=lambda logits: logits.mean())
+    run_loop(loss=lambda logits: logits.mean())
 
 
 @LOSSES.row("TrainLoop: the loss takes the batch", "loss", "logits|outputs|targets", error=TypeError)
 def _(folder: Path) -> None:
-    looped(loss=lambda params, batch, rng: 0.0)
+    run_loop(loss=lambda params, batch, rng: 0.0)
 
 
 # metrics
@@ -285,69 +285,71 @@ VECTOR = ("acc", r"\(8,\)|\[8\]", "mean")
 
 @LOSSES.row("fit: a metric per example", *VECTOR)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": logits.argmax(-1) == labels}))
+    run_fit(
+        folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": logits.argmax(-1) == labels})
+    )
 
 
 @LOSSES.row("TrainerModule: a metric per example", *VECTOR)
 def _(folder: Path) -> None:
     vector = lambda loss, mutable: (loss, (mutable, {"acc": jnp.ones(8)}))
-    trained(folder, kind=linen_trainer(vector))
+    run_trainer(folder, kind=linen_trainer(vector))
 
 
 @LOSSES.row("train_fn: a metric per example", *VECTOR)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: ((loss, {"acc": jnp.ones(8)}), grads)))
+    run_train_fn(fns=step(lambda loss, grads: ((loss, {"acc": jnp.ones(8)}), grads)))
 
 
 @LOSSES.row("fit: a metric that is text", "note", "str", "number", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"note": "good"}))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"note": "good"}))
 
 
 @LOSSES.row("TrainerModule: a metric that is text", "note", "str", "number", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=linen_trainer(lambda loss, mutable: (loss, (mutable, {"note": "good"}))))
+    run_trainer(folder, kind=linen_trainer(lambda loss, mutable: (loss, (mutable, {"note": "good"}))))
 
 
 @LOSSES.row("train_fn: a metric that is text", "note", "str", "number", error=TypeError)
 def _(folder: Path) -> None:
-    functional(fns=step(lambda loss, grads: ((loss, {"note": "good"}), grads)))
+    run_train_fn(fns=step(lambda loss, grads: ((loss, {"note": "good"}), grads)))
 
 
 @LOSSES.row("fit: a metric that is None", "acc", "None", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": None}))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"acc": None}))
 
 
 @LOSSES.row("fit: a metric with an unknown mode", "acc", "average", "mean", error=ValueError)
 def _(folder: Path) -> None:
     loss = lambda logits, labels: (cross_entropy(logits, labels), {"acc": {"value": 1.0, "mode": "average"}})
-    fitted(folder, loss_fn=loss)
+    run_fit(folder, loss_fn=loss)
 
 
 @LOSSES.row("fit: metrics in a nested dict", "scores", "acc", "value", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"scores": {"acc": 1.0}}))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {"scores": {"acc": 1.0}}))
 
 
 @LOSSES.row("fit: a metric whose name is no text", "1|name", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {1: 2.0}))
+    run_fit(folder, loss_fn=lambda logits, labels: (cross_entropy(logits, labels), {1: 2.0}))
 
 
 @LOSSES.row("fit: eval_step returns a tuple", "eval_step", "tuple", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: (1.0, 2.0))
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda state, batch: (1.0, 2.0))
 
 
 @LOSSES.row("fit: eval_step returns nothing", "eval_step", "nothing", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: None)
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda state, batch: None)
 
 
 @LOSSES.row("fit: eval_step that fails", "no_such", IN_YOUR_CODE, r"float32\[8, ?4\]", error=AttributeError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: state.no_such)
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda state, batch: state.no_such)
 
 
 # how it is written
@@ -355,47 +357,47 @@ def _(folder: Path) -> None:
 
 @LOSSES.row("fit: no loss", "loss_fn", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=None)
+    run_fit(folder, loss_fn=None)
 
 
 @LOSSES.row("fit: the loss is called", "loss_fn", "function", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=cross_entropy(jnp.zeros((1, 3)), jnp.zeros(1, int)))
+    run_fit(folder, loss_fn=cross_entropy(jnp.zeros((1, 3)), jnp.zeros(1, int)))
 
 
 @LOSSES.row("fit: the loss is a name", "loss_fn", "str", "function", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn="cross_entropy")
+    run_fit(folder, loss_fn="cross_entropy")
 
 
 @LOSSES.row("fit: a loss of one argument", "loss_fn", "logits", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda batch: 0.0)
+    run_fit(folder, loss_fn=lambda batch: 0.0)
 
 
 @LOSSES.row("fit: a loss that wants more", "loss_fn", "weights", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels, weights: 0.0)
+    run_fit(folder, loss_fn=lambda logits, labels, weights: 0.0)
 
 
 @LOSSES.row("fit: a loss that wants the epoch", "loss_fn", "epoch", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda logits, labels, epoch: 0.0)
+    run_fit(folder, loss_fn=lambda logits, labels, epoch: 0.0)
 
 
 @LOSSES.row("fit: an nnx loss for a linen model", "params", "model", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    run_fit(folder, loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
 
 
 @LOSSES.row("fit: a linen loss for an nnx model", "params", "model", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, nnx_net(), loss_fn=lambda params, batch: 0.0)
+    run_fit(folder, nnx_net(), loss_fn=lambda params, batch: 0.0)
 
 
 @LOSSES.row("fit: labels and logits exchanged in the loss", r"loss_fn\(logits, labels\)")
 def _(folder: Path) -> None:
-    fitted(folder, loss_fn=lambda labels, logits: cross_entropy(logits, labels))
+    run_fit(folder, loss_fn=lambda labels, logits: cross_entropy(logits, labels))
 
 
 @LOSSES.row("TrainerModule: no loss at all", "loss_function_linen", "Bare", error=NotImplementedError)
@@ -404,7 +406,7 @@ def _(folder: Path) -> None:
         def batch_to_input(self, batch: Any) -> Any:
             return batch[0]
 
-    trained(folder, kind=Bare)
+    run_trainer(folder, kind=Bare)
 
 
 @LOSSES.row("TrainerModule: no batch_to_input", "batch_to_input", "Bare", error=NotImplementedError)
@@ -412,7 +414,7 @@ def _(folder: Path) -> None:
     class Bare(TrainerModule):
         pass
 
-    trained(folder, kind=Bare)
+    run_trainer(folder, kind=Bare)
 
 
 @LOSSES.row("TrainerModule: the loss of the other flavour only", "loss_function", "nnx", error=NotImplementedError)
@@ -421,7 +423,7 @@ def _(folder: Path) -> None:
         batch_to_input = Trainer.batch_to_input
         loss_function_linen = Trainer.loss_function_linen
 
-    trained(folder, kind=LinenOnly, model=nnx_net())
+    run_trainer(folder, kind=LinenOnly, model=nnx_net())
 
 
 @LOSSES.row("TrainerModule: a loss of other parameters", "loss_function", "batch", error=TypeError)
@@ -430,7 +432,7 @@ def _(folder: Path) -> None:
         def loss_function_linen(self, params: Any, batch: Any) -> Any:  # pyright: ignore  # the mistake
             return 0.0
 
-    trained(folder, kind=Own)
+    run_trainer(folder, kind=Own)
 
 
 @LOSSES.row("TrainerModule: Lightning's training_step", "training_step", "loss_function")
@@ -439,7 +441,7 @@ def _(folder: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return 0.0
 
-    trained(folder, kind=Own)
+    run_trainer(folder, kind=Own)
 
 
 @LOSSES.each("a loss that is not finite from the start", "[Nn]ot finite|nan", "step|Step", at=LATE)
@@ -458,23 +460,27 @@ def _(folder: Path) -> None:
     def loss_function_linen(params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
         return 0.0
 
-    trained(folder, kind=type("Own", (Trainer,), {"loss_function_linen": loss_function_linen}))
+    run_trainer(folder, kind=type("Own", (Trainer,), {"loss_function_linen": loss_function_linen}))
 
 
 @LOSSES.row("TrainerModule: create_functions returns one step", "create_functions", "evaluation", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=type("Own", (Trainer,), {"create_functions": lambda self: lambda state, batch: (state, {})}))
+    run_trainer(
+        folder, kind=type("Own", (Trainer,), {"create_functions": lambda self: lambda state, batch: (state, {})})
+    )
 
 
 @LOSSES.row("TrainerModule: a step of one's own returns nothing", "state, metrics", "NoneType|nothing", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=type("Own", (Trainer,), {"create_training_function": lambda self: lambda state, batch: None}))
+    run_trainer(
+        folder, kind=type("Own", (Trainer,), {"create_training_function": lambda self: lambda state, batch: None})
+    )
 
 
 @LOSSES.row("TrainerModule: a step of one's own returns (metrics, state)", "state, metrics", error=TypeError)
 def _(folder: Path) -> None:
     swapped = lambda self: lambda state, batch: ({"loss": jnp.float32(0)}, state)
-    trained(folder, kind=type("Own", (Trainer,), {"create_training_function": swapped}))
+    run_trainer(folder, kind=type("Own", (Trainer,), {"create_training_function": swapped}))
 
 
 @LOSSES.each("the loss formats a value", "jax.debug.print", IN_YOUR_CODE)
@@ -484,12 +490,12 @@ def _(style: str, folder: Path) -> None:
 
 @LOSSES.row("fit: eval_step returns text", "eval_step", "str", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: "good")
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda state, batch: "good")
 
 
 @LOSSES.row("fit: eval_step returns a value per example by name", "acc", r"\(8,\)", "mean", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda state, batch: {"acc": batch[1] == 1})
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda state, batch: {"acc": batch[1] == 1})
 
 
 def evaluated(metrics: Any, checkpoint: Any = None) -> None:
@@ -535,7 +541,7 @@ def _(folder: Path) -> None:
     def loss(params: Any, batch: Any) -> Any:
         return cross_entropy(Net().apply(params, batch[0]), batch[1])
 
-    fitted(folder, loss_fn=loss)
+    run_fit(folder, loss_fn=loss)
 
 
 @LOSSES.row("TrainerModule: the output and the collections are not taken apart", "logits, mutable", IN_YOUR_CODE)
@@ -545,7 +551,7 @@ def _(folder: Path) -> None:
             logits = self.model_linen_apply(params, state, batch[0], rng, train=train)
             return cross_entropy(logits, batch[1]), (None, {})
 
-    trained(folder, kind=Own)
+    run_trainer(folder, kind=Own)
 
 
 @LOSSES.row("TrainerModule: self.log", "no attribute 'log'", "Return metrics", IN_YOUR_CODE)
@@ -556,7 +562,7 @@ def _(folder: Path) -> None:
             cast(Any, self).log("train_loss", loss)
             return loss, {}
 
-    trained(folder, kind=Own, model=nnx_net())
+    run_trainer(folder, kind=Own, model=nnx_net())
 
 
 @LOSSES.row("TrainerModule: a step of one's own forgets what apply_gradients returns", "apply_gradients", "trained")
@@ -571,7 +577,7 @@ def _(folder: Path) -> None:
 
             return step
 
-    trained(folder, kind=Own)
+    run_trainer(folder, kind=Own)
 
 
 @LOSSES.row(
@@ -581,7 +587,7 @@ def _(folder: Path) -> None:
     def step(model: Any, batch: Any, rng_key: Any) -> Any:
         return nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
 
-    functional(fns=(step, val_step))
+    run_train_fn(fns=(step, val_step))
 
 
 @LOSSES.row("train_fn: the optimizer is updated inside the step", "optimizer.update", "gradients", IN_YOUR_CODE)
@@ -594,7 +600,7 @@ def _(folder: Path) -> None:
         optimizer.update(model, grads)
         return loss, grads
 
-    functional(fns=(step, val_step), model=model)
+    run_train_fn(fns=(step, val_step), model=model)
 
 
 @LOSSES.row("train_fn: a tuple is used as a dict", "tuple", "x, y = batch", IN_YOUR_CODE)
@@ -602,14 +608,14 @@ def _(folder: Path) -> None:
     def step(model: Any, rng_key: Any, batch: Any) -> Any:
         return nnx.value_and_grad(lambda model: cross_entropy(model(batch["image"]), batch["label"]))(model)
 
-    functional(fns=(step, val_step))
+    run_train_fn(fns=(step, val_step))
 
 
 @LOSSES.row("fit: eval_step with its arguments in another order", r"\(state, batch\)", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    fitted(folder, test_ds=(X, Y), eval_step=lambda batch, state: state.apply_fn({"params": state.params}, batch[0]))
+    run_fit(folder, test_ds=(X, Y), eval_step=lambda batch, state: state.apply_fn({"params": state.params}, batch[0]))
 
 
 @LOSSES.row("fit: eval_step without data to evaluate", "eval_step", "test_ds", error=ValueError)
 def _(folder: Path) -> None:
-    fitted(folder, eval_step=lambda state, batch: 1.0)
+    run_fit(folder, eval_step=lambda state, batch: 1.0)

@@ -118,7 +118,7 @@ def loader(x: Any = X, y: Any = Y, size: int = 8) -> ArrayLoader:
     return ArrayLoader((x, y), size)
 
 
-def fitted(folder: Path, model: Any = None, train_ds: Any = None, test_ds: Any = None, **changes: Any) -> Any:
+def run_fit(folder: Path, model: Any = None, train_ds: Any = None, test_ds: Any = None, **changes: Any) -> Any:
     """`fit`, with something changed."""
     options: dict[str, Any] = {
         "loss_fn": lambda logits, labels: cross_entropy(logits, labels),
@@ -150,7 +150,7 @@ class Trainer(TrainerModule):
         return self.loss(logits, batch[1]), (mutable, {})
 
 
-def made(folder: Path, kind: Any = Trainer, **changes: Any) -> Any:
+def make_trainer(folder: Path, kind: Any = Trainer, **changes: Any) -> Any:
     """A trainer, with something changed."""
     options: dict[str, Any] = {
         "model": Net(),
@@ -163,9 +163,9 @@ def made(folder: Path, kind: Any = Trainer, **changes: Any) -> Any:
     return kind(**{name: value for name, value in (options | changes).items() if value is not ...})
 
 
-def trained(folder: Path, train: Any = None, val: Any = None, kind: Any = Trainer, **changes: Any) -> Any:
+def run_trainer(folder: Path, train: Any = None, val: Any = None, kind: Any = Trainer, **changes: Any) -> Any:
     """`TrainerModule`, with something changed, trained."""
-    trainer = made(folder, kind, **changes)
+    trainer = make_trainer(folder, kind, **changes)
     trainer.train_model(loader() if train is None else train, val)
     return trainer
 
@@ -178,7 +178,7 @@ def val_step(model: Any, rng_key: Any, batch: Any) -> Any:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def functional(
+def run_train_fn(
     train: Any = None,
     val: Any = None,
     fns: Any = (train_step, val_step),
@@ -194,7 +194,7 @@ def functional(
     go(jax.random.key(0), model, optimizer, loader() if train is None else train, val)
 
 
-def looped(model: Any = None, steps: int = 2, **changes: Any) -> None:
+def run_loop(model: Any = None, steps: int = 2, **changes: Any) -> None:
     """`TrainLoop`, with something changed, iterated over."""
     model = Net() if model is None else model
     task = {"apply": model.apply, "optimizer": optax.adam(1e-2), "loss": cross_entropy, "data": loader()}
@@ -220,21 +220,21 @@ def train(
     """The same training in any style."""
     data, tx = loader() if data is None else data, optax.adam(1e-2) if tx is None else tx
     if style == "fit, linen":
-        fitted(folder, linen, data, val, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=tx)
+        run_fit(folder, linen, data, val, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=tx)
     elif style == "fit, nnx":
         model = nnx_net() if nnx_model is None else nnx_model
-        fitted(folder, model, data, val, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=tx)
+        run_fit(folder, model, data, val, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=tx)
     elif style.startswith("TrainerModule"):
         kind = type("Classifier", (Trainer,), {"loss": staticmethod(loss)})
         of_nnx = nnx_net() if nnx_model is None else nnx_model
         model = (Net() if linen is None else linen) if style.endswith("linen") else of_nnx
-        trained(folder, data, val, kind, model=model, optimizer=tx, exmp_input=next(iter(data)))
+        run_trainer(folder, data, val, kind, model=model, optimizer=tx, exmp_input=next(iter(data)))
     elif style == "train_fn":
         whole = lambda model, batch: loss(model(batch[0]), batch[1])
         step = lambda model, rng_key, batch: nnx.value_and_grad(whole)(model, batch)
-        functional(data, val, (step, lambda model, rng_key, batch: whole(model, batch)), model=nnx_model, tx=tx)
+        run_train_fn(data, val, (step, lambda model, rng_key, batch: whole(model, batch)), model=nnx_model, tx=tx)
     else:
-        looped(linen, data=data, loss=loss, optimizer=tx)
+        run_loop(linen, data=data, loss=loss, optimizer=tx)
 
 
 STYLES = ("fit, linen", "fit, nnx", "TrainerModule, linen", "TrainerModule, nnx", "train_fn", "TrainLoop")

@@ -19,15 +19,15 @@ from mistakes import (
     Trainer,
     X,
     cross_entropy,
-    fitted,
-    functional,
     loader,
-    looped,
-    made,
+    make_trainer,
     nnx_net,
+    run_fit,
+    run_loop,
+    run_train_fn,
+    run_trainer,
     train,
     train_step,
-    trained,
     val_step,
 )
 
@@ -42,11 +42,11 @@ NNX = ("fit, nnx", "TrainerModule, nnx", "train_fn")
 
 def _optimizer(style: str, folder: Path, tx: Any) -> None:
     if style == "fit":
-        fitted(folder, optimizer=tx)
+        run_fit(folder, optimizer=tx)
     elif style == "TrainerModule":
-        trained(folder, optimizer=tx)
+        run_trainer(folder, optimizer=tx)
     else:
-        looped(optimizer=tx)
+        run_loop(optimizer=tx)
 
 
 for _style in ("fit", "TrainerModule", "TrainLoop"):
@@ -65,18 +65,18 @@ for _style in ("fit", "TrainerModule", "TrainLoop"):
 @MODELS.row("fit: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
 def _(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    fitted(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
+    run_fit(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
 
 
 @MODELS.row("TrainerModule: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
 def _(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    trained(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
+    run_trainer(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
 
 
 @MODELS.row("fit: a list of optimizers", "optimizer", "list", "optax.chain|optax", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, optimizer=[optax.clip(1.0), optax.adam(1e-3)])
+    run_fit(folder, optimizer=[optax.clip(1.0), optax.adam(1e-3)])
 
 
 @MODELS.each("a learning rate that is text", "optimizer", styles=UPDATING)
@@ -98,20 +98,20 @@ def _(style: str, folder: Path) -> None:
 @MODELS.row("fit: a state and an optimizer", "optimizer", "tx", error=TypeError)
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
-    fitted(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)))
+    run_fit(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)))
 
 
 @MODELS.row("fit: a state whose params are all variables", "params", IN_YOUR_CODE + "|variables|kernel")
 def _(folder: Path) -> None:
     variables = Net().init(jax.random.key(0), X[:1])
     state = TrainState.create(apply_fn=Net().apply, params=variables, tx=optax.sgd(0.1))
-    fitted(folder, state, optimizer=None)
+    run_fit(folder, state, optimizer=None)
 
 
 @MODELS.row("fit: a state of another width", r"float32\[8, ?4\]", "5")
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), np.ones((1, 5)))["params"]
-    fitted(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)), optimizer=None)
+    run_fit(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)), optimizer=None)
 
 
 # models
@@ -119,17 +119,17 @@ def _(folder: Path) -> None:
 
 @MODELS.row("fit: the class of a linen model", "Net", r"Net\(", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Net)
+    run_fit(folder, Net)
 
 
 @MODELS.row("fit: the class of an nnx model", "Nnx", r"Nnx\(", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Nnx)
+    run_fit(folder, Nnx)
 
 
 @MODELS.row("TrainerModule: the class of a linen model", "Net", r"Net\(", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, model=Net)
+    make_trainer(folder, model=Net)
 
 
 @MODELS.row("TrainerModule: a class that builds without rngs", "rngs", "Plain", error=TypeError)
@@ -138,7 +138,7 @@ def _(folder: Path) -> None:
         def __init__(self, width: int, depth: int) -> None:
             self.width = width
 
-    trained(folder, model=Plain)
+    run_trainer(folder, model=Plain)
 
 
 @MODELS.row("TrainerModule: a function that builds no module", "build", "dict", "nnx", error=TypeError)
@@ -146,7 +146,7 @@ def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         return {}
 
-    trained(folder, model=build)
+    run_trainer(folder, model=build)
 
 
 @MODELS.row("TrainerModule: a function that builds a linen module", "build", "Net", error=TypeError)
@@ -154,7 +154,7 @@ def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         return Net()
 
-    trained(folder, model=build)
+    run_trainer(folder, model=build)
 
 
 def _torch() -> Any:
@@ -164,37 +164,37 @@ def _torch() -> Any:
 
 @MODELS.row("fit: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, _torch())
+    run_fit(folder, _torch())
 
 
 @MODELS.row("TrainerModule: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, model=_torch())
+    run_trainer(folder, model=_torch())
 
 
 @MODELS.row("fit: the parameters of a model", "dict", "linen|nnx|state", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Net().init(jax.random.key(0), X[:1]))
+    run_fit(folder, Net().init(jax.random.key(0), X[:1]))
 
 
 @MODELS.row("fit: apply instead of the module", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Net().apply)
+    run_fit(folder, Net().apply)
 
 
 @MODELS.row("TrainerModule: apply instead of the module", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, model=Net().apply)
+    run_trainer(folder, model=Net().apply)
 
 
 @MODELS.row("TrainerModule: the name of a model", "str", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, model="MLP")
+    make_trainer(folder, model="MLP")
 
 
 @MODELS.row("TrainerModule: no model", "model", error=TypeError)
 def _(folder: Path) -> None:
-    made(folder, model=...)
+    make_trainer(folder, model=...)
 
 
 class Silent(nn.Module):
@@ -230,7 +230,7 @@ class Several(nn.Module):
 
 @MODELS.row("fit: a model that returns two things", "tuple", IN_YOUR_CODE)
 def _(folder: Path) -> None:
-    fitted(folder, Several())
+    run_fit(folder, Several())
 
 
 class Undecorated(nn.Module):
@@ -323,7 +323,7 @@ def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         raise RuntimeError("boom")
 
-    trained(folder, model=build)
+    run_trainer(folder, model=build)
 
 
 @MODELS.row("TrainerModule: batch_to_input that fails", "IndexError|out of range", IN_YOUR_CODE, error=IndexError)
@@ -332,7 +332,7 @@ def _(folder: Path) -> None:
         def batch_to_input(self, batch: Any) -> Any:
             return batch[5]
 
-    trained(folder, kind=Own)
+    run_trainer(folder, kind=Own)
 
 
 @MODELS.row("train_fn: wrt of nothing", "parameter", "BatchStat")
@@ -352,22 +352,22 @@ def _(folder: Path) -> None:
 
 @MODELS.row("TrainLoop: the module instead of its init", "init", "Net", r"model\.init", error=TypeError)
 def _(folder: Path) -> None:
-    looped(init=Net())
+    run_loop(init=Net())
 
 
 @MODELS.row("TrainLoop: the module instead of its apply", r"model\.apply", error=TypeError)
 def _(folder: Path) -> None:
-    looped(apply=Net())
+    run_loop(apply=Net())
 
 
 @MODELS.row("TrainLoop: the loss is not a function", "loss", "str", error=TypeError)
 def _(folder: Path) -> None:
-    looped(loss="mse")
+    run_loop(loss="mse")
 
 
 @MODELS.row("TrainLoop: not a task", "task", "TrainTask", error=TypeError)
 def _(folder: Path) -> None:
-    looped(task={"apply": Net().apply})
+    run_loop(task={"apply": Net().apply})
 
 
 class Flagless(nn.Module):
@@ -407,18 +407,18 @@ def _(style: str, folder: Path) -> None:
 
 @MODELS.row("TrainerModule: init_optimizer that returns nothing", "init_optimizer", "None", "optax", error=TypeError)
 def _(folder: Path) -> None:
-    trained(folder, kind=type("Own", (Trainer,), {"init_optimizer": lambda self, num_epochs, steps: None}))
+    run_trainer(folder, kind=type("Own", (Trainer,), {"init_optimizer": lambda self, num_epochs, steps: None}))
 
 
 @MODELS.row("TrainLoop: a number of devices", "devices", "jax.devices", error=TypeError)
 def _(folder: Path) -> None:
-    looped(devices=2)
+    run_loop(devices=2)
 
 
 @MODELS.row("fit: a state whose apply_fn is the module", r"model\.apply", r"float32\[8, ?4\]")
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
-    fitted(folder, TrainState.create(apply_fn=Net(), params=params, tx=optax.sgd(0.1)), optimizer=None)
+    run_fit(folder, TrainState.create(apply_fn=Net(), params=params, tx=optax.sgd(0.1)), optimizer=None)
 
 
 @MODELS.row("fit: a state with an optimizer that was not called", "optimizer", r"optax\.adam\(", error=AttributeError)
@@ -444,7 +444,7 @@ def _(folder: Path) -> None:
             logits, _ = self.model_linen_apply(params, state, batch[0], rng, train=train)
             return cross_entropy(logits, batch[1]), ({}, {})
 
-    trained(folder, kind=Own, model=Normed())
+    run_trainer(folder, kind=Own, model=Normed())
 
 
 @MODELS.row("TrainerModule: apply without the statistics of BatchNorm", r'"batch_stats": …', "mutable=", IN_YOUR_CODE)
@@ -453,7 +453,7 @@ def _(folder: Path) -> None:
         def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
             return cross_entropy(Normed().apply({"params": params}, batch[0], train=train), batch[1]), ({}, {})
 
-    trained(folder, kind=Own, model=Normed())
+    run_trainer(folder, kind=Own, model=Normed())
 
 
 @MODELS.row("TrainerModule: apply without the keys of Dropout", r'rngs=\{"dropout": rng\}', IN_YOUR_CODE)
@@ -467,7 +467,7 @@ def _(folder: Path) -> None:
         def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
             return cross_entropy(Dropped().apply({"params": params}, batch[0], train=train), batch[1]), ({}, {})
 
-    trained(folder, kind=Own, model=Dropped())
+    run_trainer(folder, kind=Own, model=Dropped())
 
 
 @MODELS.each("a convolution is not flattened", "axes than", "reshape", styles=("fit, linen", "TrainLoop"))
@@ -477,18 +477,18 @@ def _(style: str, folder: Path) -> None:
 
 @MODELS.row("fit: a module that is bound to variables", "Net is bound", "TrainState.create", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Net().bind(Net().init(jax.random.key(0), X[:1])))
+    run_fit(folder, Net().bind(Net().init(jax.random.key(0), X[:1])))
 
 
 @MODELS.row("fit: variables instead of a module", "a dict", "TrainState.create", error=TypeError)
 def _(folder: Path) -> None:
-    fitted(folder, Net().init(jax.random.key(0), X[:1]))
+    run_fit(folder, Net().init(jax.random.key(0), X[:1]))
 
 
 @MODELS.row("fit: a state whose params are all collections", r'variables\["params"\]')
 def _(folder: Path) -> None:
     state = TrainState.create(apply_fn=Net().apply, params=Net().init(jax.random.key(0), X[:1]), tx=optax.sgd(0.1))
-    fitted(folder, state, optimizer=None)
+    run_fit(folder, state, optimizer=None)
 
 
 @MODELS.row("fit: a model with another parameter", "`train`", "default")
@@ -498,12 +498,12 @@ def _(folder: Path) -> None:
         def __call__(self, x: jax.Array, width: int) -> jax.Array:
             return nn.Dense(width)(x)
 
-    fitted(folder, Wide())
+    run_fit(folder, Wide())
 
 
 @MODELS.row("fit: predictions for pairs of inputs and targets", "leave out the targets", at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder).predict((X, X))
+    run_fit(folder).predict((X, X))
 
 
 @MODELS.each("a learning rate of text", "optimizer's update", r"optax\.adam\(1e-3\)", "strings")
@@ -531,7 +531,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     other = Nnx(nnx.Rngs(0))
     other.out = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
-    functional(hooks=[get_ema_hook(other)[0]])
+    run_train_fn(hooks=[get_ema_hook(other)[0]])
 
 
 @MODELS.row("get_ema_hook: an optimizer instead of the model", "nnx.Module", "Optimizer", error=TypeError)
@@ -541,9 +541,9 @@ def _(folder: Path) -> None:
 
 @MODELS.row("TrainLoop: an nnx module", "nnx", "train_fn", error=TypeError)
 def _(folder: Path) -> None:
-    looped(apply=nnx_net(), init=Nnx)
+    run_loop(apply=nnx_net(), init=Nnx)
 
 
 @MODELS.row("TrainLoop: variables instead of init", r"model\.init", "a dict", never="Array", error=TypeError)
 def _(folder: Path) -> None:
-    looped(init=Net().init(jax.random.key(0), X[:1]))
+    run_loop(init=Net().init(jax.random.key(0), X[:1]))

@@ -7,7 +7,19 @@ from typing import Any
 import optax
 import pytest
 from flax import linen as nn
-from mistakes import LATE, Net, Table, Trainer, cross_entropy, fitted, functional, loader, looped, made, trained
+from mistakes import (
+    LATE,
+    Net,
+    Table,
+    Trainer,
+    cross_entropy,
+    loader,
+    make_trainer,
+    run_fit,
+    run_loop,
+    run_train_fn,
+    run_trainer,
+)
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointError
@@ -33,45 +45,45 @@ class Wide(nn.Module):
 
 def run_of(folder: Path) -> Path:
     """The folder of a small finished run."""
-    return Path(fitted(folder).folder)
+    return Path(run_fit(folder).folder)
 
 
 @RESUMING.row("fit: resume from a folder that is not there", "nowhere", error=(ValueError, FileNotFoundError))
 def _(folder: Path) -> None:
-    fitted(folder, resume=folder / "nowhere")
+    run_fit(folder, resume=folder / "nowhere")
 
 
 @RESUMING.row("fit: resume=True without a run", "runs|fit", "resume", error=(ValueError, FileNotFoundError))
 def _(folder: Path) -> None:
-    fitted(folder, resume=True)
+    run_fit(folder, resume=True)
 
 
 @RESUMING.row("fit: resume from a file", "notes.txt", error=Exception)
 def _(folder: Path) -> None:
     (folder / "notes.txt").write_text("hello")
-    fitted(folder, resume=folder / "notes.txt")
+    run_fit(folder, resume=folder / "notes.txt")
 
 
 @RESUMING.row("fit: resume from a folder that is no run", "other", error=Exception)
 def _(folder: Path) -> None:
     (folder / "other").mkdir()
-    fitted(folder, resume=folder / "other")
+    run_fit(folder, resume=folder / "other")
 
 
 @RESUMING.row("fit: resume with another model", "kernel|param|Dense", "Wide|shape|fit|missing|structure", at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder, Wide(), resume=run_of(folder), num_epochs=2)
+    run_fit(folder, Wide(), resume=run_of(folder), num_epochs=2)
 
 
 @RESUMING.row("fit: resume with another optimizer", "optimizer|opt_state", at=LATE)
 def _(folder: Path) -> None:
-    fitted(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.sgd(0.1))
+    run_fit(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.sgd(0.1))
 
 
 @RESUMING.row("fit: log_dir is a file", "elsewhere", "file|folder|directory", error=OSError)
 def _(folder: Path) -> None:
     (folder / "elsewhere").write_text("")
-    fitted(folder, log_dir=folder / "elsewhere" / "runs")
+    run_fit(folder, log_dir=folder / "elsewhere" / "runs")
 
 
 def _no_writing(folder: Path) -> Path:
@@ -84,37 +96,37 @@ def _no_writing(folder: Path) -> Path:
 
 @RESUMING.row("fit: log_dir may not be written to", "shut", "allowed", error=CheckpointError)
 def _(folder: Path) -> None:
-    fitted(folder, log_dir=_no_writing(folder))
+    run_fit(folder, log_dir=_no_writing(folder))
 
 
 @RESUMING.row("fit: log_dir on a read-only disk", "/proc", "writable path", error=OSError)
 def _(folder: Path) -> None:
-    fitted(folder, log_dir="/proc/runs")
+    run_fit(folder, log_dir="/proc/runs")
 
 
 @RESUMING.row("TrainerModule: log_dir on a read-only disk", "/proc", "writable path", error=OSError)
 def _(folder: Path) -> None:
-    trained(folder, logger=LoggerConfig(log_dir="/proc/runs"))
+    run_trainer(folder, logger=LoggerConfig(log_dir="/proc/runs"))
 
 
 @RESUMING.row("TrainerModule: resume=True without a folder", "resume", error=Exception)
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), resume=True)
+    make_trainer(folder).train_model(loader(), resume=True)
 
 
 @RESUMING.row("TrainerModule: resume from a folder that is not there", "nowhere", error=Exception)
 def _(folder: Path) -> None:
-    made(folder).train_model(loader(), resume=folder / "nowhere")
+    make_trainer(folder).train_model(loader(), resume=folder / "nowhere")
 
 
 @RESUMING.row("TrainerModule: load_model without a run", "checkpoint|folder|run", error=Exception)
 def _(folder: Path) -> None:
-    made(folder).load_model()
+    make_trainer(folder).load_model()
 
 
 @RESUMING.row("TrainerModule: load_model of a step that is not there", "77", error=Exception, at=LATE)
 def _(folder: Path) -> None:
-    trained(folder).load_model(77)
+    run_trainer(folder).load_model(77)
 
 
 @RESUMING.row("TrainerModule: load_from_checkpoint of a folder that is not there", "nowhere", error=Exception)
@@ -124,13 +136,13 @@ def _(folder: Path) -> None:
 
 @RESUMING.row("TrainerModule: load_weights of a file that is not there", "nowhere", error=Exception)
 def _(folder: Path) -> None:
-    made(folder).load_weights(folder / "nowhere")
+    make_trainer(folder).load_weights(folder / "nowhere")
 
 
 @RESUMING.row("TrainerModule: load_weights of another model", "kernel|Dense|param", error=Exception, at=LATE)
 def _(folder: Path) -> None:
-    run = trained(folder, callbacks=[ModelCheckpointConfig(every_n_steps=1)]).folder.path
-    made(folder, model=Wide()).load_weights(run)
+    run = run_trainer(folder, callbacks=[ModelCheckpointConfig(every_n_steps=1)]).folder.path
+    make_trainer(folder, model=Wide()).load_weights(run)
 
 
 @RESUMING.row("TrainLoop: a checkpoint file of another model", "kernel|Dense|fit|param", at=LATE)
@@ -139,13 +151,13 @@ def _(folder: Path) -> None:
     write = CheckpointFileWriter(output_dir=str(folder / "loop"))
     for checkpoint in TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False):
         write(checkpoint)
-    looped(Wide(), init=CheckpointFileReader(dir=str(folder / "loop"), target=Wide().init))
+    run_loop(Wide(), init=CheckpointFileReader(dir=str(folder / "loop"), target=Wide().init))
 
 
 @RESUMING.row("train_fn: a checkpointer in a folder that cannot be", "/proc/checkpoints", error=CheckpointError)
 def _(folder: Path) -> None:
     save, _, _ = get_default_checkpointer("/proc/checkpoints", save_every_n_steps=1)
-    functional(hooks=[save])
+    run_train_fn(hooks=[save])
 
 
 @RESUMING.row("train_fn: a checkpointer that saves every 0 steps", "save_every_n_steps", "0", error=ValueError)

@@ -62,11 +62,11 @@ def test_a_mistake_is_found_in_time_and_its_message_names_the_fix(
 def test_a_loss_without_gradients_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         train(style, tmp_path, loss=lambda logits, labels: jax.lax.stop_gradient(cross_entropy(logits, labels)))
-    assert "The gradients of all parameters were zero in step 1" in caplog.text
+    assert re.search("gradients.* zero .*step 1", caplog.text)
 
 
 @pytest.mark.parametrize("style", STYLES[:5])
 def test_a_validation_loss_that_is_nan_is_warned_of(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         train(style, tmp_path, val=loader(np.full_like(X, np.nan), Y))
-    assert "The loss on the 'val' data is NaN" in caplog.text
+    assert re.search("loss.*'val'.* NaN", caplog.text)

@@ -53,7 +53,13 @@ def test_each_key_is_explained_and_configurations_hash_by_their_values(objective
     assert objective(replace(config, guidance=2.0)) != objective()
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *(FlowMatching, ConsistencyDistillation),
+        *(pytest.param(objective, marks=pytest.mark.slow) for objective in (EDM, ConsistencyTraining)),
+    ],
+)
 def test_it_has_a_finite_loss_for_every_example_and_draws_samples_of_the_requested_shape(objective: Any):
     chosen, network = objective(), Small()
     loss = lambda x: chosen.loss(KEY, network, x, jnp.asarray(LABELS), progress=0.5)

@@ -46,6 +46,9 @@ def rows_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    "tool", [pytest.param(name, marks=pytest.mark.slow if name == "wandb" else ()) for name in TOOLS], indirect=True
+)
 def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_path, caplog):
     logger = logger_with(tmp_path, tool)
     log_everything(logger)

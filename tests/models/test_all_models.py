@@ -48,7 +48,14 @@ CASES: list[tuple[BaseModelConfig, dict[str, np.ndarray]]] = [
     (models.DiTConfig(layers=1, heads=2, width=16, num_classes=3, dropout=0.1), NOISE),
 ]
 # to compile the steps of its twenty convolutions takes as long as all the others together
-LEARNING = [pytest.param(*case, marks=pytest.mark.slow if name_of(case[0]) == "ResNet" else ()) for case in CASES]
+LATE_LEARNERS = (
+    "ResNet",
+    "CNN",
+    "GPT",
+    "MLP",
+    "SimpleClassifierLinen",
+)  # the others have both kinds of Flax and of data
+LEARNING = [pytest.param(*case, marks=pytest.mark.slow if name_of(case[0]) in LATE_LEARNERS else ()) for case in CASES]
 NNX_CASES = [case for case in CASES if model_mode(case[0]) == "nnx"]
 
 

@@ -34,7 +34,11 @@ def model(build):
     return build(dropout=0.5)
 
 
-@pytest.mark.parametrize("keys", [{"positions": "learned", "layers": 2}, {"dropout": 0.5}], ids=["learned", "rotary"])
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param({"positions": "learned", "layers": 2}, marks=pytest.mark.slow), {"dropout": 0.5}],
+    ids=["learned", "rotary"],
+)
 def test_a_greedy_text_is_the_one_that_computing_it_anew_for_every_token_gives(keys: dict[str, Any], build, call):
     model = build(**keys)
     written = generate(model, KEY, PROMPT, 5, temperature=0.0)

@@ -91,7 +91,7 @@ def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
     return norm(x, model.norm) @ of(model.tokens if model.own_head is None else model.own_head).T
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", [pytest.param("learned", marks=pytest.mark.slow), "rotary"])
 def test_no_position_depends_on_later_ones(positions: str, build):
     model = build(positions=positions, tied=False)  # so that the vectors of tokens are inputs only
     graph, tokens, rest = nnx.split(model, lambda path, _: path[0] == "tokens", ...)
@@ -121,7 +121,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(build):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), again, once)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", [pytest.param("learned", marks=pytest.mark.slow), "rotary"])
 def test_a_text_in_pieces_has_the_logits_of_the_complete_one(positions: str, build):
     model = build(positions=positions)
 

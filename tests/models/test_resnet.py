@@ -57,10 +57,10 @@ def block() -> Callable[..., Any]:
     ("depth", "expected"),
     [
         (18, 11_689_512),
-        (34, 21_797_672),
+        pytest.param(34, 21_797_672, marks=pytest.mark.slow),
         (50, 25_557_032),
         pytest.param(101, 44_549_160, marks=pytest.mark.slow),
-        (152, 60_192_808),
+        pytest.param(152, 60_192_808, marks=pytest.mark.slow),
     ],
 )
 def test_published_depths_have_the_published_number_of_parameters(depth: Any, expected: int, outline, parameters):

@@ -22,7 +22,8 @@ def stepped(program: CompiledProgram, batches: list[Any]) -> TrainState:
     return state
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_non_finite_values_of_a_bad_batch_are_named_in_the_order_of_the_tree(flavour, debug):
     program = compile_program(with_finite_guard(tiny_program(flavour), 0), debug=debug)
     good, bad = numbered_data(8), numbered_data(8, seed=1)

@@ -20,6 +20,12 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 EVERY = pytest.mark.parametrize("name", STYLES)
 
 
+def usually(*names: str) -> pytest.MarkDecorator:
+    """The styles `names` always, the others in the slow tests."""
+    cases = [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in STYLES]
+    return pytest.mark.parametrize("name", cases)
+
+
 @pytest.fixture(autouse=True)
 def quiet_log(caplog):
     caplog.set_level(logging.ERROR, "jax_trainer")
@@ -89,7 +95,7 @@ def test_the_last_checkpoint_of_every_style_has_its_last_weights(straight, name)
     assert_same_bits((state.params, state.model_state), (outcome.params, outcome.model_state))
 
 
-@EVERY
+@usually("fit, a state", "fit, nnx", "train_fn", "TrainLoop")
 def test_every_style_resumes_after_a_failure_to_the_same_bits(straight, name, tmp_path):
     style = STYLES[name]
     with fault(f"step:raise:{STEPS + 2}"), pytest.raises(FaultInjected):
@@ -136,7 +142,7 @@ def test_a_loss_that_is_not_finite_ends_every_style_before_it_is_saved(name, tmp
     assert saved and max(saved) < f"step_{BAD:08d}"
 
 
-@EVERY
+@usually("train_fn", "TrainLoop")
 def test_ctrl_c_leaves_a_valid_checkpoint_that_is_resumed(ctrl_c, straight, name, tmp_path):
     style = STYLES[name]
     with pytest.raises(KeyboardInterrupt) as end:

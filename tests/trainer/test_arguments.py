@@ -59,7 +59,9 @@ def plain(folder: Any, model: Any, **changes: Any) -> Any:
     return Plain(model=model, optimizer=optax.adam(0.02), exmp_input=EXAMPLE, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind.endswith(" module") else kind for kind in KINDS]
+)
 def test_a_model_and_an_optimizer_are_all_it_needs(kind, tmp_path):
     trainer = plain(tmp_path, KINDS[kind]())
     results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(32))

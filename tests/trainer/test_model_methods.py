@@ -35,6 +35,7 @@ def odd_examples() -> ArrayLoader:
     return ArrayLoader({name: array[:67] for name, array in NUMBERS.items()}, 32)
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_predictions_equal_the_outputs_of_the_bound_model(flavour, tmp_path):
     trainer = plain_for(flavour, tmp_path, norm=True)
     train_plain(trainer)
@@ -78,6 +79,7 @@ def test_a_model_whose_inputs_are_computed_cannot_take_them_as_the_dataset_gives
         trainer.bind_model()(digits().test.input)
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_evaluated_bound_and_predicting_weights_are_the_same(flavour, tmp_path):
     trainer = plain_for(flavour, tmp_path, ema=0.9)
     train_plain(trainer)
@@ -95,6 +97,7 @@ def test_a_bound_model_is_apart_from_training(tmp_path):
     np.testing.assert_array_equal(bound.out.kernel[...], before)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_tables_show_modules_and_parameters(flavour, tmp_path, capsys):
     trainer = plain_for(flavour, tmp_path, norm=True)
     trainer.print_tabulate()
@@ -109,6 +112,7 @@ def test_tables_of_a_model_whose_images_are_normalised(tmp_path):
     assert "hidden" in trainer_for("linen", tmp_path).tabulate()
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_statistics_of_parameters_and_gradients_are_reported(flavour, tmp_path):
     changes: dict[str, Any] = {"log_param_stats": True, "log_grad_stats": True, "grad_log_modes": ("max",)}
     trainer = plain_for(flavour, tmp_path, check_val_every_n_epoch=0, max_steps=2, **changes)
@@ -151,7 +155,9 @@ class SowingNnx(nnx.Module):
         return self.second(x)
 
 
-@pytest.mark.parametrize("model", [SowingLinen(), SowingNnx], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(SowingLinen(), id="linen", marks=pytest.mark.slow), pytest.param(SowingNnx, id="nnx")]
+)
 def test_what_a_model_sows_is_reported(model, tmp_path):
     def trained(**changes: Any) -> Any:
         config = TrainerConfig(**settings(tmp_path, train_epochs=1, check_val_every_n_epoch=0, **changes))

@@ -33,7 +33,15 @@ def run(folder: Any, flavour: str = "nnx", **changes: Any) -> tuple[Any, NonFini
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"steps_per_call": 4}, {"resident": True}, {"resident": True, "steps_per_call": "epoch"}], ids=str
+    ("flavour", "changes"),
+    [
+        ("nnx", {"resident": True, "steps_per_call": "epoch"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("linen", {}), ("nnx", {"steps_per_call": 4}), ("linen", {"resident": True})]
+        ),
+    ],
+    ids=str,
 )
 def test_the_step_the_metric_and_the_first_gradient_are_named(flavour, tmp_path, changes):
     trainer, error = run(tmp_path, flavour, **changes)
@@ -44,7 +52,9 @@ def test_the_step_the_metric_and_the_first_gradient_are_named(flavour, tmp_path,
         assert part in str(error)
 
 
-@pytest.mark.parametrize("changes", [{}, {"steps_per_call": 4, "resident": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), {"steps_per_call": 4, "resident": True}], ids=str
+)
 def test_the_batch_and_the_state_before_it_are_kept(flavour, tmp_path, changes):
     trainer, _ = run(tmp_path, flavour, **changes)
     kept = trainer.folder.path / "nonfinite"
@@ -138,6 +148,7 @@ def test_ignore_trains_through_a_non_finite_loss(tmp_path):
         plain_for("nnx", tmp_path, on_nonfinite="ignore", detect_nans=True)
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_detecting_changes_no_trained_bit(flavour, tmp_path):
     plain, watched = (plain_for(flavour, tmp_path, detect_nans=on, train_epochs=2) for on in (False, True))
     train_plain(plain)

@@ -33,6 +33,7 @@ def test_init_model_can_begin_from_other_weights(flavour, tmp_path):
     assert list(values(trainer, "train/loss_epoch")) == pytest.approx([np.log(4)])  # all classes are alike
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_run_model_init_can_use_other_random_streams(flavour, tmp_path):
     class Other(Plain):
         """Ignores the seed."""

@@ -84,6 +84,7 @@ def test_every_number_is_in_the_record(done):
     assert len(list(values(done.trainer, "optimizer/lr"))) == EPOCHS + 1
 
 
+@pytest.mark.parametrize("done", ["linen", pytest.param("nnx", marks=pytest.mark.slow)], indirect=True)
 def test_validating_and_callbacks_change_no_trained_bit(done, tmp_path):
     bare = trainer_for(done.flavour, tmp_path, check_val_every_n_epoch=0)
     assert train(bare).keys() == {"test"}
@@ -111,6 +112,7 @@ def test_looking_at_the_state_before_training_changes_nothing_and_it_stays(done,
     assert digest(first) == before
 
 
+@pytest.mark.parametrize("done", ["nnx", pytest.param("linen", marks=pytest.mark.slow)], indirect=True)
 def test_another_seed_gives_other_bits(done, tmp_path):
     other = trainer_for(done.flavour, tmp_path, seed=43)
     same = trainer_for(done.flavour, tmp_path)
@@ -119,6 +121,7 @@ def test_another_seed_gives_other_bits(done, tmp_path):
     assert digest(other.state.params) != digest(first.params)
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_trainer_in_plain_python_needs_a_loss_and_what_the_model_gets(flavour, tmp_path):
     trainer = plain_for(flavour, tmp_path, train_epochs=5)
     results = train_plain(trainer)

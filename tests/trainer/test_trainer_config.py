@@ -89,7 +89,7 @@ def mixed(keep: Any, old: Any, new: Any) -> Any:
     return jax.tree.map(lambda a, b: keep * np.asarray(a) + (1 - keep) * np.asarray(b), old, new)
 
 
-@pytest.mark.parametrize("steps_per_call", [3, "epoch"])
+@pytest.mark.parametrize("steps_per_call", [pytest.param(3, marks=pytest.mark.slow), "epoch"])
 def test_steps_per_call_are_dispatched_together(usual, tmp_path, steps_per_call):
     trainer = trained(tmp_path, steps_per_call=steps_per_call)
     assert Watcher.last.chunks == ([3, 1] if steps_per_call == 3 else [4])

@@ -35,6 +35,7 @@ from jax_trainer.trainer import (
 )
 
 
+@pytest.mark.parametrize("done", ["nnx", pytest.param("linen", marks=pytest.mark.slow)], indirect=True)
 def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(done.trainer.folder.path, moved)
@@ -50,6 +51,7 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
         loaded.load_model(which=3)
 
 
+@pytest.mark.parametrize("done", ["nnx", pytest.param("linen", marks=pytest.mark.slow)], indirect=True)
 def test_the_stored_configuration_rebuilds_the_run(done, tmp_path):
     run: Any = stored_run(done.trainer.folder, [f"trainer.logger.log_dir={tmp_path}"]).value
     again = build(run)

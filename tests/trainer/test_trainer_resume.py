@@ -26,6 +26,7 @@ def crashed(done, folder, *steps: int, **changes):
     return trainer_for(done.flavour, folder, callbacks=callbacks(), run_folder=run_folder, **changes)
 
 
+@pytest.mark.parametrize("done", ["linen", pytest.param("nnx", marks=pytest.mark.slow)], indirect=True)
 def test_a_run_that_crashed_three_times_resumes_to_the_same_bits_and_rows(done, tmp_path):
     trainer = crashed(done, tmp_path, 2 * STEPS + 1, 1, 3)  # nothing is lost: it resumes after the last step
     results = train(trainer, resume=True)

@@ -11,6 +11,7 @@ from jax_trainer.testing.assertions import (
 from jax_trainer.testing.models import (
     TinyLinen,
     TinyNNX,
+    linear_program,
     linen_loss,
     nnx_loss,
     nnx_with_weights_of,
@@ -30,6 +31,7 @@ __all__ = [
     "digest",
     "failpoint",
     "fault",
+    "linear_program",
     "linen_loss",
     "nnx_loss",
     "nnx_with_weights_of",

@@ -10,7 +10,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer.adapters import LinenView, linen_program, nnx_program
+from jax_trainer.adapters import LinenView, function_program, linen_program, nnx_program
 from jax_trainer.core import Program
 
 FEATURES, HIDDEN, CLASSES = 8, 16, 4
@@ -72,6 +72,22 @@ def tiny_program(
         model = lambda rngs: TinyNNX(rngs, dropout)
         return nnx_program(model, nnx_loss, tx, to_input=lambda batch: batch["x"], **options)
     raise ValueError(f"`flavour` must be 'linen' or 'nnx', got {flavour!r}.")
+
+
+def linear_program(tx: optax.GradientTransformation | None = None, **options: Any) -> Program:
+    """A program of a linear classifier that starts at zero; options are those of `make_program`.
+
+    For tests in which the model does not matter: it draws no random numbers, and compiles in a sixth of the time of
+    `tiny_program`.
+    """
+
+    def init(key: jax.Array, batch: Any) -> dict[str, jax.Array]:
+        return {"bias": jnp.zeros(CLASSES), "kernel": jnp.zeros((FEATURES, CLASSES))}
+
+    def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+        return _evaluate(batch["x"] @ params["kernel"] + params["bias"], batch)
+
+    return function_program(init, loss, optax.sgd(0.1) if tx is None else tx, **options)
 
 
 def nnx_with_weights_of(params: Mapping[str, Any], model_state: Mapping[str, Any], dropout: float = 0.1) -> TinyNNX:

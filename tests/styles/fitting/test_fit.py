@@ -299,7 +299,7 @@ def in_order(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("torch", "generator") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind == "generator" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_same_batches_give_the_same_bits_wherever_they_come_from(in_order, tmp_path, kind):
     make, options = KINDS[kind]

@@ -240,7 +240,9 @@ def test_several_inputs_are_several_arguments():
     assert stepped(made(Two(nnx.Rngs(0)), optimizer=TX, split=split))[2].shape == (6, 4)
 
 
-@pytest.mark.parametrize("given", [MODEL, TinyNNX(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "given", [pytest.param(MODEL, id="linen", marks=pytest.mark.slow), pytest.param(TinyNNX(nnx.Rngs(0)), id="nnx")]
+)
 def test_a_loss_gets_a_key_and_the_step_where_it_asks(given):
     def loss(logits, labels, rng, step):
         return loss_fn(logits, labels), {"drawn": jax.random.uniform(rng), "step": step}

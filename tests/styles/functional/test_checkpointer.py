@@ -72,7 +72,9 @@ def interrupted(folder: Path, at: int) -> Session:
     return session
 
 
-@pytest.mark.parametrize("at", [4, 5])  # an evaluation, a step of nothing; both in the middle of an epoch
+@pytest.mark.parametrize(
+    "at", [pytest.param(4, marks=pytest.mark.slow), 5]
+)  # an evaluation, a step of nothing; both in the middle of an epoch
 def test_an_interrupted_training_resumes_to_the_same_bits(complete, tmp_path, at):
     first = interrupted(tmp_path, at)
     saved = CheckpointStore(tmp_path).latest()

@@ -181,7 +181,7 @@ def test_however_training_ends_the_caller_has_the_newest_weights(act, error):
     assert_same_bits(arrays(subject), arrays(trained(n_steps=done)))
 
 
-@pytest.mark.parametrize("detect_nans", [False, True])
+@pytest.mark.parametrize("detect_nans", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite_ends_training_and_with_detection_the_weights_are_those_before(detect_nans):
     def step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
         (loss, more), grads = train_step(model, rng_key, batch)

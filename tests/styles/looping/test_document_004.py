@@ -334,6 +334,7 @@ def complete(code: str, folder: Path, n_steps: int) -> dict[str, Any]:
     return namespace
 
 
+@pytest.mark.slow
 def test_the_complete_example_runs_resumes_and_reports_as_in_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

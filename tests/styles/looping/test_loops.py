@@ -163,6 +163,7 @@ def test_a_checkpoint_that_is_kept_stays_as_it_was():
     assert kept.step == 1
 
 
+@pytest.mark.parametrize("source", [pytest.param("loader", marks=pytest.mark.slow), "stream"], indirect=True)
 def test_a_loop_trains_as_the_engine_does(source: Any, through: Checkpoint):
     def loss(params: Any, state: Any, batch: Any, rng: jax.Array, train: bool) -> Any:
         logits, mutable = state.apply(params, batch[0], train=train)
