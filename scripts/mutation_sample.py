@@ -315,7 +315,9 @@ class Fault:
 def faults_in(table: str) -> list[Fault]:
     """The rows of the table."""
     rows = re.findall(r"^(\w\S*) (\S+) (.+)\n((?:- .+\n\+.*\n)+)", table, re.MULTILINE)
-    return [Fault(*row[:3], tuple(re.findall(r"- (.+)\n\+ ?(.*)", row[3]))) for row in rows]
+    return [
+        Fault(where, name, tests, tuple(re.findall(r"- (.+)\n\+ ?(.*)", changes))) for where, name, tests, changes in rows
+    ]
 
 
 FAULTS = faults_in(TABLE)
@@ -341,8 +343,7 @@ def mutated(root: Path, fault: Fault) -> tuple[Path, str]:
             file, match = found[0]
             before, after = texts[file][: match.start()], texts[file][match.end() :]
             return file.relative_to(root), f"{before}{_laid_out(match[0], new)}{after}"
-    seen = ", ".join(str(file.relative_to(root)) for file, _ in found) or "nowhere"
-    raise AnchorError(f"{fault.name}: {old!r} must occur once in {fault.where}, found {seen}.")
+    raise AnchorError(f"{fault.name}: none of its texts occurs exactly once in {fault.where}.")
 
 
 def _laid_out(found: str, new: str) -> str:

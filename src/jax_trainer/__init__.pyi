@@ -9,6 +9,7 @@ from jax_trainer.adapters import (
     stateful_program,
     write_back,
 )
+from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
     Layout,
@@ -76,7 +77,6 @@ from jax_trainer.styles import (
     serial,
     train_fn,
 )
-from jax_trainer.styles.functional import flax_nnx as nnx
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
 from jax_trainer.tuning import tune
 

@@ -79,7 +79,7 @@ def test_a_subclass_with_a_custom_init_is_loaded_with_its_weights(kind, given, a
 def test_a_subclass_that_takes_nothing_but_its_configuration_is_loaded_too(tmp_path):
     trainer = run_of(MakesItsParts(**options(tmp_path)))
     loaded = Closed.load_from_checkpoint(trainer.folder.path)
-    assert loaded.folder.path == trainer.folder.path
+    assert loaded.folder is not None and loaded.folder.path == trainer.folder.path
     assert_same_bits(loaded.state.params, trainer.state.params)
     with pytest.raises(TypeError, match="`Closed.__init__` has no parameter `model`"):
         Closed.load_from_checkpoint(trainer.folder.path, model=line)

@@ -142,6 +142,7 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
     trainer = ImgClassifierTrainer(**parts, exmp_input=example, callbacks=callbacks, **options)  # type: ignore[arg-type]
     trainer.train_model(data.train_loader, data.val_loader)
     assert "device transforms" not in caplog.text
+    assert trainer.folder is not None
     ImgClassifierTrainer.load_from_checkpoint(trainer.folder.path, exmp_input=example)
     assert "device transforms train=(normalize(" in caplog.text
     assert "see raw inputs. Pass `dataset=…`" in caplog.text

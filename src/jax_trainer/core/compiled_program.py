@@ -182,7 +182,7 @@ class CompiledProgram(ProgramSetup):
         return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
 
     def _train_on_all(
-        self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: jax.Array | None
+        self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: Any
     ) -> Stepped:
         """A chunk of `steps` steps; None: as many as there are batches, which is static."""
 
