@@ -7,8 +7,8 @@ from jax_trainer.datasets import examples
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
-from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
+from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.host import HostTransforms
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
