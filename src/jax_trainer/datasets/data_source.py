@@ -195,8 +195,9 @@ class DataSource:
             batches = self._adapter.open(epoch, start)
             if self._resumed is not None:
                 self.position_at(*self._resumed)
-            for batch in batches:
-                self._has_raw_images = self._has_raw_images or _has_raw_images(batch)
+            for index, batch in enumerate(batches):
+                if not index:
+                    self._has_raw_images = self._has_raw_images or _has_raw_images(batch)
                 yield as_arrays(batch, copy=copy)
         finally:
             self._adapter.close()
