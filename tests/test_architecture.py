@@ -47,7 +47,7 @@ CORE_DEPENDENCIES = {
     "jax_trainer",
 }
 # optional dependencies are imported only in these files
-OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"grain", "absl"}}
+OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
 ONLY_JIT = SOURCE / "core" / "compile.py"
 
 FILES = sorted(SOURCE.rglob("*.py"))
