@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jax_trainer.datasets import records
+from jax_trainer.datasets import records, stream
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import Batch
 from jax_trainer.datasets.records import GrainLoader, LoaderError
@@ -237,11 +238,13 @@ def test_records_that_are_no_arrays_are_refused(decode):
         next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
 
 
-@pytest.mark.parametrize("missing", ["grain", "cloudpickle"])
-def test_without_grain_the_extra_to_install_is_named(files, monkeypatch, missing):
+@pytest.mark.parametrize(("missing", "module"), [("grain", records), ("cloudpickle", stream)])
+def test_without_grain_the_extra_to_install_is_named(monkeypatch, missing, module):
     monkeypatch.setitem(sys.modules, missing, None)
+    spec = importlib.util.spec_from_file_location("records_without_grain", module.__file__)
+    assert spec is not None and spec.loader is not None
     with pytest.raises(ImportError, match=r"pip install 'jax-trainer\[grain\]'"):
-        next(GrainLoader(files, 16, decode=from_bytes, workers=1).epoch(1))
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 # ------------------------------------------------------------------------------------------ without workers
@@ -326,7 +329,7 @@ def test_the_number_of_workers_changes_nothing(files, workers):
 
 
 def platform_of_jax(number):
-    return {"id": number, "is_cpu": os.environ["JAX_PLATFORMS"] == "cpu" == jax.config.jax_platforms}
+    return {"id": number, "is_cpu": os.environ["JAX_PLATFORMS"] == "cpu" == jax.config.values["jax_platforms"]}
 
 
 def test_workers_leave_the_accelerator_to_the_run(monkeypatch):

@@ -26,7 +26,7 @@ class FileSet:
             compressor.
         address: URL of the folder with the files as `.gz`, or of an archive (`.tar.gz`) of all; empty for none.
         archive_sha256: checksum of that archive.
-        pickled: files and folders below `data_dir` with a pickled version of the data, for messages.
+        unsafe: files and folders below `data_dir` of a version that runs code when it is read, for messages.
     """
 
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class FileSet:
     sha256: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     archive_sha256: str = ""
-    pickled: tuple[str, ...] = ()
+    unsafe: tuple[str, ...] = ()
 
     def find(self, folder: Path) -> dict[str, Path]:
         """The files that exist in `folder`, plain or as `.gz`, in either spelling."""
@@ -82,8 +82,8 @@ class FileSet:
             f"{', '.join(name for name in self.names if name not in found)} (plain or .gz). Put them there, or set "
             f"`download: true`. Also searched: {', '.join(str(other) for other in folders if other != folder)}."
         )
-        for pickled in (path for path in (Path(data_dir, name) for name in self.pickled) if path.exists()):
-            message += f" {pickled} is pickled, and is not read: use the files of {self.address}."
+        for unsafe in (path for path in (Path(data_dir, name) for name in self.unsafe) if path.exists()):
+            message += f" {unsafe} is a version that would run code when it is read: use the files of {self.address}."
         raise FileNotFoundError(message)
 
 
@@ -114,7 +114,7 @@ FASHION_MNIST_FILES = FileSet(
 CIFAR10_FILES = FileSet(
     names=(*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"),
     folders=("cifar-10-batches-bin", "."),
-    pickled=("cifar-10-batches-py", "data_batch_1", "cifar-10-python.tar.gz"),
+    unsafe=("cifar-10-batches-py", "data_batch_1", "cifar-10-python.tar.gz"),
     address="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     # of the archive with the published MD5 c32a1d4ab5d03f1284b67883e8d87530; each file has its own checksum, too
     archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",

@@ -10,9 +10,13 @@ from typing import Any
 import jax
 
 from jax_trainer.core import Batch, checked_int
-from jax_trainer.datasets.host import HostTransform, HostTransforms
-from jax_trainer.datasets.order import Order, Ordered
-from jax_trainer.datasets.stream import INSTALL, Batches, LoaderError, Stream
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
+from jax_trainer.datasets.stream import Batches, LoaderError, Stream
+
+try:
+    import grain
+except ImportError as error:
+    raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
 
 
 class GrainLoader(Ordered):
@@ -117,10 +121,6 @@ def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
             raise ValueError(
                 "ArrayRecord files contain bytes: pass `decode`, a function that converts a record to arrays."
             )
-        try:
-            import grain
-        except ImportError as error:
-            raise ImportError(INSTALL) from error
         return grain.sources.ArrayRecordDataSource(names)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(f"`source` must have `__len__` and `__getitem__`, got a {type(source).__name__}.")

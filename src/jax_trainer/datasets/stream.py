@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import tempfile
@@ -23,11 +22,14 @@ import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import register_as_pytree
-from jax_trainer.datasets.host import HostTransforms
-from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.order import HostTransforms, Order
+
+try:
+    import cloudpickle  # sends also lambdas, and functions of a notebook, to a worker; a dependency of Grain
+except ImportError as error:
+    raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
 
 GRACE = 3.0  # seconds that threads and workers get to end by themselves
-INSTALL = "Records are read with Grain: `pip install 'jax-trainer[grain]'`."
 _starting = threading.Lock()
 
 Stored = tuple[str, list[tuple[int, tuple[int, ...], np.dtype]]]  # a tree structure as text, and leaves in a file
@@ -61,7 +63,7 @@ class Batches:
             return _store(batch, Path(self.spool, str(index))) if self.spool else batch
         except BaseException as error:
             message = f"{self.name(index)} could not be loaded: {error!r}."
-            if self.spool:  # as text: the error may not be picklable
+            if self.spool:  # as text: not every error can be sent
                 return f"{message}\n\n{traceback.format_exc()}"
             if isinstance(error, Exception):
                 raise LoaderError(message) from error
@@ -136,7 +138,7 @@ def _work(link: connection.Connection, packed: bytes, spool: str) -> None:
     """The main function of a worker process: makes the batches that it is asked for, in that order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
     threading.Thread(target=_end_with_parent, args=(spool,), daemon=True).start()
-    batches = pickle.loads(packed)
+    batches = cloudpickle.loads(packed)
     link.send(None)  # it is running
     with contextlib.suppress(EOFError, BrokenPipeError):  # the loader was closed
         while True:
@@ -191,10 +193,6 @@ class Stream:
                 self._pending.append(self._thread.submit(self._batches.__getitem__, item))
 
     def _start_workers(self) -> None:
-        try:
-            import cloudpickle  # also lambdas and functions of a notebook; a dependency of Grain
-        except ImportError as error:
-            raise ImportError(INSTALL) from error
         memory = "/dev/shm"  # if it has space: a container may have as little as 64 MB
         has_space = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
         self._batches.spool = tempfile.mkdtemp(prefix="jax-trainer-", dir=memory if has_space else None)

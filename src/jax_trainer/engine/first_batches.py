@@ -6,8 +6,8 @@ from typing import Any
 from jax_trainer.core import Batch, CompiledProgram, TrainState
 from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import check_batch
-from jax_trainer.datasets.peek import peeked
 from jax_trainer.engine.batches import with_data_transforms
 from jax_trainer.engine.plan import Plan
 from jax_trainer.processes import process_group

@@ -38,7 +38,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.output import OUT
 from jax_trainer.datasets import Data, Position, common_transforms, transforms_of, with_transforms
-from jax_trainer.datasets.peek import peeked
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState
 from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.styles.looping.calls import Collections, ModelCall, split
