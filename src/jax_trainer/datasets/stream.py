@@ -139,8 +139,8 @@ def _work(link: connection.Connection, packed: bytes, spool: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
     threading.Thread(target=_end_with_parent, args=(spool,), daemon=True).start()
     batches = cloudpickle.loads(packed)
-    link.send(None)  # it is running
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the loader was closed
+    with contextlib.suppress(EOFError, ConnectionError):  # the loader was closed
+        link.send(None)  # it is running
         while True:
             link.send(batches[link.recv()])
 
@@ -227,7 +227,7 @@ class Stream:
         stored = self._receive(index, self._timeout)
         if isinstance(stored, str):
             raise LoaderError(stored)
-        with contextlib.suppress(BrokenPipeError):  # it died since; that is an error when its next batch is needed
+        with contextlib.suppress(ConnectionError):  # it died since; that is an error when its next batch is needed
             self._workers[index][1].send(self._item + self._count * max(1, self._read_ahead))
         return _load(stored, self._item, self._batches, self._structures)
 
@@ -243,7 +243,7 @@ class Stream:
         try:
             if link.poll():
                 return link.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             pass  # it died
         process.join(GRACE)
         code = process.exitcode or 0
