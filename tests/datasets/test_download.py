@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jax_trainer.datasets.download import DownloadError, fetch, sha256_of, unpack_tar
-from jax_trainer.datasets.filesets import FileSet, locate
+from jax_trainer.datasets.files import FileSet
 
 CONTENT = bytes(range(256)) * 1000
 SUM = hashlib.sha256(CONTENT).hexdigest()
@@ -344,12 +344,12 @@ def test_missing_files_of_a_set_are_fetched_into_its_first_folder_with_download(
     server.answers = {f"/{name}-idx1.gz": answer(gzip.compress(CONTENT)) for name in "ab"}
     files = packed_set(f"{server.url}/")
     with pytest.raises(FileNotFoundError, match="download: true"):
-        locate("Letters", (files,), tmp_path, download=False)
+        files.locate("Letters", tmp_path, download=False)
     assert tree(tmp_path) == {}
-    _, paths = locate("Letters", (files,), tmp_path, download=True)
+    paths = files.locate("Letters", tmp_path, download=True)
     assert paths == [tmp_path / "raw" / "a-idx1", tmp_path / "raw" / "b-idx1"]
     server.answers.clear()
-    assert locate("Letters", (files,), tmp_path, download=True)[1] == paths  # what is there is not fetched again
+    assert files.locate("Letters", tmp_path, download=True) == paths  # what is there is not fetched again
 
 
 def test_an_archive_of_a_set_is_fetched_checked_and_unpacked(server, tmp_path):
@@ -357,19 +357,19 @@ def test_an_archive_of_a_set_is_fetched_checked_and_unpacked(server, tmp_path):
     server.answers["/set.tar.gz"] = answer(archive)
     made = {"names": ("a.bin",), "folders": ("set",), "address": f"{server.url}/set.tar.gz"}
     files = FileSet(**made, sha256=SUMS, archive_sha256=hashlib.sha256(archive).hexdigest())
-    _, paths = locate("Letters", (files,), tmp_path / "data", download=True)
+    paths = files.locate("Letters", tmp_path / "data", download=True)
     assert paths == [tmp_path / "data" / "set" / "a.bin"]
     assert tree(tmp_path / "data") == {"set": None, "set/a.bin": CONTENT}
     for sums in ({"a.bin": OTHER_SUM}, SUMS):
         wrong = FileSet(**made, sha256=sums, archive_sha256=OTHER_SUM if sums is SUMS else files.archive_sha256)
         with pytest.raises(ValueError, match=OTHER_SUM):
-            locate("Letters", (wrong,), tmp_path / "other", download=True)
+            wrong.locate("Letters", tmp_path / "other", download=True)
     assert not (tmp_path / "other").exists()
 
 
 def test_without_a_network_the_error_names_the_files_and_the_folder(tmp_path):
     with pytest.raises(DownloadError) as caught:
-        locate("Letters", (packed_set("https://nowhere.invalid/"),), tmp_path, download=True)
+        packed_set("https://nowhere.invalid/").locate("Letters", tmp_path, download=True)
     message = str(caught.value)
     assert "https://nowhere.invalid/a-idx1.gz" in message and "\n" not in message
     assert f"a-idx1, b-idx1 manually, into {tmp_path / 'raw'}" in message

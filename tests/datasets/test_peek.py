@@ -9,7 +9,7 @@ import torch
 from data_sources import KINDS
 
 from jax_trainer.datasets import DataError, DataSource
-from jax_trainer.datasets.peek import peeked
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.testing import assert_same_bits
 
 TWO_EPOCHS = 12  # batches

@@ -11,8 +11,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator
-from jax_trainer.datasets.prefetch import SMALL_BYTES
+from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator, prefetch
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
 from jax_trainer.testing import EventRecorder
 
@@ -81,9 +80,30 @@ def settled(made):
     return count
 
 
-def test_small_batches_are_made_in_blocks_so_that_threads_rarely_wake_each_other():
+def small_batches_in_blocks(made, monkeypatch, block_seconds):
+    monkeypatch.setattr(prefetch, "BLOCK_SECONDS", block_seconds)
+    return PrefetchIterator(sized_batches(made, 100), lambda: True, depth=4, small_depth=32, name="train")
+
+
+def test_small_batches_that_are_made_quickly_come_in_blocks_on_demand(monkeypatch):
     made = []
-    batch_iterator = PrefetchIterator(sized_batches(made, 100), never_idle, depth=4, small_depth=32, name="train")
+    batch_iterator = small_batches_in_blocks(made, monkeypatch, block_seconds=60)
+    assert settled(made) == 32
+    for _ in range(32):
+        batch_iterator.next(5)
+    assert settled(made) == 32  # the thread does not run while the loop has batches, or uses the last one
+    batch_iterator.next(5)
+    assert settled(made) == 32 + 32
+    seen = [step_batch.number for step_batch in iter(lambda: batch_iterator.next(5), None)]
+    assert seen == list(range(33, 200))
+    assert batch_iterator.waited == 0  # less than a step takes is not waiting
+    batch_iterator.close()
+    assert not prefetch_threads()
+
+
+def test_small_batches_that_take_longer_are_made_while_the_loop_uses_others(monkeypatch):
+    made = []
+    batch_iterator = small_batches_in_blocks(made, monkeypatch, block_seconds=0)
     assert settled(made) == 32
     for _ in range(15):
         batch_iterator.next(5)
@@ -98,7 +118,7 @@ def test_small_batches_are_made_in_blocks_so_that_threads_rarely_wake_each_other
 
 def test_large_batches_are_prefetched_to_the_usual_depth_so_that_memory_is_bounded():
     made = []
-    size = SMALL_BYTES // 32 + 1
+    size = prefetch.SMALL_BYTES // 32 + 1
     batch_iterator = PrefetchIterator(sized_batches(made, size), never_idle, depth=4, small_depth=32, name="train")
     assert settled(made) == 4
     batch_iterator.next(5)

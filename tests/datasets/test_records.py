@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 
 import flax.struct
+import jax
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jax_trainer.datasets import records
+from jax_trainer.datasets import records, stream
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import Batch
 from jax_trainer.datasets.records import GrainLoader, LoaderError
@@ -237,9 +238,10 @@ def test_records_that_are_no_arrays_are_refused(decode):
         next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
 
 
-def test_without_grain_the_extra_to_install_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "grain", None)
-    spec = importlib.util.spec_from_file_location("records_without_grain", records.__file__)
+@pytest.mark.parametrize(("missing", "module"), [("grain", records), ("cloudpickle", stream)])
+def test_without_grain_the_extra_to_install_is_named(monkeypatch, missing, module):
+    monkeypatch.setitem(sys.modules, missing, None)
+    spec = importlib.util.spec_from_file_location("records_without_grain", module.__file__)
     assert spec is not None and spec.loader is not None
     with pytest.raises(ImportError, match=r"pip install 'jax-trainer\[grain\]'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -271,7 +273,7 @@ def test_evaluating_one_epoch_again_and_again_starts_no_new_workers():
 def test_an_unreferenced_loader_ends_its_thread():
     batches = iter(GrainLoader(range(34), 4))
     next(batches)
-    assert any(thread.name == "jax-trainer-records" for thread in threading.enumerate())
+    assert any(thread.name.startswith("jax-trainer-records") for thread in threading.enumerate())
     del batches
     gc.collect()
 
@@ -324,6 +326,17 @@ def test_the_number_of_workers_changes_nothing(files, workers):
     assert started is not None and len(started) == workers
     loader.close()
     assert left_behind() == before
+
+
+def platform_of_jax(number):
+    return {"id": number, "is_cpu": os.environ["JAX_PLATFORMS"] == "cpu" == jax.config.values["jax_platforms"]}
+
+
+def test_workers_leave_the_accelerator_to_the_run(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    with contextlib.closing(GrainLoader(range(8), 4, decode=platform_of_jax, workers=1)) as loader:
+        assert all(batch["is_cpu"].all() for batch in loader)
+    assert os.environ["JAX_PLATFORMS"] == "tpu,cpu"
 
 
 def test_an_unreferenced_loader_ends_its_workers():

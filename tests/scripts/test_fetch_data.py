@@ -3,14 +3,12 @@
 import gzip
 import hashlib
 import importlib.util
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jax_trainer.datasets.files import read_cifar10_binary
+from jax_trainer.datasets.files import read_cifar10
 
 FILE = Path(__file__).parents[2] / "scripts" / "fetch_data.py"
 spec = importlib.util.spec_from_file_location("fetch_data", FILE)
@@ -18,57 +16,12 @@ assert spec is not None and spec.loader is not None
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 
-NOISE = np.random.default_rng(0).integers(0, 256, (11, 7, 3), np.uint8)
-SMOOTH = np.add.outer(np.arange(11) * 3, np.arange(21)).reshape(11, 7, 3).astype(np.uint8)
-
-
-def filtered(image: np.ndarray, filters: np.ndarray) -> bytes:
-    """The lines of a PNG, pixel by pixel as its specification says."""
-    height, width, _ = image.shape
-    lines = []
-    for y in range(height):
-        line = [int(filters[y])]
-        for place in range(3 * width):
-            x, colour = divmod(place, 3)
-            left = int(image[y, x - 1, colour]) if x else 0
-            above = int(image[y - 1, x, colour]) if y else 0
-            corner = int(image[y - 1, x - 1, colour]) if x and y else 0
-            nearest = min((left, above, corner), key=lambda value, plane=left + above - corner: abs(plane - value))
-            guess = (0, left, above, (left + above) // 2, nearest)[filters[y]]
-            line.append((int(image[y, x, colour]) - guess) % 256)
-        lines.append(bytes(line))
-    return b"".join(lines)
-
-
-def png(image: np.ndarray, filters: np.ndarray, kind: tuple[int, ...] = (8, 2, 0, 0, 0)) -> bytes:
-    packed = zlib.compress(filtered(image, filters))
-    header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], *kind)
-    chunks = [(b"IHDR", header), (b"IDAT", packed[:50]), (b"IDAT", packed[50:]), (b"IEND", b"")]
-    coded = [
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(coded)
-
-
-@pytest.mark.parametrize("image", [NOISE, SMOOTH, NOISE[:1], NOISE[:, :1]], ids=["noise", "smooth", "row", "column"])
-@pytest.mark.parametrize("kind", [0, 1, 2, 3, 4, "mixed"])
-def test_a_png_gives_the_pixels_that_were_written(image, kind):
-    filters = np.arange(len(image)) % 5 if kind == "mixed" else np.full(len(image), kind)
-    np.testing.assert_array_equal(script.decode_png(png(image, filters)), image)
-
-
-def test_a_png_of_another_kind_is_an_error():
-    with pytest.raises(ValueError, match=r"got \[8, 6, 0, 0, 0\]"):
-        script.decode_png(png(NOISE, np.zeros(11, int), kind=(8, 6, 0, 0, 0)))
-    with pytest.raises(ValueError, match="6a 70 67"):
-        script.decode_png(b"jpg")
-
 
 def test_rows_of_pixels_become_records_that_the_reader_reads(tmp_path):
     images = np.random.default_rng(1).integers(0, 256, (4, 32, 32, 3), np.uint8)
     labels = np.array([3, 1, 4, 9], np.uint8)
     (tmp_path / "batch.bin").write_bytes(script.cifar_records(images.reshape(4, 1024, 3), labels))
-    read, read_labels = read_cifar10_binary(tmp_path / "batch.bin")
+    read, read_labels = read_cifar10(tmp_path / "batch.bin")
     np.testing.assert_array_equal(read, images)
     np.testing.assert_array_equal(read_labels, labels)
 

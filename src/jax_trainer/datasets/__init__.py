@@ -4,17 +4,15 @@
 """
 
 from jax_trainer.datasets import examples
-from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader
+from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader, RowLoader, resident_loader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
-from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
+from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
-from jax_trainer.datasets.host import HostTransforms
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
-from jax_trainer.datasets.order import Order, nearby_multiples
+from jax_trainer.datasets.order import HostTransforms, Order, nearby_multiples
 from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.resident import RowLoader, resident_loader
 from jax_trainer.datasets.shared_state import joined_states, own_state
 from jax_trainer.datasets.sources import EpochLoader, Position
 from jax_trainer.datasets.transforms import (

@@ -1,20 +1,20 @@
 """Standard datasets: each takes its configuration and locates, checks and splits its files."""
 
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 from compoconf import register
 
-from jax_trainer.datasets.digits import DIGITS_SOURCE, load_digits
-from jax_trainer.datasets.files import check_labels, read_cifar10_binary, read_cifar10_python, read_idx
-from jax_trainer.datasets.filesets import (
-    CIFAR10_BINARY_FILES,
-    CIFAR10_PYTHON_FILES,
+from jax_trainer.datasets.files import (
+    CIFAR10_FILES,
     FASHION_MNIST_FILES,
     MNIST_FILES,
     FileSet,
-    locate,
+    check_labels,
+    read_cifar10,
+    read_idx,
 )
 from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
 from jax_trainer.datasets.module import Count, Size
@@ -37,6 +37,10 @@ __all__ = [
     "Vocabulary",
 ]
 
+DIGITS_SOURCE = (
+    "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, "
+    "doi 10.24432/C50P49, licence CC BY 4.0 (the 1,797 images of its test part)"
+)
 _DIGIT_NAMES = tuple(str(digit) for digit in range(10))
 
 
@@ -80,6 +84,20 @@ class DigitsDataset(ImageDataset):
         super().__init__(
             config, (images[..., None], labels), (parts["test"]["image"][..., None], parts["test"]["label"])
         )
+
+
+def load_digits(split_seed: int = 42) -> dict[str, dict[str, np.ndarray]]:
+    """The digits as `train` (1,437), `val` (180) and `test` (180): `image` [n, 8, 8] uint8 (0 to 16), `label` [n].
+
+    >>> {name: len(part["label"]) for name, part in load_digits().items()}
+    {'train': 1437, 'val': 180, 'test': 180}
+    """
+    file = resources.files("jax_trainer.datasets") / "data" / "digits.npz"
+    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+        images, labels = stored["images"], stored["labels"].astype(np.int32)
+    order = np.random.default_rng(split_seed).permutation(len(labels))
+    cuts = {"test": order[:180], "val": order[180:360], "train": order[360:]}
+    return {name: {"image": images[cuts[name]], "label": labels[cuts[name]]} for name in ("train", "val", "test")}
 
 
 MNIST = ImageSet(
@@ -171,22 +189,20 @@ class CIFAR10Config(ImageConfig):
 
 @register
 class CIFAR10Dataset(ImageDataset):
-    """CIFAR-10 from the files of its binary version, or of its python version."""
+    """CIFAR-10 from the files of its binary version, in `data_dir` or `data_dir/cifar-10-batches-bin`."""
 
     config: CIFAR10Config
 
     def __init__(self, config: CIFAR10Config) -> None:
-        kinds = (CIFAR10_BINARY_FILES, CIFAR10_PYTHON_FILES)
-        kind, paths = locate("CIFAR-10", kinds, config.data_dir, download=config.download)
-        read = read_cifar10_binary if kind is CIFAR10_BINARY_FILES else read_cifar10_python
-        parts = [(path, *read(path)) for path in paths]
+        paths = CIFAR10_FILES.locate("CIFAR-10", config.data_dir, download=config.download)
+        parts = [(path, *read_cifar10(path)) for path in paths]
         checked = [(images, check_labels(labels, config.num_classes, path)) for path, images, labels in parts]
         images, labels = zip(*checked[:-1], strict=True)
         super().__init__(config, (np.concatenate(images), np.concatenate(labels)), checked[-1])
 
 
 def _read_idx_set(config: ImageConfig, files: FileSet) -> tuple[Part, Part]:
-    _, paths = locate(config.facts().title, (files,), config.data_dir, download=config.download)
+    paths = files.locate(config.facts().title, config.data_dir, download=config.download)
     return _read_idx_part(config, *paths[:2]), _read_idx_part(config, *paths[2:])
 
 

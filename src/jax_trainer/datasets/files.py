@@ -1,23 +1,132 @@
-"""Readers of IDX files (MNIST, Fashion-MNIST) and of both versions of CIFAR-10, without running their code."""
+"""The files of standard datasets: names, addresses and checksums, and readers of IDX files and of binary CIFAR-10."""
 
 import gzip
 import struct
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jax_trainer.datasets.download import DownloadError, fetch, temporary_folder, unpack_tar
+
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
-_ARRAY_PARTS = {  # the only names that a file of the python version may refer to
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSet:
+    """The files of a dataset, and the folders in which they are searched.
+
+    Args:
+        names: names of the files.
+        folders: folders below `data_dir`, in search order; downloads go into the first.
+        sha256: checksum of the content of each file, after decompression of a `.gz`, whose bytes depend on the
+            compressor.
+        address: URL of the folder with the files as `.gz`, or of an archive (`.tar.gz`) of all; empty for none.
+        archive_sha256: checksum of that archive.
+        unsafe: files and folders below `data_dir` of a version that runs code when it is read, for messages.
+    """
+
+    names: tuple[str, ...]
+    folders: tuple[str, ...]
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    archive_sha256: str = ""
+    unsafe: tuple[str, ...] = ()
+
+    def find(self, folder: Path) -> dict[str, Path]:
+        """The files that exist in `folder`, plain or as `.gz`, in either spelling."""
+        found = {}
+        for name in self.names:
+            spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
+            paths = [folder / spelling for spelling in spellings if (folder / spelling).is_file()]
+            if paths:
+                found[name] = paths[0]
+        return found
+
+    def download(self, data_dir: Path) -> dict[str, Path]:
+        """Downloads missing files and compares their checksums."""
+        folder = data_dir / self.folders[0]
+        missing = [name for name in self.names if name not in self.find(folder)]
+        try:
+            if self.archive_sha256:
+                self._download_archive(folder, missing)
+            else:
+                for name in missing:
+                    fetch(f"{self.address}{name}.gz", folder / name, sha256=self.sha256[name], unpack_gzip=True)
+        except DownloadError as error:
+            raise DownloadError(f"{error} Download {', '.join(missing)} manually, into {folder}.") from error
+        return self.find(folder)
+
+    def _download_archive(self, folder: Path, missing: Sequence[str]) -> None:
+        with temporary_folder(folder) as temporary:
+            archive = fetch(self.address, temporary / "archive.tar.gz", sha256=self.archive_sha256)
+            unpack_tar(archive, folder, sha256={name: self.sha256[name] for name in missing})
+
+    def locate(self, title: str, data_dir: Path | str, *, download: bool) -> list[Path]:
+        """The paths of all files, in one folder, in the order of the names; downloads them only if asked to.
+
+        Files from several folders are never mixed: MNIST and Fashion-MNIST use the same names.
+        """
+        folders = [Path(data_dir, folder) for folder in self.folders]
+        found = max(map(self.find, folders), key=len)  # the first of the fullest
+        if len(found) < len(self.names) and download:
+            found = self.download(Path(data_dir))
+        if len(found) == len(self.names):
+            return [found[name] for name in self.names]
+        folder = next(folder for folder in folders if self.find(folder) == found)
+        message = (
+            f"{len(self.names) - len(found)} of the {len(self.names)} files of {title} are missing in {folder}: "
+            f"{', '.join(name for name in self.names if name not in found)} (plain or .gz). Put them there, or set "
+            f"`download: true`. Also searched: {', '.join(str(other) for other in folders if other != folder)}."
+        )
+        for unsafe in (path for path in (Path(data_dir, name) for name in self.unsafe) if path.exists()):
+            message += f" {unsafe} is a version that would run code when it is read: use the files of {self.address}."
+        raise FileNotFoundError(message)
+
+
+_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+MNIST_FILES = FileSet(
+    names=_IDX,
+    folders=("MNIST/raw", "mnist", "."),
+    address="https://ossci-datasets.s3.amazonaws.com/mnist/",
+    sha256={
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+)
+FASHION_MNIST_FILES = FileSet(
+    names=_IDX,
+    folders=("FashionMNIST/raw", "fashion-mnist", "."),
+    address="https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    sha256={
+        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    },
+)
+CIFAR10_FILES = FileSet(
+    names=(*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"),
+    folders=("cifar-10-batches-bin", "."),
+    unsafe=("cifar-10-batches-py", "data_batch_1", "cifar-10-python.tar.gz"),
+    address="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    # of the archive with the published MD5 c32a1d4ab5d03f1284b67883e8d87530; each file has its own checksum, too
+    archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    sha256={
+        "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+        "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+        "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+        "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+        "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+        "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    },
+)
 
 
 def read_bytes(path: Path | str) -> bytes:
@@ -51,7 +160,7 @@ def read_idx(path: Path | str, *, dimensions: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
 
-def read_cifar10_binary(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
+def read_cifar10(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
     """Images [n, 32, 32, 3] uint8 and labels [n] of a file of the binary version, such as `data_batch_1.bin`."""
     data = read_bytes(path)
     if not data or len(data) % CIFAR_RECORD:
@@ -60,20 +169,8 @@ def read_cifar10_binary(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
             "the original). Download it again."
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, CIFAR_RECORD)
-    return _channels_last(records[:, 1:]), records[:, 0]
-
-
-def read_cifar10_python(path: Path | str) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of a file of the python version, such as `data_batch_1`, read without unpickling."""
-    content = _PickleReader(read_bytes(path), str(path)).run()
-    content = {_text(key): value for key, value in content.items()} if isinstance(content, dict) else {}
-    labels, data = content.get("labels"), content.get("data")
-    array = data.value if isinstance(data, _Array) else None
-    if array is None or array.ndim != 2 or array.shape[1] != CIFAR_RECORD - 1:
-        raise ValueError(f"{path} has no `data` of shape [n, {CIFAR_RECORD - 1}]: it is not a CIFAR-10 file.")
-    if not isinstance(labels, list) or len(labels) != len(array) or not all(type(each) is int for each in labels):
-        raise ValueError(f"{path} has no list `labels` of {len(array)} integers: it is not a CIFAR-10 file.")
-    return _channels_last(array), np.asarray(labels)
+    images = records[:, 1:].reshape(-1, *CIFAR_SHAPE).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), records[:, 0]
 
 
 def check_labels(labels: np.ndarray, classes: int, path: Path | str) -> np.ndarray:
@@ -85,177 +182,3 @@ def check_labels(labels: np.ndarray, classes: int, path: Path | str) -> np.ndarr
             "It is another file, or it is damaged."
         )
     return labels.astype(np.int32)
-
-
-def _channels_last(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows.reshape(-1, *CIFAR_SHAPE).transpose(0, 2, 3, 1))
-
-
-def _text(value: Any) -> Any:
-    return value.decode("latin-1") if isinstance(value, bytes) else value
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A class or function that the file refers to. It is compared with known names, never imported."""
-
-    module: str
-    name: str
-
-
-@dataclass
-class _Dtype:
-    code: str
-
-
-@dataclass
-class _Array:
-    value: np.ndarray | None = None
-
-
-_MARK = object()
-
-
-class _PickleReader:
-    """Interprets the opcodes that the python version of CIFAR-10 contains, and no others."""
-
-    def __init__(self, data: bytes, path: str) -> None:
-        self._data, self._path, self._at = data, path, 0
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._actions: dict[bytes, Callable[[], None]] = {
-            b"\x80": self._version,
-            b"(": lambda: self._stack.append(_MARK),
-            b"}": lambda: self._stack.append({}),
-            b"]": lambda: self._stack.append([]),
-            b")": lambda: self._stack.append(()),
-            b"N": lambda: self._stack.append(None),
-            b"\x88": lambda: self._stack.append(True),
-            b"\x89": lambda: self._stack.append(False),
-            b"K": lambda: self._stack.append(self._number("<B")),
-            b"M": lambda: self._stack.append(self._number("<H")),
-            b"J": lambda: self._stack.append(self._number("<i")),
-            b"U": lambda: self._stack.append(self._take(self._number("<B"))),
-            b"C": lambda: self._stack.append(self._take(self._number("<B"))),
-            b"T": lambda: self._stack.append(self._take(self._number("<i"))),
-            b"B": lambda: self._stack.append(self._take(self._number("<I"))),
-            b"X": lambda: self._stack.append(self._take(self._number("<I")).decode("utf-8", "replace")),
-            b"c": self._name,
-            b"q": lambda: self._memoize(self._number("<B")),
-            b"r": lambda: self._memoize(self._number("<I")),
-            b"h": lambda: self._recall(self._number("<B")),
-            b"j": lambda: self._recall(self._number("<I")),
-            b"\x85": lambda: self._tuple(1),
-            b"\x86": lambda: self._tuple(2),
-            b"\x87": lambda: self._tuple(3),
-            b"t": lambda: self._stack.append(tuple(self._since_mark())),
-            b"a": lambda: self._extend([self._pop()]),
-            b"e": lambda: self._extend(self._since_mark()),
-            b"s": lambda: self._set([self._pop(), self._pop()][::-1]),
-            b"u": lambda: self._set(self._since_mark()),
-            b"R": self._call,
-            b"b": self._fill,
-        }
-
-    def run(self) -> Any:
-        """The content of the file."""
-        while (code := self._take(1)) != b".":
-            if code not in self._actions:
-                raise self._refusal(f"the opcode {code!r} at byte {self._at - 1}")
-            self._actions[code]()
-        return self._pop()
-
-    def _refusal(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self._path} contains {what}, which the python version of CIFAR-10 does not. No code of it was run. "
-            "Use the original file, or the binary version."
-        )
-
-    def _take(self, count: int) -> bytes:
-        end = self._at + count
-        if count < 0 or end > len(self._data):
-            raise ValueError(f"{self._path} is truncated at byte {len(self._data)}. Download it again.")
-        data, self._at = self._data[self._at : end], end
-        return data
-
-    def _number(self, format: str) -> int:
-        return struct.unpack(format, self._take(struct.calcsize(format)))[0]
-
-    def _line(self) -> str:
-        end = self._data.find(b"\n", self._at)
-        end = len(self._data) if end < 0 else end  # without a newline, the file is truncated
-        return self._take(end + 1 - self._at)[:-1].decode("latin-1")
-
-    def _pop(self) -> Any:
-        if not self._stack:
-            raise self._refusal(f"an opcode without an operand before byte {self._at}")
-        return self._stack.pop()
-
-    def _version(self) -> None:
-        version = self._number("<B")
-        if version not in (2, 3):
-            raise self._refusal(f"the format version {version}")
-
-    def _name(self) -> None:
-        module, name = self._line(), self._line()
-        if (module, name) not in _ARRAY_PARTS:
-            raise self._refusal(f"the name {module}.{name}")
-        self._stack.append(_Named(module, name))
-
-    def _memoize(self, index: int) -> None:
-        self._memo[index] = self._pop()
-        self._stack.append(self._memo[index])
-
-    def _recall(self, index: int) -> None:
-        if index not in self._memo:
-            raise self._refusal(f"a reference to value {index}, which is not defined,")
-        self._stack.append(self._memo[index])
-
-    def _since_mark(self) -> list[Any]:
-        values = []
-        while (value := self._pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
-
-    def _tuple(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self._stack.append(tuple(values[::-1]))
-
-    def _extend(self, values: list[Any]) -> None:
-        target = self._pop()
-        if not isinstance(target, list):
-            raise self._refusal(f"an append to a {type(target).__name__}")
-        target.extend(values)
-        self._stack.append(target)
-
-    def _set(self, values: list[Any]) -> None:
-        target = self._pop()
-        if not isinstance(target, dict) or len(values) % 2 or not all(isinstance(k, bytes | str) for k in values[::2]):
-            raise self._refusal("a dictionary with keys that are not text")
-        target.update(zip(values[::2], values[1::2], strict=True))
-        self._stack.append(target)
-
-    def _call(self) -> None:
-        arguments, named = self._pop(), self._pop()
-        if isinstance(named, _Named) and named.name == "_reconstruct":
-            self._stack.append(_Array())
-        elif isinstance(named, _Named) and named.name == "dtype" and isinstance(arguments, tuple) and arguments:
-            self._stack.append(_Dtype(str(_text(arguments[0]))))
-        else:
-            raise self._refusal(f"a call of {named!r}")
-
-    def _fill(self) -> None:
-        state, target = self._pop(), self._pop()
-        if isinstance(target, _Array):
-            target.value = self._array(state)
-        elif not isinstance(target, _Dtype):
-            raise self._refusal(f"a state for {target!r}")
-        self._stack.append(target)
-
-    def _array(self, state: Any) -> np.ndarray:
-        match state:
-            case (int(), tuple(shape), _Dtype("u1" | "|u1"), bool(fortran), bytes(data)) if all(
-                type(size) is int and size >= 0 for size in shape
-            ) and np.prod(shape, dtype=object) == len(data):
-                return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
-        raise self._refusal("an array that is not uint8 or not complete,")

@@ -11,10 +11,9 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
-from jax_trainer.datasets.data_source import Data, DataSource, Resident
+from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import nearby_multiples
-from jax_trainer.datasets.peek import peeked
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 

@@ -17,6 +17,8 @@ NOT_READY = object()  # no batch yet
 FIRST_POLL = 1e-4  # seconds until a waiting loop polls the device for the first time; later polls are further apart
 JOIN_SECONDS = 2.0
 SMALL_BYTES = 1 << 20  # of all prefetched batches, where more than usual are prefetched
+BLOCK_SECONDS = 1e-3  # a block of small batches that takes no longer is made while the loop waits for it
+ON_DEMAND = -1
 
 
 class BatchIterator(Protocol):
@@ -64,8 +66,9 @@ class PrefetchIterator:
         batches: makes the batches, in the thread.
         device_is_idle: whether the device has nothing to do.
         depth: the most batches that are prefetched; the thread replaces each as soon as it is used.
-        small_depth: the most batches if all of them have less than a MiB. The thread then sleeps until half of them are
-            used: for each batch of a tiny step, two threads that wake each other take longer than the step.
+        small_depth: the most batches if all of them have less than a MiB. The thread then makes them in blocks: while
+            the loop waits, if a block takes less than a millisecond, as two threads that take turns at every batch take
+            longer than a tiny step; else when half of them are used.
         name: of the data, for messages.
         timeout: seconds to wait for a batch before a `DataError`; None waits forever.
         kill: ends the worker processes of a loader that hangs when the iterator is closed.
@@ -89,7 +92,8 @@ class PrefetchIterator:
         self._depth, self._small_depth = depth, small_depth
         self._refill_at = depth - 1  # the number of batches left at which the thread continues
         self._kill = kill
-        self._waits = self._closing = False
+        self._waits = self._closing = self._is_small = self._is_quick = False
+        self._block_started = 0.0
         self._late_since: float | None = None
         self.waited = 0.0
         self._thread = threading.Thread(target=self._make, name=f"jax_trainer prefetch {name!r}", daemon=True)
@@ -128,33 +132,36 @@ class PrefetchIterator:
                 step_batch = next(self._batches, None)
                 if self._small_depth and step_batch is not None:
                     self._deepen(step_batch)
-                self._hand_over((step_batch, None))
+                self._made.append((step_batch, None))
                 if step_batch is None:
                     return
+                if self._waits and (not self._is_small or time.perf_counter() - self._block_started > BLOCK_SECONDS):
+                    self._wake.set()
         except BaseException as error:
-            self._hand_over((None, error))
+            self._made.append((None, error))
         finally:
-            self._batches.close()
-
-    def _hand_over(self, result: Result) -> None:
-        self._made.append(result)
-        if self._waits:
             self._wake.set()
+            self._batches.close()
 
     def _has_space(self) -> bool:
         """Waits for space once all are made; False if the iterator is being closed."""
         if len(self._made) >= self._depth:
+            if self._is_small:
+                self._is_quick = time.perf_counter() - self._block_started < BLOCK_SECONDS
+                self._refill_at = ON_DEMAND if self._is_quick else self._depth // 2
+                self._wake.set()
             while len(self._made) > self._refill_at and not self._closing:
                 self._space.clear()
                 if len(self._made) > self._refill_at and not self._closing:
                     self._space.wait()
+            self._block_started = time.perf_counter()
         return not self._closing
 
     def _deepen(self, first: StepBatch) -> None:
         """Sets the depth by the size of the `first` batch."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(first.batch))
         if size * self._small_depth <= SMALL_BYTES:
-            self._depth, self._refill_at = self._small_depth, self._small_depth // 2
+            self._depth, self._is_small, self._block_started = self._small_depth, True, time.perf_counter()
         self._small_depth = 0
 
     def _wait(self, patience: float) -> bool:
@@ -163,15 +170,18 @@ class PrefetchIterator:
         self._late_since = self._late_since or started
         idle_since = started if self._device_is_idle() else None
         self._waits = True
+        if self._refill_at == ON_DEMAND:
+            self._refill_at = 0
+            self._space.set()
         while not self._made and now - started < patience:
             self._wake.clear()
             if not self._made:
-                self._wake.wait(max(FIRST_POLL, (now - started) / 8))
+                self._wake.wait(max(BLOCK_SECONDS if self._is_quick else FIRST_POLL, (now - started) / 8))
             now = time.perf_counter()
             if idle_since is None and not self._made and self._device_is_idle():
                 idle_since = now
         self._waits = False
-        if idle_since is not None:
+        if idle_since is not None and not self._is_quick:
             self.waited += now - idle_since
         if not self._made and self._timeout is not None and now - self._late_since >= self._timeout:
             raise DataError(

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from jax_trainer.core import Batch, checked_int
-from jax_trainer.datasets.host import HostTransform, HostTransforms
-from jax_trainer.datasets.order import Order, Ordered
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
 
 try:
@@ -99,16 +98,13 @@ class GrainLoader(Ordered):
         at_the_end = self._stream is not None and self._stream.position[1] == 0
         stride = 0 if at_the_end and (epoch, index) == (self._epoch, 0) else 1
         self.close()
-        workers, read_ahead, _ = self._options
         process = self.schedule.process or (jax.process_index(), jax.process_count())  # a worker cannot ask JAX
         order = dataclasses.replace(self.schedule, process=process)
         batches = Batches(self._source, self._decode, order, self.host, epoch, index, stride)
         self._stream = stream = Stream(batches, *self._options)
-        self._end = weakref.finalize(
-            self, stream.close
-        )  # registered before the workers start; runs at interpreter exit at the latest
-        if workers or read_ahead:
-            stream.start()
+        # registered before the workers start; runs at interpreter exit at the latest
+        self._end = weakref.finalize(self, stream.close)
+        stream.start()
         return stream
 
 
@@ -116,9 +112,8 @@ def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
         names = [os.fspath(path) for path in paths]
-        local = [
-            re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name
-        ]  # "name[from:to]" selects records
+        # "name[from:to]" selects records
+        local = [re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name]
         if missing := [name for name in local if not os.path.isfile(name)]:
             count = f"{len(missing)} of {len(names)} missing"
             raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({count}). Check the path.")

@@ -11,6 +11,7 @@
 
 import itertools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,62 +55,41 @@ class EpochLoader(Protocol):
         ...
 
 
-class LoaderAdapter(Protocol):
-    """Adapts one kind of data."""
+class LoaderAdapter(ABC):
+    """Adapts one kind of data. The defaults are those of data that needs no state and no closing.
 
-    @property
-    def replays(self) -> str:
-        """A description of the batches that a resume in the middle of an epoch draws again; empty if none."""
-        ...
+    `replays` describes the batches that a resume in the middle of an epoch draws again; `can_rewind` is whether it can
+    be opened, in this process, at an earlier position; `is_ours`, whether its batches are arrays already, whose memory
+    is not reused; `keeps_state`, whether a position needs a state besides its numbers; `first_size`, the number of
+    examples of the first batch of an epoch, once it was drawn.
+    """
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether it can be opened, in this process, at an earlier position."""
-        ...
+    replays: str = ""
+    can_rewind: bool = True
+    is_ours: bool = False
+    keeps_state: bool = False
+    first_size: int | None = None
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether its batches are arrays already, whose memory is not reused."""
-        ...
-
+    @abstractmethod
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from `start` on."""
-        ...
-
-    @property
-    def first_size(self) -> int | None:
-        """Examples of the first batch of an epoch, once it was drawn; else None."""
-        ...
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether a position needs a state besides its numbers."""
-        ...
 
     def state(self) -> Any:
         """The state after the last batch drawn; None if there is none."""
-        ...
+        return None
 
     def restore(self, state: Any) -> None:
         """Restores a saved `state`."""
-        ...
+        raise no_state_error()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Closes the open epoch."""
-        ...
 
-    def kill(self) -> None:
+    def kill(self) -> None:  # noqa: B027 - most have no workers
         """Kills worker processes that hang."""
-        ...
 
-
-class _Replayed:
-    """Base of adapters that skip batches by drawing them."""
-
-    first_size: int | None = None
-
-    def _from(self, batches: Iterator[Batch], start: int) -> Iterator[Batch]:
-        """The batches from `start` on."""
+    def _replayed(self, batches: Iterator[Batch], start: int) -> Iterator[Batch]:
+        """The batches from `start` on, by drawing those before."""
         first = list(itertools.islice(batches, 1))
         self.first_size = examples_of(first[0]) if first else None
         return itertools.islice(itertools.chain(first, batches), start, None)
@@ -120,26 +100,10 @@ def examples_of(batch: Batch) -> int | None:
     return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if len(getattr(leaf, "shape", ()))), None)
 
 
-class _Stateless:
-    replays, can_rewind, is_ours, keeps_state, first_size = "", True, False, False, None
-
-    def state(self) -> Any:
-        return None
-
-    def restore(self, state: Any) -> None:
-        raise no_state_error()
-
-    def close(self) -> None:
-        pass  # nothing is open
-
-    def kill(self) -> None:
-        pass  # there are no workers
-
-
-class _Foreign(_Replayed):
+class _Foreign(LoaderAdapter):
     """Base of adapters for loaders of other libraries, with the iterator of the open epoch."""
 
-    can_rewind, is_ours, keeps_state = True, False, True
+    keeps_state = True
 
     def __init__(self) -> None:
         self._loader: Any = None
@@ -167,7 +131,7 @@ class _Foreign(_Replayed):
         kill_workers(self._opened)
 
 
-class _Loader(_Stateless):
+class _Loader(LoaderAdapter):
     is_ours = True
 
     def __init__(self, loader: EpochLoader) -> None:
@@ -177,7 +141,7 @@ class _Loader(_Stateless):
         return self._loader.epoch(epoch, start)
 
 
-class _Listed(_Stateless):
+class _Listed(LoaderAdapter):
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
 
@@ -191,21 +155,19 @@ class _Iterable(_Foreign):
     def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
         super().__init__()
         self._fresh = fresh
+        self.replays = "the epoch up to that batch"
         self._access: StateAccess | None = None
         self._state: Any = None
-
-    @property
-    def replays(self) -> str:
-        return "" if self._access else "the epoch up to that batch"
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         state, self._state = self._state, None
         batches = self._start(self._fresh(epoch), epoch)
         self._access = StateAccess.of(batches)
+        self.replays = "" if self._access else "the epoch up to that batch"
         if start and state is not None and self._access:
             self._access.set(state)
             return batches
-        return self._from(batches, start)
+        return self._replayed(batches, start)
 
     def state(self) -> Any:
         return self._with_seed(self._access.get() if self._access else None)
@@ -214,10 +176,8 @@ class _Iterable(_Foreign):
         self._state = self._without_seed(state)  # until an epoch is opened
 
 
-class _Stream(_Replayed):
+class _Stream(LoaderAdapter):
     """An iterator: every epoch continues where the previous one stopped."""
-
-    is_ours = False
 
     def __init__(self, batches: Iterator[Batch], steps_per_epoch: int | None) -> None:
         self._batches, self._steps_per_epoch, self._started = batches, steps_per_epoch or 0, False
@@ -228,7 +188,7 @@ class _Stream(_Replayed):
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         if not self._started:
             skipped = (epoch - 1) * self._steps_per_epoch + start
-            self._started, self._batches = True, self._from(self._batches, skipped)
+            self._started, self._batches = True, self._replayed(self._batches, skipped)
         return self._batches
 
     def state(self) -> Any:
@@ -240,17 +200,9 @@ class _Stream(_Replayed):
         self._access.set(state)
         self._started = True
 
-    def close(self) -> None:
-        pass  # the next epoch continues with the iterator
-
-    def kill(self) -> None:
-        pass  # the workers of an iterator are unknown
-
 
 class _StatefulLoader(_Foreign):
     """An iterable with a state over all epochs, such as torchdata's loaders."""
-
-    replays = ""
 
     def __init__(self, loader: Iterable[Batch], access: "StateAccess") -> None:
         super().__init__()

@@ -1,44 +1,36 @@
-"""Runs Grain and its worker processes for a `GrainLoader`."""
+"""Makes the batches of a `GrainLoader`, in worker processes if it has any."""
 
 import contextlib
 import dataclasses
-import functools
-import gc
-import itertools
 import multiprocessing
 import os
-import queue
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import register_as_pytree
-from jax_trainer.datasets.host import HostTransforms
-from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.order import HostTransforms, Order
 
 try:
-    import grain
-    from absl import flags
+    import cloudpickle  # sends also lambdas, and functions of a notebook, to a worker; a dependency of Grain
 except ImportError as error:
     raise ImportError("Records are read with Grain: `pip install 'jax-trainer[grain]'`.") from error
 
-POLL = 0.1  # seconds between checks of the workers while no batch is ready
 GRACE = 3.0  # seconds that threads and workers get to end by themselves
-WORKER_NAME = "grain-process-prefetch"  # prefix of the names of the processes of Grain 0.2.18
-DELETER = "grain._src.python.ipc.shared_memory_array"  # where Grain 0.2.18 keeps threads
-_starting = threading.Lock()  # streams start one after the other, so that each can identify its own processes
+_starting = threading.Lock()
 
 Stored = tuple[str, list[tuple[int, tuple[int, ...], np.dtype]]]  # a tree structure as text, and leaves in a file
 
@@ -51,8 +43,8 @@ class LoaderError(RuntimeError):
 class Batches:
     """All batches from a position on, epoch after epoch without end, each a function of its index alone.
 
-    Grain distributes them to the workers, so the batches do not depend on the number of workers. `stride` is added to
-    the epoch number at the end of an epoch: 1, or 0 to repeat the epoch. Workers write batches to files in `spool`.
+    So they do not depend on the number of workers. `stride` is added to the epoch number at the end of an epoch: 1, or
+    0 to repeat the epoch. Workers write batches to files in `spool`.
     """
 
     source: Any
@@ -65,16 +57,13 @@ class Batches:
     spool: str = ""
     _rows: tuple[int, np.ndarray] | None = None  # the last epoch and its order
 
-    def __len__(self) -> int:
-        return sys.maxsize
-
     def __getitem__(self, index: int) -> Batch | Stored | str:
         try:
             batch = self.make(index)
             return _store(batch, Path(self.spool, str(index))) if self.spool else batch
         except BaseException as error:
             message = f"{self.name(index)} could not be loaded: {error!r}."
-            if self.spool:  # as text: the error may not be picklable, and Grain would hang after a `SystemExit`
+            if self.spool:  # as text: not every error can be sent
                 return f"{message}\n\n{traceback.format_exc()}"
             if isinstance(error, Exception):
                 raise LoaderError(message) from error
@@ -114,7 +103,7 @@ class Batches:
 
 
 def _store(batch: Batch, path: Path) -> Stored:
-    """Writes the arrays to a file. Grain's shared memory would leak when a worker is killed."""
+    """Writes the arrays to a file. Named shared memory would leak when a worker is killed."""
     leaves, structure = jax.tree.flatten(batch)
     locations = []
     with path.open("wb") as file:
@@ -145,14 +134,15 @@ def _load(stored: Stored, item: int, batches: Batches, structures: dict[str, Any
     return structures[text].unflatten(leaves)
 
 
-def _start_worker(spool: str, index: int, count: int) -> None:
-    """Initializes a worker process."""
+def _work(link: connection.Connection, packed: bytes, spool: str) -> None:
+    """The main function of a worker process: makes the batches that it is asked for, in that order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # the accelerator belongs to the main process, also if a transform uses JAX
     threading.Thread(target=_end_with_parent, args=(spool,), daemon=True).start()
-    Path(spool, f"worker-{index}-of-{count}").touch()
+    batches = cloudpickle.loads(packed)
+    with contextlib.suppress(EOFError, ConnectionError):  # the loader was closed
+        link.send(None)  # it is running
+        while True:
+            link.send(batches[link.recv()])
 
 
 def _end_with_parent(spool: str) -> None:
@@ -162,51 +152,31 @@ def _end_with_parent(spool: str) -> None:
         os._exit(1)
 
 
-def _pump(batches: Batches, workers: int, read_ahead: int, ready: "queue.Queue[Any]", stop: threading.Event) -> None:
-    """Puts the batches of Grain, or its error, into the queue `ready`, until `stop`."""
-    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    working = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, read_ahead))
-    structures: dict[str, Any] = {}
-    try:
-        data = grain.MapDataset.source(batches).to_iter_dataset(reading)
-        data = data.mp_prefetch(working, functools.partial(_start_worker, batches.spool))
-        with contextlib.closing(iter(data)) as iterator:
-            for item in itertools.takewhile(lambda _: not stop.is_set(), itertools.count()):
-                batch: Any = next(iterator)
-                if workers:
-                    batch = LoaderError(batch) if isinstance(batch, str) else _load(batch, item, batches, structures)
-                _offer(batch, ready, stop)
-    except BaseException as error:  # whatever it is, the caller raises it
-        _offer(error, ready, stop)
-
-
-def _offer(batch: Any, ready: "queue.Queue[Any]", stop: threading.Event) -> None:
-    while not stop.is_set():
+@contextlib.contextmanager
+def _on_the_cpu() -> Iterator[None]:
+    """Processes that are started here use JAX on the CPU: the accelerator belongs to this process."""
+    with _starting:
+        before = os.environ.get("JAX_PLATFORMS")
+        os.environ["JAX_PLATFORMS"] = "cpu"
         try:
-            ready.put(batch, timeout=POLL)
-        except queue.Full:
-            continue
-        return
+            yield
+        finally:
+            del os.environ["JAX_PLATFORMS"]
+            if before is not None:
+                os.environ["JAX_PLATFORMS"] = before
 
 
 class Stream:
-    """Runs the iterator of Grain in a thread, with or without worker processes.
-
-    Only the thread waits for Grain, so the caller can detect what Grain does not: workers that died or hang.
-    """
+    """Makes batches one after the other: at once, in a thread, or in worker processes, which take turns."""
 
     def __init__(self, batches: Batches, workers: int, read_ahead: int, timeout: float | None) -> None:
-        if workers:
-            memory = "/dev/shm"  # if it has space: a container may have as little as 64 MB
-            has_space = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
-            batches.spool = tempfile.mkdtemp(prefix="jax-trainer-", dir=memory if has_space else None)
-        self._batches, self._timeout, self._count = batches, timeout, workers
-        self._item, self._workers, self._broken = 0, list[BaseProcess](), False
-        self._ready: queue.Queue[Any] = queue.Queue(max(1, read_ahead))
-        self._stop = threading.Event()
-        self._ends_deleter = workers > 0 and _deleter() is None
-        pump = (batches, workers, read_ahead, self._ready, self._stop)
-        self._thread = threading.Thread(target=_pump, args=pump, name="jax-trainer-records", daemon=True)
+        self._batches, self._timeout, self._count, self._read_ahead = batches, timeout, workers, read_ahead
+        self._item = 0  # the next
+        self._thread: futures.ThreadPoolExecutor | None = None
+        self._pending: deque[futures.Future[Any]] = deque()
+        self._workers: list[tuple[Any, connection.Connection]] = []
+        self._structures: dict[str, Any] = {}
+        self._running, self._grace = set[int](), GRACE
 
     @property
     def position(self) -> tuple[int, int]:
@@ -214,76 +184,90 @@ class Stream:
         return self._batches.position(self._item)
 
     def start(self) -> None:
-        """Starts the thread and the workers."""
-        if self._count and not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # without absl's `app.run`: Grain reads flags before it starts workers
-        with _starting:
-            before, until = set(multiprocessing.active_children()), time.monotonic() + 60
-            self._thread.start()
-            while len(self._workers) < self._count and self._thread.is_alive():
-                time.sleep(0.002)
-                new = set(multiprocessing.active_children()) - before
-                self._workers = [worker for worker in new if worker.name.startswith(WORKER_NAME)]
-                if time.monotonic() > until:
-                    self._give_up(f"Grain {grain.__version__} started no workers. Use `workers=0`, or Grain 0.2.18.")
+        """Starts the thread or the workers, if there are any."""
+        if self._count:
+            self._start_workers()
+        elif self._read_ahead:
+            self._thread = futures.ThreadPoolExecutor(1, "jax-trainer-records")
+            for item in range(self._read_ahead):
+                self._pending.append(self._thread.submit(self._batches.__getitem__, item))
+
+    def _start_workers(self) -> None:
+        memory = "/dev/shm"  # if it has space: a container may have as little as 64 MB
+        has_space = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
+        self._batches.spool = tempfile.mkdtemp(prefix="jax-trainer-", dir=memory if has_space else None)
+        packed, processes = cloudpickle.dumps(self._batches), multiprocessing.get_context("spawn")
+        with _on_the_cpu():
+            for worker in range(self._count):
+                ours, theirs = processes.Pipe()
+                options: dict[str, Any] = {"args": (theirs, packed, self._batches.spool), "daemon": True}
+                process = processes.Process(target=_work, name="jax-trainer-records", **options)
+                self._workers.append((process, ours))
+                process.start()
+                theirs.close()
+                for item in range(max(1, self._read_ahead)):
+                    ours.send(worker + item * self._count)
 
     def take(self) -> Batch:
         """The next batch."""
-        batch, started = None, time.monotonic()
-        while batch is None:
-            try:
-                batch = self._ready.get(timeout=POLL) if self._thread.ident else self._batches[self._item]
-            except queue.Empty:
-                if self._workers and self._item == 0 and not self._all_run():
-                    started = time.monotonic()  # some workers are still importing
-                self._check_workers(time.monotonic() - started)
-        if isinstance(batch, BaseException):
-            if isinstance(batch, LoaderError):
-                raise batch
-            self._check_workers(0)
-            raise LoaderError(f"{self._batches.name(self._item)} could not be loaded: {batch!r}.") from batch
+        if self._workers:
+            batch = self._from_worker(self._item % self._count)
+        elif self._thread is not None:
+            batch = self._pending.popleft().result()
+            self._pending.append(self._thread.submit(self._batches.__getitem__, self._item + self._read_ahead))
+        else:
+            batch = self._batches[self._item]
         self._item += 1
         return batch
 
-    def close(self) -> None:
-        """Stops the thread and the workers, and removes their files. Closing again does nothing."""
-        self._stop.set()
-        # the garbage collector may call from the thread itself
-        join = self._thread.join if self._thread.ident not in (None, threading.get_ident()) else lambda _: None
-        join(0 if self._broken else GRACE)
-        killed = [worker for worker in self._workers if self._broken or worker.is_alive()]
-        for worker in killed:
-            worker.kill()
-            worker.join(GRACE)
-        join(GRACE)
-        if self._batches.spool:
-            shutil.rmtree(self._batches.spool, ignore_errors=True)
-        if self._ends_deleter and (pool := _deleter()) is not None:
-            sys.modules[DELETER].SharedMemoryArray._disable_async_del()
-            pool.close()
-            pool.join()
-        if killed:
-            gc.collect()  # Grain's semaphores are files, too, and its error refers to them
+    def _from_worker(self, index: int) -> Batch:
+        if index not in self._running:
+            self._receive(index, None)  # importing takes its time
+            self._running.add(index)
+        stored = self._receive(index, self._timeout)
+        if isinstance(stored, str):
+            raise LoaderError(stored)
+        with contextlib.suppress(ConnectionError):  # it died since; that is an error when its next batch is needed
+            self._workers[index][1].send(self._item + self._count * max(1, self._read_ahead))
+        return _load(stored, self._item, self._batches, self._structures)
 
-    def _all_run(self) -> bool:
-        return len(list(Path(self._batches.spool).glob("worker-*"))) == self._count
-
-    def _check_workers(self, waited: float) -> None:
+    def _receive(self, index: int, timeout: float | None) -> Any:
+        """The next message of a worker; raises if it died, or is silent for longer than `timeout`."""
+        process, link = self._workers[index]
         name = self._batches.name(self._item)
-        for code in (worker.exitcode for worker in self._workers):
-            if code is not None:
-                self._give_up(
-                    f"{name} could not be loaded: a worker process ended with exit code {code}. {_advice(code)}"
-                )
-        if self._timeout is not None and waited > self._timeout:
-            self._give_up(
-                f"{name} was not ready within {self._timeout} s: a worker hangs, or is slow. Check `decode` and the "
+        if not connection.wait([link, process.sentinel], timeout):
+            raise self._broken(
+                f"{name} was not ready within {timeout} s: a worker hangs, or is slow. Check `decode` and the "
                 "transforms, try `workers=0` to find the line, or use a longer `timeout`."
             )
+        try:
+            if link.poll():
+                return link.recv()
+        except (EOFError, ConnectionError):
+            pass  # it died
+        process.join(GRACE)
+        code = process.exitcode or 0
+        raise self._broken(f"{name} could not be loaded: a worker process ended with exit code {code}. {_advice(code)}")
 
-    def _give_up(self, message: str) -> NoReturn:
-        self._broken = True
-        raise LoaderError(message)
+    def _broken(self, message: str) -> LoaderError:
+        self._grace = 0  # `close` kills the workers
+        return LoaderError(message)
+
+    def close(self) -> None:
+        """Stops the thread and the workers, and removes their files. Closing again does nothing."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            futures.wait([future for future in self._pending if not future.cancelled()], GRACE)
+        for _, link in self._workers:
+            link.close()  # ends a worker after its batch
+        until = time.monotonic() + self._grace
+        for process, _ in self._workers:
+            if process.pid is not None:  # it was started
+                process.join(max(0, until - time.monotonic()))
+                process.kill()
+                process.join()
+        if self._batches.spool:
+            shutil.rmtree(self._batches.spool, ignore_errors=True)
 
 
 def _advice(exit_code: int) -> str:
@@ -292,8 +276,3 @@ def _advice(exit_code: int) -> str:
     if exit_code < 0:
         return f"That is {signal.Signals(-exit_code).name}: a library crashed. Try `workers=0` to find the line."
     return "Its error is printed above. A script that uses workers must start under `if __name__ == '__main__':`."
-
-
-def _deleter() -> Any:
-    """The thread pool of Grain that frees its shared memory: started with the first worker, never stopped (0.2.18)."""
-    return getattr(getattr(sys.modules.get(DELETER), "SharedMemoryArray", None), "_del_thread_pool", None)

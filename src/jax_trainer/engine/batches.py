@@ -141,7 +141,8 @@ def place_fn_for(program: CompiledProgram, where: Where, *, ahead: bool) -> Plac
             raise
         return step_batch._replace(batch=placed)
 
-    return place if ahead or program.layout is not None else _unplaced
+    transfers = ahead and jax.default_backend() != "cpu"  # the CPU uses numpy arrays as they are
+    return place if transfers or program.layout is not None else _unplaced
 
 
 def feeds_local_shards(program: CompiledProgram) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_trainer.core import Batch, noting
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
-from jax_trainer.datasets.peek import peeked
 
 INPUTS = ("input", "inputs", "x", "image", "images", "features")
 TARGETS = ("target", "targets", "y", "label", "labels")
