@@ -37,7 +37,7 @@ from jax_trainer.datasets import (
     transforms_of,
     with_transforms,
 )
-from jax_trainer.datasets.peek import peeked
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.active_wandb import ActiveWandb
 from jax_trainer.processes import process_group
