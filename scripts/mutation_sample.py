@@ -316,7 +316,8 @@ def faults_in(table: str) -> list[Fault]:
     """The rows of the table."""
     rows = re.findall(r"^(\w\S*) (\S+) (.+)\n((?:- .+\n\+.*\n)+)", table, re.MULTILINE)
     return [
-        Fault(where, name, tests, tuple(re.findall(r"- (.+)\n\+ ?(.*)", changes))) for where, name, tests, changes in rows
+        Fault(where, name, tests, tuple(re.findall(r"- (.+)\n\+ ?(.*)", changes)))
+        for where, name, tests, changes in rows
     ]
 
 
@@ -337,13 +338,17 @@ def mutated(root: Path, fault: Fault) -> tuple[Path, str]:
     places = [root / PACKAGE / name for name in fault.where.split(",")]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     texts = {file: file.read_text() for file in files}
+    seen: dict[str, list[str]] = {}
     for old, new in fault.changes:
         found = [(file, match) for file, text in texts.items() for match in pattern_of(old).finditer(text)]
         if len(found) == 1:
             file, match = found[0]
             before, after = texts[file][: match.start()], texts[file][match.end() :]
             return file.relative_to(root), f"{before}{_laid_out(match[0], new)}{after}"
-    raise AnchorError(f"{fault.name}: none of its texts occurs exactly once in {fault.where}.")
+        seen[old] = [str(file.relative_to(root)) for file, _ in found]
+    raise AnchorError(
+        f"{fault.name}: one of these must occur once in {fault.where}, with the files that have it: {seen}."
+    )
 
 
 def _laid_out(found: str, new: str) -> str:

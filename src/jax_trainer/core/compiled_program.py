@@ -181,9 +181,7 @@ class CompiledProgram(ProgramSetup):
         buffer, loose = self._replicated(write(buffer, train_metrics(report)))
         return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
 
-    def _train_on_all(
-        self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: Any
-    ) -> Stepped:
+    def _train_on_all(self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: Any) -> Stepped:
         """A chunk of `steps` steps; None: as many as there are batches, which is static."""
 
         def at(index: Any) -> Batch:
