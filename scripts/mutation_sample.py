@@ -12,7 +12,6 @@ Results of the same sources are kept in the JSON file.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -31,26 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src") / "jax_trainer"
 SECONDS = 300  # a fault that makes tests hang is found, too
-# property-based tests are skipped where hypothesis is not installed
-NO_HYPOTHESIS = """
-import inspect, sys, pytest
-class _Anything:
-    def __getattr__(self, name): return _Anything()
-    def __call__(self, *args, **kwargs): return _Anything()
-    def __or__(self, other): return self
-strategies = HealthCheck = example = arrays = _Anything()
-sys.modules["hypothesis.extra"] = sys.modules["hypothesis.extra.numpy"] = sys.modules[__name__]
-def given(*args, **kwargs):
-    def skipping(test):
-        def skipped(**others): pass
-        names = list(inspect.signature(test).parameters)
-        names = [name for name in names[: len(names) - len(args)] if name not in kwargs]
-        skipped.__signature__ = inspect.Signature([inspect.Parameter(name, 3) for name in names])
-        return pytest.mark.skip(reason="hypothesis is not installed")(skipped)
-    return skipping
-def settings(*args, **kwargs):
-    return lambda test: test
-"""
 
 # packages or files, name, tests below `tests`; - the text that is there; + what replaces it, or nothing. If the first
 # text is not there, the next pair is tried.
@@ -383,8 +362,6 @@ def copy_of_the_tree(root: Path, to: Path) -> None:
     lines = [f"{name} = {text}" for name, text in {**lists, "pythonpath": path}.items()]
     (to / "pytest.ini").write_text("\n".join(["[pytest]", "addopts = --import-mode=importlib", *lines]) + "\n")
     shutil.copy(root / "pyproject.toml", to)
-    if importlib.util.find_spec("hypothesis") is None:
-        (to / "src" / "hypothesis.py").write_text(NO_HYPOTHESIS)
 
 
 def tested(root: Path, fault: Fault | None, tests: str, cache: Path) -> tuple[str, float, str]:
@@ -396,7 +373,8 @@ def tested(root: Path, fault: Fault | None, tests: str, cache: Path) -> tuple[st
         if fault is not None:
             file, text = mutated(root, fault)
             (tree / file).write_text(text)
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu", "TMPDIR": folder}
         environment |= {
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

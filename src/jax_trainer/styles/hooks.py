@@ -15,7 +15,7 @@ from jax_trainer.adapters.nnx_objects import NnxObjects
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.core import LogMode, TrainState, WindowAccumulator, checked_int
 from jax_trainer.engine import EvalRoundEnd, Event, Every, FitEnd, Plan, SavePoint, StepMetrics
-from jax_trainer.logger.active_wandb import ActiveWandb
+from jax_trainer.logger.wandb import ActiveWandb
 from jax_trainer.settings import checked
 
 LOG = logging.getLogger("jax_trainer")
