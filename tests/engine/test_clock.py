@@ -6,7 +6,7 @@ import pytest
 
 from jax_trainer.engine import Every, LoopState, Plan
 from jax_trainer.engine.clock import RunClock, SyncedClock, run_clock
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
 
 PLAN = Plan(max_steps=3)
 

@@ -33,7 +33,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.engine.edits import check_same_edits
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
 from jax_trainer.testing import EventRecorder, assert_same_bits, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}

@@ -22,10 +22,10 @@ from jax_trainer.datasets import (
     with_transforms,
 )
 from jax_trainer.datasets.foreign import check_batch
-from jax_trainer.engine.gathered_batches import GatheredBatches
-from jax_trainer.engine.lockstep import LocalShards, LockstepBatches, Where
 from jax_trainer.engine.plan import Plan
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
+from jax_trainer.multihost.gathered_batches import GatheredBatches
+from jax_trainer.multihost.lockstep import LocalShards, LockstepBatches, Where
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
 PlaceFn = Callable[[StepBatch], StepBatch]

@@ -14,7 +14,7 @@ import jax
 from jax_trainer.datasets import BatchIterator
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
 
 SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
 MAX_DISPATCHES = 10_000  # between two synchronizations

@@ -19,7 +19,7 @@ from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
-from jax_trainer.processes import Watchdog, process_group
+from jax_trainer.multihost import Watchdog, process_group
 
 LOG = logging.getLogger("jax_trainer")
 

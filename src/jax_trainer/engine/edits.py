@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, noting
 from jax_trainer.core.hyperparameters import with_hyperparameters
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jax_trainer.engine.batches import eval_batch_iterator, shorter, with_data_t
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, with_context
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
 from jax_trainer.engine.plan import Plan
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
 PATIENCE = 1.0  # seconds of waiting for a batch between two `Waiting` events

@@ -39,7 +39,7 @@ from jax_trainer.engine.events import (
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 
 # called with the error of a non-finite step; raises, or returns where and how to continue
 Recover = Callable[[NonFiniteError], tuple[TrainState, Plan, Position | LoopState]]
