@@ -65,7 +65,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import local_shards, multihost
+from jax_trainer.multihost import checkpoints as multihost, local_shards
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
