@@ -11,35 +11,35 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
-    "processes": set(),
     "core": set(),
     "adapters": {"core", "settings", "registration"},
     "optimizer": {"core", "settings"},
-    "datasets": {"core", "processes", "settings", "suggestions"},
+    "datasets": {"core", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets", "processes", "settings"},
+    "engine": {"core", "datasets", "multihost", "settings"},
     "logger": {"core", "settings"},
-    "checkpoint": {"core", "datasets", "processes", "settings"},
+    "checkpoint": {"core", "datasets", "settings"},
+    "multihost": {"core", "datasets", "checkpoint"},
     "callbacks": {
-        *("core", "processes", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets", "optimizer"),
+        *("core", "multihost", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets", "optimizer"),
     },
     "runs": {
-        *("core", "processes", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
+        *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "processes", "runs", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "multihost", "runs", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "processes", "runs", "config", "generative", "registration", "suggestions"),
+        *("checkpoint", "callbacks", "multihost", "runs", "config", "generative", "registration", "suggestions"),
     },
     "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint", "suggestions"},
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "processes", "runs", "redaction", "registration", "suggestions"),
+        *("checkpoint", "multihost", "runs", "redaction", "registration", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

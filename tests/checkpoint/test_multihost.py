@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_trainer.checkpoint.errors import MultiHostError
-from jax_trainer.checkpoint.multihost import HostBarrier, probe_all
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
+from jax_trainer.multihost.checkpoints import HostBarrier, probe_all
 from jax_trainer.testing import assert_same_bits
 
 AT = Position(2, 7)
@@ -65,12 +65,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import local_shards, multihost
+from jax_trainer.multihost import checkpoints as multihost, local_shards
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 
 FOLDER, SPLIT, VALUES = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
 us, AT = process_group(), Position(2, 7)
@@ -461,7 +461,7 @@ def barrier_of(monkeypatch, tmp_path):
     """Creates the barrier of a process in a group."""
 
     def make(us: ProcessGroup) -> HostBarrier:
-        monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", lambda: us)
+        monkeypatch.setattr("jax_trainer.multihost.checkpoints.process_group", lambda: us)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return HostBarrier(tmp_path, "asking", 1.0)
 
@@ -492,7 +492,7 @@ def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
         raise AssertionError("a message was sent")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.multihost.process_group", ask)
+    monkeypatch.setattr("jax_trainer.multihost.checkpoints.process_group", ask)
     monkeypatch.setattr(ProcessGroup, "all_gather", ask)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare(state(1))

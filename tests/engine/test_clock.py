@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from jax_trainer.engine import Every, LoopState, Plan
-from jax_trainer.engine.clock import RunClock, SyncedClock, run_clock
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.engine.clock import RunClock
+from jax_trainer.engine.peers import Alone, SyncedClock, Together
+from jax_trainer.multihost import ProcessGroup
 
 PLAN = Plan(max_steps=3)
 
@@ -64,7 +65,8 @@ def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     ],
 )
 def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(plan, count, kind):
-    assert type(run_clock(plan, LoopState(), ProcessGroup(0, count))) is kind
+    job = Alone() if count == 1 else Together(ProcessGroup(0, count))
+    assert type(job.clock(plan, LoopState())) is kind
 
 
 def test_the_clock_of_a_resumed_run_counts_from_where_it_was():

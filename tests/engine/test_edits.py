@@ -32,8 +32,8 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.engine.edits import check_same_edits
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.engine.peers import Together
+from jax_trainer.multihost import ProcessGroup
 from jax_trainer.testing import EventRecorder, assert_same_bits, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}
@@ -403,9 +403,9 @@ class Other(ProcessGroup):
 
 def test_processes_that_decide_differently_end_the_run():
     edits = [Edit(hyperparameters={"learning_rate": 0.5}, by="me")]
-    check_same_edits(edits, Other("me: learning_rate = 0.5"))
+    Together(Other("me: learning_rate = 0.5")).check_edits(edits)
     with pytest.raises(ValueError, match=r"process 1 has 'me: learning_rate = 0\.25'"):
-        check_same_edits(edits, Other("me: learning_rate = 0.25"))
+        Together(Other("me: learning_rate = 0.25")).check_edits(edits)
 
 
 def test_driving_by_hand_passes_edits_on(program):

@@ -2,11 +2,12 @@ import time
 
 import jax.numpy as jnp
 
-from jax_trainer.engine.clock import IdleTimer
+from jax_trainer.engine.peers import Alone
+from jax_trainer.multihost.idle_timer import IdleTimer
 
 
 def test_the_time_between_the_end_of_a_step_and_the_next_one_is_idle():
-    with IdleTimer(measures=True) as timer:
+    with IdleTimer() as timer:
         timer.before_dispatch()  # the first one: nothing was waited for
         timer.after_dispatch(jnp.zeros(3).block_until_ready())
         time.sleep(0.1)
@@ -26,7 +27,7 @@ def test_devices_that_still_compute_are_not_idle():
         def block_until_ready(self) -> None:
             time.sleep(0.2)
 
-    with IdleTimer(measures=True) as timer:
+    with IdleTimer() as timer:
         timer.after_dispatch(Busy())  # type: ignore[arg-type]
         time.sleep(0.05)
         timer.before_dispatch()
@@ -34,8 +35,5 @@ def test_devices_that_still_compute_are_not_idle():
 
 
 def test_a_process_alone_measures_nothing():
-    with IdleTimer(measures=False) as timer:
-        timer.after_dispatch(jnp.zeros(3))
-        time.sleep(0.02)
-        timer.before_dispatch()
-    assert timer.seconds == 0.0
+    with Alone().measuring():
+        assert Alone().idle == 0.0

@@ -11,7 +11,7 @@ from jax_trainer.core import Layout, compile_program
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import EvalRoundEnd, Every, Plan, SavePoint, StepEnd, run
 from jax_trainer.init_mesh import init_ddp_mesh
-from jax_trainer.processes import ProcessFailedError, leave
+from jax_trainer.multihost import ProcessFailedError, leave
 from jax_trainer.testing import numbered_data, tiny_program
 
 index, what = jax.process_index(), sys.argv[4]

@@ -1,6 +1,6 @@
 import pairs
 
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost import ProcessGroup
 
 
 def test_a_single_process_gets_its_own_values_without_waiting():
@@ -12,7 +12,7 @@ def test_a_single_process_gets_its_own_values_without_waiting():
 
 
 JOB = """
-from jax_trainer.processes import ProcessGroupError, process_group
+from jax_trainer.multihost import ProcessGroupError, process_group
 group = process_group()
 for number in range(3):
     print(group.all_gather("greeting", f"{group.index} sends {number}"))

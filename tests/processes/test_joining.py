@@ -5,7 +5,7 @@ from typing import Any
 import pairs
 import pytest
 
-from jax_trainer.processes import Job, JoinError, detect_launcher, join
+from jax_trainer.multihost import Job, JoinError, detect_launcher, join
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ import os, sys
 index, port = sys.argv[1:]
 os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
 os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
-from jax_trainer.processes import join, process_group
+from jax_trainer.multihost import join, process_group
 join(heartbeat=20)
 print(process_group().all_gather("names", f"process {process_group().index}"))
 """

@@ -4,12 +4,12 @@ import time
 import pairs
 import pytest
 
-from jax_trainer.processes import ProcessFailedError, ProcessGroup, Watchdog
-from jax_trainer.processes.watchdog import Heartbeat, _Pace
+from jax_trainer.multihost import ProcessFailedError, ProcessGroup, Watchdog
+from jax_trainer.multihost.watchdog import Heartbeat, _Pace
 
 JOB = """
 import logging, os, signal, time
-from jax_trainer.processes import ProcessFailedError, Watchdog, process_group
+from jax_trainer.multihost import ProcessFailedError, Watchdog, process_group
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 group = process_group()
 group.all_gather("start")

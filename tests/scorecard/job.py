@@ -56,6 +56,8 @@ from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import StepEnd, StepMetrics
 from jax_trainer.init_mesh import init_ddp_mesh
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
+from jax_trainer.multihost import Job as ProcessJob
+from jax_trainer.multihost import join, process_group
 from jax_trainer.optimizer import (
     AdamW,
     AdamWConfig,
@@ -63,8 +65,6 @@ from jax_trainer.optimizer import (
     WarmupCosineDecayScheduleConfig,
     learning_rate,
 )
-from jax_trainer.processes import Job as ProcessJob
-from jax_trainer.processes import join, process_group
 from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 

@@ -28,7 +28,7 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.settings import AtLeast, Settings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 

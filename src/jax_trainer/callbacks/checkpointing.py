@@ -15,7 +15,7 @@ from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
 from jax_trainer.logger import RecordMark
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")

@@ -1,6 +1,7 @@
 """`Backend`: how a store copies, writes and reads checkpoints; the seam between one process and several.
 
-This one is for a single process. `MultiHostBackend` has the same methods for a job of several.
+This one is for a single process. `MultiHostBackend` has the same methods for a job of several; its package offers it to
+stores by `offer_backend`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from jax_trainer.checkpoint.snapshot import Snapshots, StateSpec
 from jax_trainer.datasets import Position
 
 Result = TypeVar("Result")
+PATIENCE = 600.0  # seconds that one of several processes waits for the others
 
 
 class Backend:
@@ -98,3 +100,19 @@ class Backend:
     def own_position(self, position: Position) -> Position:
         """The position of a checkpoint, as this process resumes from it."""
         return position
+
+
+ChooseBackend = Callable[[Path, float], Backend | None]
+_offers: list[ChooseBackend] = []
+
+
+def offer_backend(choose: ChooseBackend) -> None:
+    """Adds a choice of backend for stores: `choose(folder, patience)` returns None where it does not apply."""
+    _offers.append(choose)
+
+
+def backend_for(folder: Path, patience: float) -> Backend:
+    """The backend for the checkpoints in `folder`: the first one that is offered, else that of a single process."""
+    return next((found for choose in _offers if (found := choose(folder, patience)) is not None), None) or Backend(
+        folder
+    )

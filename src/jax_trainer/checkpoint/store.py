@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jax_trainer.checkpoint.arrays import Spec, load_orbax
-from jax_trainer.checkpoint.backend import Backend
+from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.background import saving_thread
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
 from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos, name_of, read_saved
-from jax_trainer.checkpoint.multihost import PATIENCE, backend_for
 from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
 from jax_trainer.checkpoint.record import Record, SavedCheckpoint, versions_in_use
 from jax_trainer.checkpoint.restore import (
@@ -53,7 +52,7 @@ _log = logging.getLogger("jax_trainer")
 class CheckpointStore:
     """The checkpoints of one run, in `folder`.
 
-    In a job of several processes all call the same methods in the same order: see `multihost.py`.
+    In a job of several processes all call the same methods in the same order: see `MultiHostBackend`.
 
     Args:
         folder: the folder of the checkpoints; created by the first save.

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from jax_trainer.cli.multihost import seconds
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.processes import HEARTBEAT
+from jax_trainer.multihost import HEARTBEAT
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2

@@ -32,7 +32,7 @@ from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.core.output import SafeStream, flush_output, reserve_standard_streams
 from jax_trainer.datasets import DataError
-from jax_trainer.processes import leave
+from jax_trainer.multihost import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError

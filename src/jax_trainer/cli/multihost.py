@@ -10,7 +10,7 @@ import jax
 
 from jax_trainer.cli.outcomes import WrongInput
 from jax_trainer.core.output import SafeStream
-from jax_trainer.processes import HEARTBEAT, Job, JoinError, detect_launcher, join, process_group
+from jax_trainer.multihost import HEARTBEAT, Job, JoinError, detect_launcher, join, process_group
 
 
 def add_options(one: argparse.ArgumentParser) -> None:

@@ -20,7 +20,6 @@ from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncI
 from jax_trainer.datasets.shared_state import check_process_count
 from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
-from jax_trainer.processes import process_group
 
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4
@@ -182,7 +181,7 @@ class DataSource:
     def restore(self, state: Any) -> None:
         """Restores the position of a saved `state`."""
         if state is not None:
-            check_process_count(state, self.name, process_group().count)
+            check_process_count(state, self.name, jax.process_count())
             self._adapter.restore(state)
 
     def open(self, epoch: int, start: int = 0) -> EpochIterator:

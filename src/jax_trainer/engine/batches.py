@@ -22,13 +22,10 @@ from jax_trainer.datasets import (
     with_transforms,
 )
 from jax_trainer.datasets.foreign import check_batch
-from jax_trainer.engine.gathered_batches import GatheredBatches
-from jax_trainer.engine.lockstep import LocalShards, LockstepBatches, Where
+from jax_trainer.engine.peers import PlaceFn, peers
 from jax_trainer.engine.plan import Plan
-from jax_trainer.processes import process_group
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
-PlaceFn = Callable[[StepBatch], StepBatch]
 BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]
 
 
@@ -92,12 +89,8 @@ def train_batches(
         0 if program.debug else data_source.prefetch(chunk, is_sharded=program.layout is not None),
         partial(describe_batch, epoch=epoch, name=data_source.name),
     )
-    if not feeds_local_shards(program) or data_source.is_shared:
-        return data_source.iterate(generate(place_fn_for(program, where, ahead=depth > 0)), device_is_idle, depth)
-    parts: Any = LocalShards(program, where, process_group().index)
-    return LockstepBatches(
-        data_source.iterate(generate(parts.place), device_is_idle, depth), data_source.name, process_group()
-    )
+    place, wrapped = peers().train_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
+    return wrapped(data_source.iterate(generate(place), device_is_idle, depth))
 
 
 def eval_batch_iterator(
@@ -108,8 +101,7 @@ def eval_batch_iterator(
         0 if program.debug else data_source.prefetch(is_sharded=program.layout is not None),
         partial(describe_batch, epoch=1, name=data_source.name),
     )
-    is_gathered = feeds_local_shards(program) and not _is_evenly_shared(program, data_source)
-    place: PlaceFn = _unplaced if is_gathered else place_fn_for(program, where, ahead=depth > 0)
+    place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
 
     def batches() -> Generator[StepBatch, None, None]:
         done = 0
@@ -118,15 +110,10 @@ def eval_batch_iterator(
                 done += 1
                 yield place(step_batch)
 
-    batch_iterator = data_source.iterate(batches(), device_is_idle, depth)
-    return (
-        GatheredBatches(batch_iterator, data_source.name, process_group(), program, where)
-        if is_gathered
-        else batch_iterator
-    )
+    return wrapped(data_source.iterate(batches(), device_is_idle, depth))
 
 
-def place_fn_for(program: CompiledProgram, where: Where, *, ahead: bool) -> PlaceFn:
+def place_fn_for(program: CompiledProgram, where: Callable[[int], str], *, ahead: bool) -> PlaceFn:
     """The function that places batches on the devices of `program`."""
 
     def place(step_batch: StepBatch) -> StepBatch:
@@ -143,24 +130,6 @@ def place_fn_for(program: CompiledProgram, where: Where, *, ahead: bool) -> Plac
 
     transfers = ahead and jax.default_backend() != "cpu"  # the CPU uses numpy arrays as they are
     return place if transfers or program.layout is not None else _unplaced
-
-
-def feeds_local_shards(program: CompiledProgram) -> bool:
-    """Whether each of several processes provides a part of every batch."""
-    if program.layout is None and process_group().is_multi_process:
-        raise DataError(
-            f"{process_group().count} processes are running, but the program was compiled for the devices of one. Pass "
-            "`layout=Layout(mesh=make_mesh())`, which uses the devices of all processes."
-        )
-    return program.layout is not None and program.layout.batch_placement is not None
-
-
-def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool:
-    """Whether the examples of every full batch divide evenly among the devices of all processes."""
-    feeding = None if program.layout is None else program.layout.batch_placement
-    if not data_source.is_shared or feeding is None or feeding.axes is None:
-        return False
-    return data_source.batch_size is None or data_source.batch_size % feeding.ways == 0
 
 
 def _unplaced(step_batch: StepBatch) -> StepBatch:

@@ -39,6 +39,7 @@ from jax_trainer.datasets import (
 )
 from jax_trainer.datasets.foreign import as_arrays, check_batch
 from jax_trainer.engine.batches import PlaceFn, check_divides, step_batches, steps_per_call, train_batches
+from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
 
 READ_AFTER = 8  # steps between the end of a window of metrics and its read: by then the device has written it
@@ -191,7 +192,7 @@ class StepDispatcher:
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
             self._trace.check_indices(self._train_data.arrays)
         lag = max(CHUNKS_AHEAD, READ_AFTER // self._chunk)
-        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=jax.process_count() == 1)
+        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=peers().adapts)
         return self._reader
 
     def _sample(self, step_batch: StepBatch) -> Batch:

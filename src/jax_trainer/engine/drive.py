@@ -1,7 +1,6 @@
 """Runs the training loop with observers; every observer is notified of every event and of how the run ended."""
 
 import logging
-import os
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -9,17 +8,15 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import jax
-
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of, with_user_frame
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.events import EpochEnd, EvalRoundEnd, Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
+from jax_trainer.engine.peers import Alone, peers
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
-from jax_trainer.processes import Watchdog, process_group
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -82,11 +79,11 @@ def driving(
 
     With several processes, each monitors the others, and a failure of one ends all.
     """
-    group = process_group()
-    with _signals() as stop, Watchdog(group) as watch:
+    job = peers()
+    with _signals(job) as stop, job.watching() as watch:
         epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
         first = FitStart(step_of(state), epoch, FlatState.of(state))
-        driver = Driver(observers, first, stop, watch if group.is_multi_process else None)
+        driver = Driver(observers, first, stop, watch)
         status: Status = "failed"
         try:
             driver.start()
@@ -96,7 +93,7 @@ def driving(
         except Interruption as interruption:
             status, stop.signal = "interrupted", interruption.number
         except Exception as error:
-            blamed = watch.failed(error)
+            blamed = error if watch is None else watch.failed(error)
             if blamed is error:
                 raise
             raise blamed from error
@@ -113,7 +110,7 @@ def driving(
 class Driver:
     """Notifies observers of events, in portions that the caller chooses. `event` is the last one."""
 
-    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Watchdog | None) -> None:
+    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Any) -> None:
         self.event, self.stopped = first, None
         self._observers, self._stop, self._watch = observers, stop, watch
 
@@ -218,26 +215,22 @@ def _add_edit(event: Event, observer: Observer, edit: Any) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[_Stop]:
+def _signals(job: Alone) -> Iterator[_Stop]:
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may install handlers
         return
-    # JAX announces a SIGTERM of one process to all of them; see `Preemption`
-    is_multi_process = jax.process_count() > 1
-    numbers = (signal.SIGINT,) if is_multi_process else (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         before = previous[signal.Signals(number)]
         signal.signal(number, before)  # a second signal has its default effect
-        if is_multi_process:
-            os.kill(os.getpid(), signal.SIGTERM)  # all processes must stop at the same step
+        if job.stop_all():
             return
         stop.signal = number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    previous = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: signal.getsignal(number) for number in job.signals}
     try:
         for number in previous:
             signal.signal(number, handle)

@@ -1,7 +1,7 @@
 """`Edit`: a change of the training state that a callback declares, and the loop applies."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, noting
 from jax_trainer.core.hyperparameters import with_hyperparameters
-from jax_trainer.processes import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,3 @@ def _number(name: str, value: Any) -> float:
     if number is None or isinstance(number, bool | str) or not math.isfinite(number):
         raise ValueError(f"The hyperparameter {name!r} of an `Edit` must be a finite number, got {value!r}.")
     return number
-
-
-def check_same_edits(edits: Sequence[Edit], process_group: ProcessGroup) -> None:
-    """Raises if the processes of a job have decided on different edits: their states would no longer match."""
-    if not process_group.is_multi_process:
-        return
-    decided = process_group.all_gather("edits", "; ".join(f"{edit.by}: {edit.description}" for edit in edits))
-    if len(set(decided)) > 1:
-        found = ", ".join(f"process {index} has {one!r}" for index, one in enumerate(decided))
-        raise ValueError(f"All processes must return the same edits, but {found}. Decide by metrics, which are equal.")

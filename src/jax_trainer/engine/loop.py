@@ -19,9 +19,8 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.engine.batches import early_end, shorter, slow_data, train_source, with_data_transforms
-from jax_trainer.engine.clock import IdleTimer, run_clock
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
-from jax_trainer.engine.edits import Edit, check_same_edits
+from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
 from jax_trainer.engine.events import (
     Edited,
@@ -37,9 +36,9 @@ from jax_trainer.engine.events import (
     Waiting,
 )
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
+from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.stopping import Interruption, Preemption, StopTraining
-from jax_trainer.processes import process_group
+from jax_trainer.engine.stopping import Interruption, StopTraining
 
 # called with the error of a non-finite step; raises, or returns where and how to continue
 Recover = Callable[[NonFiniteError], tuple[TrainState, Plan, Position | LoopState]]
@@ -63,7 +62,7 @@ def train_events(
     training = _Training(program, state, Data.of(data), plan.resolved(), at)
     plan, progress = training.plan, training.progress
     try:
-        with training.idle_timer:
+        with training.peers.measuring():
             yield from training.sanity_check()
             if plan.eval_at_start and not progress.epoch:
                 yield from training.evaluate()
@@ -118,10 +117,9 @@ class _Training:
         )
         self._dispatcher.load_metrics(at.metrics_state)
         self._flat_state = FlatState.of(state)
-        self._process_group = process_group()
-        self.progress, self.clock = Progress.at(at, step), run_clock(plan, at, self._process_group)
-        self.idle_timer = IdleTimer(measures=self._process_group.is_multi_process)
-        self._preemption = Preemption()
+        self.peers = peers()
+        self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
+        self._dispatch = self.peers.dispatching(self._dispatcher, self.clock)
         self._has_notified = False
         self._eval_notices: set[str] = set()  # each is emitted once
         self._pending: list[Edit] = []  # returned by observers, and not applied yet
@@ -160,8 +158,9 @@ class _Training:
         yield EpochStart(*self._at, expected)
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
-        idle_timer, is_multi_process = self.idle_timer, self._process_group.is_multi_process
-        with closing(dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)) as batches:
+        job, dispatch = self.peers, self._dispatch
+        drawn = dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)
+        with closing(job.stepping(drawn)) as batches:
             clock.track(batches)
             while now < clock.deadline and (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
@@ -169,12 +168,7 @@ class _Training:
                     now = clock.now()
                     continue
                 steps = step_batch.steps
-                if is_multi_process:
-                    idle_timer.before_dispatch()
-                self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, progress.step)
-                if is_multi_process:
-                    idle_timer.after_dispatch(dispatcher.last_dispatched)
-                    clock.dispatched()
+                self._flat_state, grads = dispatch(self._flat_state, step_batch, progress.step)
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
                 progress.data_state, progress.phase = step_batch.state, training
@@ -187,7 +181,7 @@ class _Training:
                     epoch_step,
                     grads,
                     step_batch.state,
-                    idle_timer.seconds,
+                    job.idle,
                 )
                 if not self._has_notified:
                     yield from self._first_notices()
@@ -200,8 +194,6 @@ class _Training:
                     with clock.epoch_paused():
                         yield from self.evaluate(saves=saves) if due else self.save_point(due=True)
                     now = clock.now()
-                if is_multi_process:
-                    self._preemption.check()
         in_time = clock.now() < clock.deadline
         if progress.phase is Phase.STARTED:
             if in_time:
@@ -265,11 +257,8 @@ class _Training:
         yield from self.save_point(due=saves)
 
     def save_early(self, reason: BaseException) -> Iterator[Event]:
-        """Yields a last save point, if the state was not donated to a failed step and no edit of it has failed.
-
-        Of several processes, one that fails does so alone: there is no step at which all of them could save.
-        """
-        if self._process_group.is_multi_process and not isinstance(reason, StopTraining | Interruption):
+        """Yields a last save point, if the state was not donated to a failed step and no edit of it has failed."""
+        if not self.peers.can_save_after(reason):
             return
         if self._is_editing:
             return  # the callbacks have counted an edit that the state does not have
@@ -297,7 +286,7 @@ class _Training:
 
     def _apply_edits(self) -> Edited:
         self._is_editing = True
-        check_same_edits(self._pending, self._process_group)
+        self.peers.check_edits(self._pending)
         for edit in self._pending:
             self._flat_state = edit.apply(self._program, self._flat_state)
         failpoint("edit")

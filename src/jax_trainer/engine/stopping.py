@@ -4,9 +4,6 @@ import signal
 import sys
 from typing import Any
 
-import jax
-from jax.experimental import multihost_utils
-
 
 class StopTraining(Exception):
     """Raised by an observer to end training after the current event, when all observers have handled it.
@@ -57,21 +54,3 @@ class _OneLine:
             sys.stderr.write(f"{value}\n")
         else:
             self._before(kind, value, trace)
-
-
-class Preemption:
-    """Stops several processes at the same step after one of them received a preemption notice.
-
-    A single process receives a signal, which `driving` handles.
-    """
-
-    def __init__(self) -> None:
-        self._is_multi_process = jax.process_count() > 1
-        self._dispatches = 0  # equal in all processes, however many steps a dispatch has
-
-    def check(self) -> None:
-        """Called after every dispatch; raises `Interruption` at the step where all processes stop."""
-        if self._is_multi_process:
-            self._dispatches += 1
-            if multihost_utils.reached_preemption_sync_point(self._dispatches):
-                raise Interruption(signal.SIGTERM)

@@ -9,7 +9,7 @@ from jax_trainer.checkpoint.index import checkpoint_infos
 from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.engine import is_by_ctrl_c
 from jax_trainer.engine.stopping import by_ctrl_c
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 
 
 @contextmanager

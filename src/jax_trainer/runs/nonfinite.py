@@ -17,7 +17,7 @@ from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, Tra
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.dispatcher import batch_faults
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs.target import loop_state_of, record_mark, resumable
 
 LOG = logging.getLogger("jax_trainer")

@@ -30,7 +30,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History

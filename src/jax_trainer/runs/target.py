@@ -16,7 +16,7 @@ from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import Logger, RecordMark
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs.history import HISTORY
 
 LOG = logging.getLogger("jax_trainer")

@@ -40,7 +40,7 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs import Run, RunSpec, loop_state_of
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook

@@ -15,7 +15,7 @@ from jax_trainer.config import dump_config
 from jax_trainer.core import TrainState
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.trainer.experiment import stored_run

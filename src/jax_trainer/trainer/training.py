@@ -21,7 +21,7 @@ from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
-from jax_trainer.processes import process_group
+from jax_trainer.multihost import process_group
 from jax_trainer.runs import Best, History, Run, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_trainer.core import Batch, CompiledProgram, LayoutError, leaf_path
 from jax_trainer.datasets import NOT_READY, BatchIterator, DataError, StepBatch
-from jax_trainer.processes import ProcessGroup, ProcessGroupError
+from jax_trainer.multihost.group import ProcessGroup, ProcessGroupError
 
 Where = Callable[[int], str]  # describes the batch with this number
 _HINT = (

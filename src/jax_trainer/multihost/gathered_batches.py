@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 from jax_trainer.core import Batch, CompiledProgram, leaf_path, resized
 from jax_trainer.datasets import NOT_READY, BatchIterator, DataError, StepBatch
-from jax_trainer.engine.lockstep import Where, exchange, or_notify
-from jax_trainer.processes import ProcessGroup
+from jax_trainer.multihost.group import ProcessGroup
+from jax_trainer.multihost.lockstep import Where, exchange, or_notify
 
 
 class GatheredBatches:

@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from jax_trainer.processes.group import ProcessGroup
-from jax_trainer.processes.joining import heartbeat_timeout
+from jax_trainer.multihost.group import ProcessGroup
+from jax_trainer.multihost.joining import heartbeat_timeout
 
 BEAT = 0.5  # seconds between two heartbeats
 GRACE = 2.0  # seconds for the main thread to end by itself after another process died

@@ -2,16 +2,20 @@
 
 Arrays are reduced by JAX's collectives. Strings (the run folder, the success of a save, failures) are exchanged through
 the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
+
+Importing this package gives stores their checkpoint backend for several processes.
 """
 
-from jax_trainer.processes.group import ProcessGroup, ProcessGroupError, process_group
-from jax_trainer.processes.joining import HEARTBEAT, Job, JoinError, detect_launcher, join, leave
-from jax_trainer.processes.watchdog import ProcessFailedError, Watchdog
+from jax_trainer.multihost.checkpoints import MultiHostBackend
+from jax_trainer.multihost.group import ProcessGroup, ProcessGroupError, process_group
+from jax_trainer.multihost.joining import HEARTBEAT, Job, JoinError, detect_launcher, join, leave
+from jax_trainer.multihost.watchdog import ProcessFailedError, Watchdog
 
 __all__ = [
     "HEARTBEAT",
     "Job",
     "JoinError",
+    "MultiHostBackend",
     "ProcessFailedError",
     "ProcessGroup",
     "ProcessGroupError",

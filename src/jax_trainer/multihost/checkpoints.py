@@ -45,21 +45,20 @@ from jax_trainer.checkpoint.arrays import (
     sync_parts,
     write_parts,
 )
-from jax_trainer.checkpoint.backend import Backend
+from jax_trainer.checkpoint.backend import Backend, offer_backend
 from jax_trainer.checkpoint.commit import check_writable, complete, partial_folder
 from jax_trainer.checkpoint.errors import CheckpointError, MultiHostError, errno_of, in_one_line, is_transient
 from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.checkpoint.json_codec import decoded, encoded
-from jax_trainer.checkpoint.local_shards import local_shard
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.restore import is_distributed
 from jax_trainer.checkpoint.snapshot import StateSpec
 from jax_trainer.core import failpoint
 from jax_trainer.datasets import Position, joined_states, own_state
-from jax_trainer.processes import ProcessGroup, ProcessGroupError, process_group
-from jax_trainer.processes.group import TIMEOUT as PATIENCE
+from jax_trainer.multihost.group import ProcessGroup, ProcessGroupError, process_group
+from jax_trainer.multihost.local_shards import local_shard
 
-__all__ = ["PATIENCE", "HostBarrier", "MultiHostBackend", "backend_for", "probe_all"]
+__all__ = ["HostBarrier", "MultiHostBackend", "probe_all"]
 
 Result = TypeVar("Result")
 _SLOWEST = 50e6  # bytes per second: larger checkpoints get a longer timeout
@@ -287,10 +286,12 @@ class MultiHostBackend(Backend):
         return replace(position, state=own_state(position.state, us.index, us.count))
 
 
-def backend_for(folder: Path, patience: float) -> Backend:
-    """The backend of this job for the checkpoints in `folder`."""
+def _backend_of_job(folder: Path, patience: float) -> Backend | None:
     is_joint = jax.distributed.is_initialized() and process_group().is_multi_process
-    return MultiHostBackend(folder, patience) if is_joint else Backend(folder)
+    return MultiHostBackend(folder, patience) if is_joint else None
+
+
+offer_backend(_backend_of_job)
 
 
 @contextmanager
