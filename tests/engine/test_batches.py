@@ -58,8 +58,7 @@ def compilations(function: Any) -> int:
 GOOD = {"x": np.ones((4, 2), np.float32)}
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize(("steps_per_call", "prefetch"), [(1, 0), (2, 2)])
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -140,7 +139,7 @@ def counting_program(devices):
 PROGRAMS = {devices: counting_program(devices) for devices in (1, 2, 8)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(examples=st.integers(1, 70), size=st.integers(1, 40), devices=st.sampled_from([1, 2, 8]), seed=st.integers(0, 9))
 def test_evaluation_counts_and_sums_exactly_for_any_batch_size_and_device_count(examples, size, devices, seed):
     values = np.random.default_rng(seed).integers(0, 1000, examples).astype(np.int32)
@@ -194,8 +193,7 @@ def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
     assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
-@pytest.mark.parametrize("kind", ["list", "generator", "function"])
+@pytest.mark.parametrize(("kind", "chunk"), [("list", 2), ("generator", 1), ("function", 1)])
 def test_uint8_images_without_transforms_are_noticed_once_unless_the_program_has_some(kind, chunk):
     loader = ArrayLoader(SupervisedBatch.of(np.ones((12, 4, 4), np.uint8), np.zeros(12, np.int32)), 4)
     kinds = {
@@ -268,9 +266,8 @@ BLOCKED = """
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_run_whose_loader_blocks(number, code):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BLOCKED)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
