@@ -96,9 +96,9 @@ def mlp(flavour: str) -> Program:
             cross_entropy(state.apply(params, batch["x"], train=train)[0], batch["y"]),
             (None, {}),
         )
-        return linen_program(PlainLinen(), loss, optax.adamw(1e-2), to_input=lambda batch: batch["x"])
+        return linen_program(PlainLinen(), loss, optax.sgd(0.5), to_input=lambda batch: batch["x"])
     return nnx_program(
-        PlainNNX, lambda model, batch, train: cross_entropy(model(batch["x"]), batch["y"]), optax.adamw(1e-2)
+        PlainNNX, lambda model, batch, train: cross_entropy(model(batch["x"]), batch["y"]), optax.sgd(0.5)
     )
 
 

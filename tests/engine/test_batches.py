@@ -90,7 +90,7 @@ def test_a_batch_of_another_shape_is_named_in_a_warning(prefetch):
 def test_leaves_that_are_not_numbers_are_named_before_anything_is_compiled(bad, prefetch):
     program = mean_program()
     state = program.init(jax.random.key(0), GOOD)
-    with pytest.raises(DataError, match="batch 0 of epoch 1 of the 'train' data has x.* which is not numeric"):
+    with pytest.raises(DataError, match="batch 0 of epoch 1 .*'train'.* x.*numeric"):
         run(program, state, Data(lambda: iter([{"x": bad}]), prefetch=prefetch), Plan(max_epochs=1))
     assert compilations(program.flat_train_step) == 0
 
@@ -101,9 +101,7 @@ def test_a_batch_size_that_devices_cannot_share_is_an_error_with_sizes_that_fit(
     loader = ArrayLoader({"x": np.ones((96, 2), np.float32)}, size)
     program = mean_program(layout=layout)
     state = program.init(jax.random.key(0), next(iter(loader)))
-    with pytest.raises(
-        DataError, match=f"has {size} examples, which 8 devices cannot share evenly. Use a batch size of {sizes}"
-    ):
+    with pytest.raises(DataError, match=f" {size} examples.* 8 devices.* {sizes}"):
         run(program, state, loader, Plan(max_epochs=1))
 
 
@@ -179,9 +177,9 @@ def test_data_that_ends_before_the_epoch_does_is_noticed(prefetch):
     state = program.init(jax.random.key(0), GOOD)
     data, plan = Data(lambda: iter([GOOD] * 6), prefetch=prefetch), Plan(max_epochs=2, steps_per_epoch=10)
     texts = [event.text for event in train_events(program, state, data, plan) if isinstance(event, Notice)]
-    assert texts[1:] == [
-        f"The 'train' data ended after 6 of 10 steps of epoch {epoch}; the epoch ends there." for epoch in (1, 2)
-    ]
+    for epoch, text in enumerate(texts[1:], start=1):
+        assert all(word in text for word in ("'train'", "6 of 10 steps", f"epoch {epoch}"))
+    assert len(texts) == 3
 
 
 @pytest.mark.parametrize(
