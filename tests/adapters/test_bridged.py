@@ -22,7 +22,7 @@ DATA = [(X, Y)]
 class Inner(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        return nn.Dense(4)(nn.relu(nn.Dense(5)(x)))
+        return nn.Dense(4)(x)
 
 
 class Outer(nnx.Module):
@@ -73,8 +73,17 @@ def with_fit(model: Any, folder: Any) -> Any:
     return first, float(loss(model(X), Y))
 
 
-@pytest.mark.parametrize("train", [with_trainer, with_fit])
-@pytest.mark.parametrize("model", MODELS)
+QUICK = {("with rngs", with_trainer), ("without rngs", with_fit), ("built", with_trainer)}
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        pytest.param(model, train, marks=[] if (model, train) in QUICK else pytest.mark.slow)
+        for model in MODELS
+        for train in (with_trainer, with_fit)
+    ],
+)
 def test_a_bridged_module_is_initialised_with_the_example_batch_and_trained(model, train, tmp_path):
     before, after = train(MODELS[model](), tmp_path)
     assert after < before

@@ -25,7 +25,7 @@ from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, numbered_d
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 WIDTH, CLASSES = EXAMPLE["x"].shape[-1], 4
-TX = optax.adam(1e-2)
+TX = optax.sgd(0.1)
 HOOKS = ModelHooks(to_input=lambda batch: batch["x"], example=lambda: EXAMPLE)
 
 
@@ -129,8 +129,8 @@ def test_the_model_of_a_loss_is_in_the_mode_of_the_step():
 
     program = handle.program(watching, TX)
     state = program.init(jax.random.key(0), EXAMPLE)
-    program.train_step(state, EXAMPLE)
-    program.eval_step(state, EXAMPLE)
+    jax.eval_shape(program.train_step, state, EXAMPLE)
+    jax.eval_shape(program.eval_step, state, EXAMPLE)
     assert set(modes) == {(True, False), (False, True)}
 
 

@@ -116,7 +116,13 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+QUICK = ("three best, weights only", "every")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(kept, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, kept in KEPT.items()],
+)
 def test_which_checkpoints_a_run_leaves_does_not_depend_on_how_fast_they_are_written(kept, tmp_path):
     losses = [0.9, 0.5, 0.7, float("nan"), 0.1, 0.8, 0.1, 0.4, 0.6, 0.3, 0.2, 0.7]
     found, written = {}, {}

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.core import TrainState, compile_program
 from jax_trainer.datasets import Position
-from jax_trainer.testing import assert_same_bits, digest, fault, numbered_data, tiny_program
+from jax_trainer.testing import assert_same_bits, digest, fault, linear_program, numbered_data, tiny_program
 
 AT = Position(2, 7)
 
@@ -50,9 +50,10 @@ def copied(one_saved, tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "copy")
 
 
-@pytest.mark.parametrize("flavour", ["nnx"])
-def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(flavour, tmp_path):
-    program = compile_program(tiny_program(flavour, optax.adamw(1e-2)))
+@pytest.mark.parametrize("kind", ["linear", pytest.param("nnx", marks=pytest.mark.slow)])
+def test_a_run_that_is_restored_continues_bit_for_bit_and_compiles_nothing_anew(kind, tmp_path):
+    tx = optax.adamw(1e-2)
+    program = compile_program(linear_program(tx) if kind == "linear" else tiny_program(kind, tx))
     batches = [numbered_data(16, seed=seed) for seed in range(4)]
     buffer = program.train_buffer(initial := program.init(jax.random.key(0), batches[0]), batches[0], 1)
     store, now = CheckpointStore(tmp_path), initial

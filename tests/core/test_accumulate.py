@@ -12,8 +12,6 @@ from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.core import StepReport, TrainState
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
-MICRO, LENGTHS = (2, 3, 4, 7), (32, 11)
-
 
 def batch_of(length: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(length)
@@ -22,8 +20,11 @@ def batch_of(length: int) -> dict[str, np.ndarray]:
 
 
 def init(key: jax.Array, batch: Any) -> Any:
-    first, second = jax.random.split(key)
-    return {"a": jax.random.normal(first, (5, 6)), "b": jax.random.normal(second, (6,)) / 6}
+    rng = np.random.default_rng(0)
+    return {
+        "a": jnp.asarray(rng.normal(size=(5, 6)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=6) / 6, jnp.float32),
+    }
 
 
 def errors(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -65,7 +66,7 @@ def at_once(length: int) -> tuple[TrainState, StepReport]:
     return one_step(loss, batch_of(length), 1)
 
 
-@pytest.mark.parametrize(("micro_batches", "length"), [(4, 32), (7, 11)])
+@pytest.mark.parametrize(("micro_batches", "length"), [pytest.param(4, 32, marks=pytest.mark.slow), (7, 11)])
 def test_micro_batches_give_what_the_big_batch_gives(length, micro_batches):
     batch = batch_of(length)
     big, big_report = at_once(length)
@@ -78,7 +79,7 @@ def test_micro_batches_give_what_the_big_batch_gives(length, micro_batches):
     assert float(small_report.metrics.weight_of("masked")) == batch["mask"].sum()
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [pytest.param(32, marks=pytest.mark.slow), 11])
 def test_a_loss_with_its_own_count_is_weighted_by_it(length):
     batch = batch_of(length)
     big, big_report = one_step(masked_loss, batch, 1)
@@ -111,7 +112,9 @@ def test_a_static_size_is_that_of_the_micro_batch(length, micro_sizes):
 
 
 def test_more_micro_batches_than_examples_use_one_example_each():
-    assert_close(one_step(loss, batch_of(11), 50)[0].params, at_once(11)[0].params)
+    (small, small_report), (big, big_report) = one_step(loss, batch_of(11), 50), at_once(11)
+    assert_close(small.params, big.params)
+    assert_close(values(small_report), values(big_report), rtol=2e-6)
 
 
 def test_the_model_state_is_carried_from_micro_batch_to_micro_batch():
@@ -133,7 +136,7 @@ def test_the_model_state_is_carried_from_micro_batch_to_micro_batch():
     assert_close(state.model_state["last"], expected)
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_batch_norm_sees_the_micro_batches_one_after_the_other(flavour):
     batch = numbered_data(8)
     big = tiny_program(flavour, optax.sgd(0.0), dropout=0.0)
@@ -149,7 +152,7 @@ def test_batch_norm_sees_the_micro_batches_one_after_the_other(flavour):
 
 def test_every_micro_batch_has_its_own_key():
     def loss(params, batch, *, rng, train):
-        draw = jax.random.normal(rng)
+        draw = jax.random.key_data(rng)[-1].astype(jnp.float32)
         return params["b"].sum() * draw, {"draw": {"value": draw, "mode": "concat"}}
 
     _, report = one_step(loss, batch_of(11), 4)
@@ -168,7 +171,7 @@ def test_gradients_are_summed_in_f32_and_handed_out_in_the_type_of_the_parameter
 
 @pytest.mark.parametrize("micro_batches", [0, -2])
 def test_fewer_than_one_micro_batch_is_an_error(micro_batches):
-    with pytest.raises(ValueError, match=rf"`micro_batches` must be at least 1, got {micro_batches}"):
+    with pytest.raises(ValueError, match=rf"`micro_batches`.* 1, got {micro_batches}"):
         function_program(init, loss, optax.sgd(0.1), micro_batches=micro_batches)
 
 

@@ -24,7 +24,7 @@ def kept(monkeypatch):
     return compile._kept
 
 
-def trained(
+def after_two_steps(
     *, rate: float = 0.1, weights: Any = 1.0, width: int = 3, batch: Any = BATCH, callback: Any = None, **options: Any
 ) -> TrainState:
     """The state after two steps of a new program."""
@@ -35,7 +35,7 @@ def trained(
             jax.debug.callback(callback, batch["y"].sum())
         return (weights * (batch["x"] @ params["w"] - batch["y"][:, None]) ** 2).mean()
 
-    program = function_program(lambda key, batch: {"w": jnp.ones((3, width))}, loss, optax.adam(rate))
+    program = function_program(lambda key, batch: {"w": jnp.ones((3, width))}, loss, optax.sgd(rate))
     compiled = compile_program(program, **options)
     state = compiled.init(jax.random.key(0), batch)
     buffer = compiled.train_buffer(state, batch, 2)
@@ -46,10 +46,10 @@ def trained(
 
 
 def test_an_identical_new_program_is_compiled_once(kept):
-    first = trained()
+    first = after_two_steps()
     count = len(kept)
     assert count == 2  # `init` and a step
-    again = trained()
+    again = after_two_steps()
     assert len(kept) == count
     np.testing.assert_array_equal(first.params["w"], again.params["w"])
 
@@ -65,19 +65,19 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_a_different_program_has_its_own_executable(other, kept, monkeypatch):
-    trained()
-    shared = trained(**other)
+    after_two_steps()
+    shared = after_two_steps(**other)
     count = len(kept)
     assert count > 2
     monkeypatch.setattr(compile, "_shared", lambda key, lowered: lowered.compile())
-    np.testing.assert_array_equal(trained(**other).params["w"], shared.params["w"])
+    np.testing.assert_array_equal(after_two_steps(**other).params["w"], shared.params["w"])
 
 
 def test_large_constants_that_differ_in_one_number_are_distinguished():
     weights = np.ones((8, 3000), np.float32)
-    first = trained(weights=weights, width=3000)
+    first = after_two_steps(weights=weights, width=3000)
     weights[7, 2999] = 2.0
-    assert not np.array_equal(trained(weights=weights, width=3000).params["w"], first.params["w"])
+    assert not np.array_equal(after_two_steps(weights=weights, width=3000).params["w"], first.params["w"])
 
 
 def test_a_state_that_is_not_donated_stays(kept):
@@ -93,7 +93,7 @@ def test_a_state_that_is_not_donated_stays(kept):
 def test_a_callback_belongs_to_its_own_program():
     calls: dict[str, list[float]] = {"first": [], "second": []}
     for name in calls:
-        trained(callback=lambda value, name=name: calls[name].append(float(value)))
+        after_two_steps(callback=lambda value, name=name: calls[name].append(float(value)))
     assert calls == {"first": [8.0, 8.0], "second": [8.0, 8.0]}
 
 
@@ -123,8 +123,8 @@ def test_the_cache_keeps_no_reference_to_the_program(kept):
 def test_the_cache_is_bounded_and_drops_the_least_recently_used(kept, monkeypatch):
     monkeypatch.setattr(compile, "MOST", 3)
     for rate in (0.1, 0.2, 0.3, 0.4):
-        trained(rate=rate)
-        trained(rate=0.1)
+        after_two_steps(rate=rate)
+        after_two_steps(rate=0.1)
     assert len(kept) == 3
 
 

@@ -54,6 +54,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a memory limit of the kernel")
 def test_an_out_of_memory_error_names_the_allocations_and_what_helps():
     command = [sys.executable, "-c", textwrap.dedent(CHILD), "3"]

@@ -83,7 +83,7 @@ def test_precision_decides_how_parameters_are_kept(precision, dtype):
 @cache
 def start(flavour: str) -> Any:
     """A compiled `init` of the tiny model on an example batch."""
-    return partial(jax.jit(tiny_program(flavour).init), batch=numbered_data(4))
+    return partial(jax.jit(tiny_program(flavour, optax.sgd(0.1)).init), batch=numbered_data(4))
 
 
 def test_a_new_state_is_at_step_0_and_has_its_key(flavour):

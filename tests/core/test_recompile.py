@@ -11,7 +11,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import BatchChangedError, RecompileError, RecompileWarning, TrainState, compile_program
 from jax_trainer.core.compile import CompiledStep
-from jax_trainer.testing import numbered_data, tiny_program
+from jax_trainer.testing import linear_program, numbered_data
 
 
 def batch_of(length: int = 8, **more: Any) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def test_a_smaller_last_batch_with_a_size_is_not_reported():
 
 def test_with_error_a_changed_sharding_leaves_the_state_alive(key):
     batch = {name: array[:8] for name, array in numbered_data(8).items()}
-    program = compile_program(tiny_program("linen"), on_recompile="error")
+    program = compile_program(linear_program(), on_recompile="error")
     state = program.init(key, batch)
     buffer = program.train_buffer(state, batch, 2)
     state, buffer, _ = program.train_step(state, buffer, batch)
@@ -245,7 +245,7 @@ def test_with_error_a_changed_sharding_leaves_the_state_alive(key):
 
 
 def test_an_evaluation_over_many_lengths_is_reported(key):
-    program = compile_program(tiny_program("linen"))
+    program = compile_program(linear_program())
     data = numbered_data(30)
     state = program.init(key, data)
     buffer = program.eval_buffer(state, data, 2)

@@ -173,28 +173,36 @@ def test_running_statistics_keep_their_type():
 
 
 @cache
-def dropout_step(flavour: str) -> tuple[TrainState, Any]:
-    """A fresh state of a model with dropout, and a step on one batch."""
-    program, batch = tiny_program(flavour, dropout=0.5), numbered_data(8)
+def noisy_step(kind: str) -> tuple[TrainState, Any]:
+    """A fresh state of a noisy loss or of a model with dropout, and a step on one batch."""
+    tx = optax.sgd(0.1)
+    if kind == "noise":
+        program, batch = function_program(init, noisy, tx), BATCH
+    else:
+        program, batch = tiny_program(kind, tx, dropout=0.5), numbered_data(8)
     state = jax.jit(program.init)(jax.random.key(0), batch)
     return state, jax.jit(lambda state: program.train_step(state, batch))
 
 
-@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
-def test_a_step_replayed_gives_the_same_bits(flavour):
-    state, step = dropout_step(flavour)
+NOISY = ["noise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linen", "nnx"))]
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_a_step_replayed_gives_the_same_bits(kind):
+    state, step = noisy_step(kind)
     assert_same_bits(step(state), step(state))
 
 
-@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
-def test_different_steps_draw_differently(flavour):
-    state, step = dropout_step(flavour)
+@pytest.mark.parametrize("kind", NOISY)
+def test_different_steps_draw_differently(kind):
+    state, step = noisy_step(kind)
     reports = [step(state.replace(step=jnp.int32(at)))[1] for at in range(3)]
     assert len({float(report.metrics.by_name["loss"].value) for report in reports}) == 3
 
 
-def test_different_seeds_draw_differently(flavour):
-    state, step = dropout_step(flavour)
+@pytest.mark.parametrize("kind", NOISY)
+def test_different_seeds_draw_differently(kind):
+    state, step = noisy_step(kind)
     reports = [step(state.replace(rng=jax.random.key_data(jax.random.key(seed))))[1] for seed in range(3)]
     assert len({float(report.metrics.by_name["loss"].value) for report in reports}) == 3
 

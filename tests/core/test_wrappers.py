@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_trainer.adapters import function_program
+from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.core import (
     MetricAccumulator,
     MetricWindow,
@@ -32,22 +32,22 @@ def fit_mean(tx: optax.GradientTransformation | None = None, loss: Any = distanc
     return function_program(lambda key, batch: {"w": jnp.full((), 4.0, jnp.float32)}, loss, tx or optax.sgd(0.1))
 
 
-def trained(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], MetricWindow]:
+def states_and_rows(program: Program, batches: list[np.ndarray]) -> tuple[list[TrainState], MetricWindow]:
     """The states before and after every step, and the metrics of the steps."""
     compiled = compile_program(program, donate=False)
     states = [compiled.init(jax.random.key(0), batches[0])]
-    buffer = compiled.train_buffer(states[0], batches[0], len(batches))
+    buffer = compiled.train_buffer(states[0], batches[0], 6)  # of one length, so that tests share what is compiled
     fmt = buffer.format
     for batch in batches:
         state, buffer, _ = compiled.train_step(states[-1], buffer, batch)
         states.append(state)
-    return states, MetricWindow(1, fmt, np.asarray(buffer.rows))
+    return states, MetricWindow(1, fmt, np.asarray(buffer.rows)[-len(batches) :])
 
 
 @pytest.mark.parametrize("warmup", [True, False])
 @pytest.mark.parametrize("decay", [0.3, 0.99])
 def test_the_average_follows_the_parameters(decay, warmup):
-    states, _ = trained(with_ema(fit_mean(), decay, warmup=warmup), [GOOD] * 6)
+    states, _ = states_and_rows(with_ema(fit_mean(), decay, warmup=warmup), [GOOD] * 6)
     average = float(states[0].params["w"])
     assert float(states[0].extra["ema"]["w"]) == average
     for step, state in enumerate(states[1:], start=1):
@@ -57,14 +57,17 @@ def test_the_average_follows_the_parameters(decay, warmup):
 
 
 def test_averaging_does_not_change_training():
-    averaged, plain = trained(with_ema(fit_mean(), 0.9), [GOOD] * 3)[0], trained(fit_mean(), [GOOD] * 3)[0]
+    averaged, plain = (
+        states_and_rows(with_ema(fit_mean(), 0.9), [GOOD] * 3)[0],
+        states_and_rows(fit_mean(), [GOOD] * 3)[0],
+    )
     assert_close([state.params for state in averaged], [state.params for state in plain])
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_evaluation_uses_the_averaged_weights_or_the_current_ones(evaluate):
     program = with_ema(fit_mean(), 0.9, warmup=False, evaluate=evaluate)
-    state = trained(program, [GOOD] * 3)[0][-1]
+    state = states_and_rows(program, [GOOD] * 3)[0][-1]
     average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
     assert average != pytest.approx(current, rel=1e-2)
     evaluated = average if evaluate else current
@@ -75,7 +78,7 @@ def test_evaluation_uses_the_averaged_weights_or_the_current_ones(evaluate):
 def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate):
     predicting = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
     program = with_ema(predicting, 0.9, warmup=False, evaluate=evaluate)
-    state = trained(program, [GOOD] * 3)[0][-1]
+    state = states_and_rows(program, [GOOD] * 3)[0][-1]
     assert program.predict_step is not None
     weights = state.extra["ema"] if evaluate else state.params
     assert_close(program.predict_step(state, GOOD), float(weights["w"]) * GOOD)
@@ -100,13 +103,29 @@ def test_a_decay_outside_0_to_1_is_an_error(decay):
 
 def test_averages_keep_the_dtype_of_their_parameters():
     program = function_program(lambda key, batch: {"w": jnp.zeros(())}, distance, optax.sgd(0.1), precision="bf16_full")
-    states, _ = trained(with_ema(program, 0.9), [GOOD])
+    states, _ = states_and_rows(with_ema(program, 0.9), [GOOD])
     assert states[-1].extra["ema"]["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
-def test_a_skipped_step_does_not_change_the_state(flavour):
-    program = with_finite_guard(with_ema(tiny_program(flavour), 0.9))
+def with_running_mean() -> Program:
+    """A program whose model keeps a running mean of its input."""
+
+    def init(key, batch):
+        return {"w": jnp.ones(8)}, {"mean": jnp.zeros(())}
+
+    def loss(params, model_state, batch, *, rng, train):
+        changed = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean()}
+        return ((batch["x"] @ params["w"]) ** 2).mean(), (changed, {})
+
+    return stateful_program(init, loss, optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    "kind", ["running mean", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linen", "nnx"))]
+)
+def test_a_skipped_step_does_not_change_the_state(kind):
+    inner = with_running_mean() if kind == "running mean" else tiny_program(kind)
+    program = with_finite_guard(with_ema(inner, 0.9))
     good, bad = numbered_data(8), numbered_data(8, seed=1)
     bad["x"][3, 2] = np.nan
     step = jax.jit(program.train_step)
@@ -121,7 +140,10 @@ def test_a_skipped_step_does_not_change_the_state(flavour):
 
 def test_a_good_step_is_not_changed_by_the_guard():
     batches = [GOOD, GOOD + 1, GOOD - 1]
-    guarded, plain = trained(with_finite_guard(fit_mean()), batches)[0][-1], trained(fit_mean(), batches)[0][-1]
+    guarded, plain = (
+        states_and_rows(with_finite_guard(fit_mean()), batches)[0][-1],
+        states_and_rows(fit_mean(), batches)[0][-1],
+    )
     assert_close(guarded.params, plain.params)
     assert int(guarded.step) == 3
 
@@ -131,7 +153,7 @@ def test_an_infinite_gradient_is_caught_though_the_loss_is_finite():
         return jnp.sqrt(jnp.abs(params["w"] - batch)).sum()  # where both are equal the slope is infinite
 
     fine, steep = np.array([1.0], np.float32), np.array([4.0], np.float32)
-    states, rows = trained(with_finite_guard(fit_mean(loss=root)), [steep, fine])
+    states, rows = states_and_rows(with_finite_guard(fit_mean(loss=root)), [steep, fine])
     assert rows.columns["loss"].values[0] == 0
     assert_same_bits(states[1].params, states[0].params)
     assert float(states[2].params["w"]) != 4
@@ -139,7 +161,7 @@ def test_an_infinite_gradient_is_caught_though_the_loss_is_finite():
 
 
 def test_skips_are_counted_and_their_metrics_have_weight_0():
-    states, rows = trained(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
+    states, rows = states_and_rows(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
     np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 2, 0])
     np.testing.assert_array_equal(rows.columns["last"].weights, [5, 0, 5, 0])
     accumulator = MetricAccumulator()
@@ -158,7 +180,7 @@ def check(program: Program, rows: MetricWindow) -> None:
 
 def test_as_many_bad_steps_in_a_row_as_allowed_do_not_end_the_run():
     program = with_finite_guard(fit_mean(), max_consecutive=2)
-    states, rows = trained(program, [BAD, BAD, GOOD, BAD, BAD, GOOD])
+    states, rows = states_and_rows(program, [BAD, BAD, GOOD, BAD, BAD, GOOD])
     check(program, rows)
     moved = [bool(b.params["w"] != a.params["w"]) for a, b in zip(states, states[1:], strict=False)]
     assert moved == [False, False, True, False, False, True]
@@ -166,7 +188,7 @@ def test_as_many_bad_steps_in_a_row_as_allowed_do_not_end_the_run():
 
 def test_one_more_bad_step_in_a_row_freezes_the_state():
     program = with_finite_guard(fit_mean(optax.adam(0.1)), max_consecutive=2)
-    states, rows = trained(program, [GOOD, BAD, BAD, BAD, GOOD, GOOD])
+    states, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD, GOOD, GOOD])
     for state in states[2:]:
         assert_same_bits((state.params, state.opt_state), (states[1].params, states[1].opt_state))
     assert int(states[-1].step) == 6
@@ -176,7 +198,7 @@ def test_one_more_bad_step_in_a_row_freezes_the_state():
 @pytest.mark.parametrize("first", [1, 101])
 def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
     program = with_finite_guard(fit_mean(), max_consecutive=2)
-    _, rows = trained(program, [GOOD, BAD, BAD, BAD, GOOD])
+    _, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD, GOOD])
     with pytest.raises(NonFiniteError, match=rf"Step {first + 3}: .* 3 times.*`max_consecutive` is 2"):
         check(program, replace(rows, first=first))
     check(program, rows.split(3)[0])
@@ -184,7 +206,7 @@ def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
 
 def test_a_run_may_allow_no_bad_step_at_all():
     program = with_finite_guard(fit_mean(), max_consecutive=0)
-    states, rows = trained(program, [GOOD, BAD, GOOD])
+    states, rows = states_and_rows(program, [GOOD, BAD, GOOD])
     assert_same_bits(states[-1].params, states[1].params)
     with pytest.raises(NonFiniteError, match=r"Step 2\b"):
         check(program, rows)
@@ -193,12 +215,12 @@ def test_a_run_may_allow_no_bad_step_at_all():
 @pytest.mark.parametrize("first", [1, 101])
 def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_loss(first):
     program = with_finite_check(fit_mean())
-    states, rows = trained(program, [GOOD, GOOD, BAD, BAD])
+    states, rows = states_and_rows(program, [GOOD, GOOD, BAD, BAD])
     check(program, replace(rows.split(2)[0], first=first))
     with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan") as caught:
         check(program, replace(rows, first=first))
     assert (caught.value.step, caught.value.batch) == (first + 2, None)
-    plain, _ = trained(fit_mean(), [GOOD, GOOD, BAD, BAD])
+    plain, _ = states_and_rows(fit_mean(), [GOOD, GOOD, BAD, BAD])
     assert_same_bits(states[-1], plain[-1])
 
 
@@ -209,7 +231,7 @@ def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
         return params["w"] + jnp.sqrt((params["w"] - params["w"]) ** 2), {}
 
     program = with_finite_check(fit_mean(loss=bad_gradient))
-    states, rows = trained(program, [GOOD])
+    states, rows = states_and_rows(program, [GOOD])
     assert not np.isfinite(states[-1].params["w"])
     with pytest.raises(NonFiniteError, match=r"Step 1: the norm of all parameters after it was nan") as caught:
         check(program, rows)
@@ -223,7 +245,7 @@ def test_a_negative_number_of_allowed_skips_is_an_error():
 
 def test_the_error_has_the_step_and_no_batch_yet():
     program = with_finite_guard(fit_mean(), max_consecutive=1)
-    _, rows = trained(program, [GOOD, BAD, BAD, BAD])
+    _, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD])
     with pytest.raises(NonFiniteError) as caught:
         check(program, replace(rows, first=11))
     assert (caught.value.step, caught.value.batch) == (13, None)
@@ -245,9 +267,9 @@ def test_watched_metrics_must_be_finite_too(watched, kept, message):
 
     program = with_finite_guard(fit_mean(loss=loss), 1, watched=watched)
     fine, odd, bad = (np.array([*xs, x], np.float32) for xs, x in [(GOOD, 0), (GOOD, np.inf), (BAD, np.inf)])
-    states, _ = trained(program, [fine, odd, bad])
+    states, _ = states_and_rows(program, [fine, odd, bad])
     assert [bool(a.params["w"] != b.params["w"]) for a, b in zip(states, states[1:], strict=False)] == kept
-    _, rows = trained(program, [bad, bad])
+    _, rows = states_and_rows(program, [bad, bad, bad])
     with pytest.raises(NonFiniteError, match=rf"Step 2: {message} was not finite 2 times"):
         check(program, rows)
 
@@ -259,7 +281,7 @@ def test_watching_an_unknown_training_metric_is_an_error_that_lists_the_known_on
     for name in ("los", "evaluated", "train/loss"):
         program = with_finite_guard(fit_mean(loss=loss), watched=("loss", name))
         with pytest.raises(ValueError, match=rf"'{name}'.*`watched`.*acc, loss, optimizer"):
-            trained(program, [GOOD])
+            states_and_rows(program, [GOOD])
     with pytest.raises(TypeError, match=r"got 'loss'. Write `watched=\('loss',\)`"):
         with_finite_guard(fit_mean(), watched="loss")
 

@@ -89,8 +89,18 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4, "epoch"])
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = [("arrays", 1), ("arrays", 4), ("made ahead", 4), ("resident", "epoch"), ("reused memory", 1)]
+QUICK += [("reused memory", 4), ("generator", 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps_per_call"),
+    [
+        pytest.param(kind, steps, marks=[] if (kind, steps) in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for steps in (1, 4, "epoch")
+    ],
+)
 def test_the_error_brings_the_batch_of_its_step(kind, steps_per_call):
     if kind in ("generator", "reused memory") and steps_per_call == "epoch":
         steps_per_call = 5
@@ -106,8 +116,10 @@ def test_the_error_brings_the_batch_of_its_step(kind, steps_per_call):
         assert type(error.batch.input) is np.ndarray
 
 
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize(
+    ("steps_per_call", "resident"),
+    [(1, False), (3, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, False), (1, True)))],
+)
 def test_a_batch_that_is_spread_over_devices_comes_back_complete(resident, steps_per_call):
     layout = Layout(mesh=jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)))
     data = arrays()
@@ -119,7 +131,7 @@ def test_a_batch_that_is_spread_over_devices_comes_back_complete(resident, steps
 
 
 def test_without_jit_it_is_the_same():
-    loader = bad_loader(4)
+    loader = bad_loader(1)
     error = caught_from(loader, program=compiled(debug=True))
     assert (error.step, error.batch is not None) == (first_bad(loader)[0], True)
 
@@ -160,7 +172,7 @@ class Writer:
 
 @pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.slow), 25])
 def test_reading_more_often_changes_no_row_of_the_log_and_no_value(steps_per_call):
-    x = np.random.default_rng(1).normal(size=(70 * SIZE + 3, 3)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(71 * SIZE, 3)).astype(np.float32)
     loader = ArrayLoader(SupervisedBatch.of(x, np.arange(len(x), dtype=np.int32)), SIZE, shuffle=True)
     results = []
     for keeps in (True, False):
@@ -168,7 +180,7 @@ def test_reading_more_often_changes_no_row_of_the_log_and_no_value(steps_per_cal
         state = program.init(jax.random.key(0), arrays()[:SIZE])
         plan = Plan(max_epochs=2, metrics_every=50, steps_per_call=steps_per_call, eval_every=Every(steps=60, epochs=1))
         writer, seen, reads = Writer(), EventRecorder(), Reads()
-        data = Data(loader, {"val": ArrayLoader(arrays(), SIZE)})
+        data = Data(loader, {"val": ArrayLoader(arrays()[: 5 * SIZE], SIZE)})
         run(program, state, data, plan, [LogMetrics(writer, 50), seen, reads])
         results.append((writer.rows, seen.steps, seen.epochs, seen.evals, reads.windows))
     (rows, steps, epochs, evals, often), (expected, *others, seldom) = results

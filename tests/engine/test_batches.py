@@ -58,8 +58,7 @@ def compilations(function: Any) -> int:
 GOOD = {"x": np.ones((4, 2), np.float32)}
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize(("steps_per_call", "prefetch"), [(1, 0), (2, 2)])
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -91,7 +90,7 @@ def test_a_batch_of_another_shape_is_named_in_a_warning(prefetch):
 def test_leaves_that_are_not_numbers_are_named_before_anything_is_compiled(bad, prefetch):
     program = mean_program()
     state = program.init(jax.random.key(0), GOOD)
-    with pytest.raises(DataError, match="batch 0 of epoch 1 of the 'train' data has x.* which is not numeric"):
+    with pytest.raises(DataError, match="batch 0 of epoch 1 .*'train'.* x.*numeric"):
         run(program, state, Data(lambda: iter([{"x": bad}]), prefetch=prefetch), Plan(max_epochs=1))
     assert compilations(program.flat_train_step) == 0
 
@@ -102,9 +101,7 @@ def test_a_batch_size_that_devices_cannot_share_is_an_error_with_sizes_that_fit(
     loader = ArrayLoader({"x": np.ones((96, 2), np.float32)}, size)
     program = mean_program(layout=layout)
     state = program.init(jax.random.key(0), next(iter(loader)))
-    with pytest.raises(
-        DataError, match=f"has {size} examples, which 8 devices cannot share evenly. Use a batch size of {sizes}"
-    ):
+    with pytest.raises(DataError, match=f" {size} examples.* 8 devices.* {sizes}"):
         run(program, state, loader, Plan(max_epochs=1))
 
 
@@ -140,7 +137,7 @@ def counting_program(devices):
 PROGRAMS = {devices: counting_program(devices) for devices in (1, 2, 8)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(examples=st.integers(1, 70), size=st.integers(1, 40), devices=st.sampled_from([1, 2, 8]), seed=st.integers(0, 9))
 def test_evaluation_counts_and_sums_exactly_for_any_batch_size_and_device_count(examples, size, devices, seed):
     values = np.random.default_rng(seed).integers(0, 1000, examples).astype(np.int32)
@@ -180,9 +177,9 @@ def test_data_that_ends_before_the_epoch_does_is_noticed(prefetch):
     state = program.init(jax.random.key(0), GOOD)
     data, plan = Data(lambda: iter([GOOD] * 6), prefetch=prefetch), Plan(max_epochs=2, steps_per_epoch=10)
     texts = [event.text for event in train_events(program, state, data, plan) if isinstance(event, Notice)]
-    assert texts[1:] == [
-        f"The 'train' data ended after 6 of 10 steps of epoch {epoch}; the epoch ends there." for epoch in (1, 2)
-    ]
+    for epoch, text in enumerate(texts[1:], start=1):
+        assert all(word in text for word in ("'train'", "6 of 10 steps", f"epoch {epoch}"))
+    assert len(texts) == 3
 
 
 @pytest.mark.parametrize(
@@ -194,8 +191,7 @@ def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
     assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
-@pytest.mark.parametrize("kind", ["list", "generator", "function"])
+@pytest.mark.parametrize(("kind", "chunk"), [("list", 2), ("generator", 1), ("function", 1)])
 def test_uint8_images_without_transforms_are_noticed_once_unless_the_program_has_some(kind, chunk):
     loader = ArrayLoader(SupervisedBatch.of(np.ones((12, 4, 4), np.uint8), np.zeros(12, np.int32)), 4)
     kinds = {
@@ -268,9 +264,8 @@ BLOCKED = """
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_run_whose_loader_blocks(number, code):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BLOCKED)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

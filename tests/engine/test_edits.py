@@ -34,17 +34,17 @@ from jax_trainer.engine import (
 )
 from jax_trainer.engine.peers import Together
 from jax_trainer.multihost import ProcessGroup
-from jax_trainer.testing import EventRecorder, assert_same_bits, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import EventRecorder, assert_same_bits, linear_program, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}
 EVALS = {"val": numbered_loader(40, shuffle=False)}
-TX = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
+TX = optax.inject_hyperparams(optax.sgd)(learning_rate=1e-2)
 PLAN = Plan(max_epochs=3, eval_every=Every(epochs=1))
 
 
 @pytest.fixture(scope="module")
 def program():
-    return compile_program(tiny_program("linen", TX), on_recompile="error")
+    return compile_program(linear_program(TX), on_recompile="error")
 
 
 def data() -> Data:
@@ -150,7 +150,7 @@ def test_edits_of_several_observers_are_applied_in_their_order_and_name_who_made
 
 def test_new_values_and_edits_do_not_compile_again():
     compilations: list[Any] = []
-    program = compile_program(tiny_program("linen", TX), on_recompile="error")
+    program = compile_program(linear_program(TX), on_recompile="error")
     state = fresh(program)
     program.edit = _counting(program, compilations)  # type: ignore[method-assign]
     fit(program, halves(), state=state, plan=Plan(max_epochs=6, eval_every=Every(epochs=1)))
@@ -170,7 +170,7 @@ def _counting(program, counts):
 
 def test_an_edit_leaves_the_sharding_of_the_state():
     layout = resolve_layout(make_mesh(data=1, fsdp=4, devices=jax.devices()[:4]), Partitioning(smallest=1))
-    program = compile_program(tiny_program("linen", TX), layout=layout, on_recompile="error")
+    program = compile_program(linear_program(TX), layout=layout, on_recompile="error")
     before: list[Any] = []
     note = Returns(
         cast(Any, Edited | EpochEnd), lambda event: before.append([leaf.sharding for leaf in event.flat_state.leaves])
@@ -182,7 +182,7 @@ def test_an_edit_leaves_the_sharding_of_the_state():
 
 
 def test_without_jit_an_edit_sees_values():
-    program = compile_program(tiny_program("linen", TX), debug=True)
+    program = compile_program(linear_program(TX), debug=True)
     seen: list[float] = []
 
     def noting(state):
@@ -212,7 +212,7 @@ def restarted(state):
 @pytest.mark.parametrize(
     ("edit", "error", "named"),
     [
-        (Edit(resized), ValueError, r"params\['hidden'\]"),
+        (Edit(resized), ValueError, r"params\['bias'\]"),
         (Edit(rounded), ValueError, "params.*float32.*bfloat16"),
         (Edit(emptied), ValueError, r"lacks state\.params"),
         (Edit(restarted), ValueError, r"state\.step"),
@@ -232,7 +232,7 @@ def test_an_edit_that_cannot_be_applied_names_the_leaf_and_the_observer_and_save
 
 def test_a_scheduled_hyperparameter_cannot_be_set():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 100))
-    program = compile_program(tiny_program("linen", tx))
+    program = compile_program(linear_program(tx))
     with pytest.raises(ValueError, match="learning_rate.*schedule"):
         fit(program, Returns(EpochEnd, lambda event: Edit(hyperparameters={"learning_rate": 0.1})))
 
@@ -240,7 +240,7 @@ def test_a_scheduled_hyperparameter_cannot_be_set():
 def test_a_hyperparameter_is_set_wherever_its_name_occurs():
     inner = optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)
     tx = optax.chain(optax.clip(1.0), optax.masked(inner, True), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
-    program = compile_program(tiny_program("linen", tx))
+    program = compile_program(linear_program(tx))
     flat = Edit(hyperparameters={"learning_rate": 0.25}).apply(program, FlatState.of(fresh(program)))
     values = [
         float(leaf)
@@ -349,7 +349,10 @@ class At:
 
 
 @pytest.mark.parametrize("error", [StopTraining, RuntimeError])
-@pytest.mark.parametrize("kind", [EpochEnd, EvalRoundEnd, EpochEnd | EvalRoundEnd])
+@pytest.mark.parametrize(
+    "kind",
+    [EpochEnd | EvalRoundEnd, *(pytest.param(each, marks=pytest.mark.slow) for each in (EpochEnd, EvalRoundEnd))],
+)
 def test_a_run_that_ends_at_any_event_has_each_edit_once(program, kind, error):
     plan, whole = Plan(max_epochs=2, eval_every=Every(epochs=1)), Halver(kind)
     recorder = EventRecorder()

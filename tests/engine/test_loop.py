@@ -18,6 +18,7 @@ from jax_trainer.testing import (
     assert_no_implicit_transfers,
     assert_same_bits,
     fault,
+    linear_program,
     numbered_data,
     numbered_loader,
     tiny_program,
@@ -26,12 +27,21 @@ from jax_trainer.testing import (
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 
 
-@pytest.fixture(scope="module", params=["linen", "nnx"])
+@pytest.fixture(scope="module")
 def prepared(request):
-    """One compiled program per flavour for the whole file, and a fresh state."""
-    program = compile_program(tiny_program(request.param), on_recompile="ignore")
-    state = program.init(jax.random.key(0), EXAMPLE)
-    return program, lambda: copy_state(state)
+    """One compiled program for the whole file, linear or of a flavour with dropout and BatchNorm, and a fresh state."""
+    kind = getattr(request, "param", "linear")
+    program = compile_program(linear_program() if kind == "linear" else tiny_program(kind), on_recompile="ignore")
+    state, rng = program.init(jax.random.key(0), EXAMPLE), np.random.default_rng(0)
+    drawn = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), state.params)
+    return program, lambda: copy_state(state.replace(params=drawn))
+
+
+OF_FLAVOURS = pytest.mark.parametrize(
+    "prepared",
+    ["linear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "nnx"))],
+    indirect=True,
+)
 
 
 def averaging_program(**options):
@@ -44,17 +54,16 @@ def averaging_program(**options):
     return function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1), **options)
 
 
-def trained(program, state, data, plan, *observers, at=None):
+def run_and_record(program, state, data, plan, *observers, at=None):
     recorder = EventRecorder()
     state = run(program, state, data, plan, [recorder, *observers], at or Position())
     return state, recorder
 
 
-@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_events_come_in_the_documented_order(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(64), {"val": numbered_loader(64, shuffle=False), "test": numbered_loader(32)})
-    _, seen = trained(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
+    _, seen = run_and_record(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
     epoch = ["EpochStart", "StepEnd", "StepEnd", "StepMetrics", "SavePoint", "EpochEnd"]
     evals = ["EvalStart", "EvalStep", "EvalStep", "EvalEnd", "EvalStart", "EvalStep", "EvalEnd", "EvalRoundEnd"]
     assert seen.names == ["FitStart", *2 * (epoch + ["SavePoint", *evals, "SavePoint"]), "SavePoint", "FitEnd"]
@@ -77,7 +86,9 @@ def test_a_round_of_evaluations_ends_with_the_metrics_of_every_set_and_the_state
 
 def test_without_evaluation_sets_no_round_ends(prepared):
     program, fresh = prepared
-    _, seen = trained(program, fresh(), Data(numbered_loader(64)), Plan(max_epochs=1, eval_every=Every(epochs=1)))
+    _, seen = run_and_record(
+        program, fresh(), Data(numbered_loader(64)), Plan(max_epochs=1, eval_every=Every(epochs=1))
+    )
     assert not [name for name in seen.names if name.startswith("Eval")]
 
 
@@ -85,14 +96,14 @@ def test_evaluation_at_steps_start_and_end_happens_once_each(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(160), {"val": numbered_loader(32)})
     plan = Plan(max_steps=12, eval_every=Every(steps=4, epochs=1), eval_at_start=True, eval_at_end=True)
-    _, seen = trained(program, fresh(), data, plan)
+    _, seen = run_and_record(program, fresh(), data, plan)
     assert [step for step, _, _ in seen.evals] == [0, 4, 5, 8, 10, 12]  # 12 is a multiple and the end: once
 
 
 def test_evaluation_by_the_minute_is_due_after_that_time(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(320), {"val": numbered_loader(32)})
-    _, seen = trained(program, fresh(), data, Plan(max_epochs=1, eval_every=Every(minutes=1e-9)))
+    _, seen = run_and_record(program, fresh(), data, Plan(max_epochs=1, eval_every=Every(minutes=1e-9)))
     assert [step for step, _, _ in seen.evals] == list(range(1, 11))
 
 
@@ -104,16 +115,18 @@ def test_a_sanity_check_runs_the_evaluation_and_reports_nothing(prepared):
         yield
 
     data = Data(numbered_loader(64), {"val": numbered_loader(64)})
-    _, seen = trained(program, fresh(), data, Plan(max_steps=1, sanity_batches=1))
+    _, seen = run_and_record(program, fresh(), data, Plan(max_steps=1, sanity_batches=1))
     assert not seen.evals
     with pytest.raises(OSError, match="unreadable"):
-        trained(program, fresh(), Data(numbered_loader(64), {"val": broken}), Plan(max_steps=1, sanity_batches=1))
+        run_and_record(
+            program, fresh(), Data(numbered_loader(64), {"val": broken}), Plan(max_steps=1, sanity_batches=1)
+        )
 
 
 def test_train_and_eval_batches_can_be_limited(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(320), {"val": numbered_loader(320)})
-    _, seen = trained(
+    _, seen = run_and_record(
         program, fresh(), data, Plan(max_epochs=2, steps_per_epoch=3, eval_batches=2, eval_every=Every(epochs=1))
     )
     assert seen.names.count("StepEnd") == 6
@@ -124,8 +137,8 @@ def test_max_time_ends_the_run_inside_an_epoch(prepared):
     program, fresh = prepared
     run(program, fresh(), Data(itertools.repeat(EXAMPLE)), Plan(max_steps=1))  # compile outside the clock
     began = time.monotonic()
-    _, seen = trained(program, fresh(), Data(itertools.repeat(EXAMPLE)), Plan(max_time=0.3))
-    assert 0.3 <= time.monotonic() - began < 10
+    _, seen = run_and_record(program, fresh(), Data(itertools.repeat(EXAMPLE)), Plan(max_time=0.1))
+    assert 0.1 <= time.monotonic() - began < 10
     assert seen.names[-5:] == ["EpochEnd", "SavePoint", "Notice", "SavePoint", "FitEnd"]
 
 
@@ -133,7 +146,7 @@ def test_max_time_ends_the_run_inside_an_epoch(prepared):
 def test_every_step_reports_once_whatever_the_window(prepared):
     program, fresh = prepared
     for every in (1, 7, 50):
-        _, seen = trained(program, fresh(), Data(numbered_loader()), Plan(max_steps=75, metrics_every=every))
+        _, seen = run_and_record(program, fresh(), Data(numbered_loader()), Plan(max_steps=75, metrics_every=every))
         assert sorted(seen.steps) == list(range(1, 76))
 
 
@@ -141,7 +154,7 @@ def test_epoch_metrics_equal_numpy_over_all_examples(key):
     program = compile_program(averaging_program(), on_recompile="ignore")
     data = numbered_data()
     loader = numbered_loader()
-    _, seen = trained(program, program.init(key, EXAMPLE), Data(loader), Plan(max_epochs=2))
+    _, seen = run_and_record(program, program.init(key, EXAMPLE), Data(loader), Plan(max_epochs=2))
     for epoch in (1, 2):
         ids = seen.epochs[epoch]["ids"]
         np.testing.assert_array_equal(ids, loader.order(epoch))
@@ -156,7 +169,7 @@ def test_epoch_metrics_equal_numpy_over_all_examples(key):
     assert len(data["id"]) == sum(weights) == 1003
 
 
-@pytest.mark.parametrize("batch_size", [32, 100, 1003])
+@pytest.mark.parametrize("batch_size", [32, 100])
 def test_evaluation_is_exact_for_any_batch_size(prepared, batch_size):
     program, fresh = prepared
     state = fresh()
@@ -175,7 +188,7 @@ def test_val_and_test_sets_report_their_own_metrics(key):
     program = compile_program(function_program(lambda k, b: jnp.zeros(()), loss, optax.sgd(0.1)))
     sets = {name: numbered_loader(32) for name in ("val", "val_hard", "test")}
     plan = Plan(max_steps=1, eval_at_end=True)
-    _, seen = trained(program, program.init(key, EXAMPLE), Data(numbered_loader(32), sets), plan)
+    _, seen = run_and_record(program, program.init(key, EXAMPLE), Data(numbered_loader(32), sets), plan)
     own = {"loss", "any"}
     reported = {name: {m for m in metrics if "/" not in m} for _, name, metrics in seen.evals}
     assert reported == {
@@ -187,6 +200,7 @@ def test_val_and_test_sets_report_their_own_metrics(key):
 
 
 @pytest.mark.slow
+@OF_FLAVOURS
 @pytest.mark.parametrize("steps_per_call", [4, 25, "epoch"])
 def test_chunks_change_no_step_number_and_weights_only_to_tolerance(prepared, steps_per_call):
     program, fresh = prepared
@@ -194,7 +208,7 @@ def test_chunks_change_no_step_number_and_weights_only_to_tolerance(prepared, st
 
     def go(per_call):
         plan = Plan(max_steps=75, eval_every=Every(steps=20, epochs=1), steps_per_call=per_call, metrics_every=10)
-        return trained(program, fresh(), data, plan)
+        return run_and_record(program, fresh(), data, plan)
 
     one, seen_one = go(1)
     many, seen_many = go(steps_per_call)
@@ -211,16 +225,14 @@ def test_chunks_change_no_step_number_and_weights_only_to_tolerance(prepared, st
         assert seen_many.steps[step]["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_cutting_a_chunk_for_validation_changes_no_bit(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(), {"val": numbered_loader(64)})
-    plain, _ = trained(program, fresh(), data, Plan(max_epochs=2, steps_per_call=10))
-    cut, _ = trained(program, fresh(), data, Plan(max_epochs=2, steps_per_call=10, eval_every=Every(steps=7)))
+    plain, _ = run_and_record(program, fresh(), data, Plan(max_epochs=2, steps_per_call=10))
+    cut, _ = run_and_record(program, fresh(), data, Plan(max_epochs=2, steps_per_call=10, eval_every=Every(steps=7)))
     assert_same_bits(cut, plain)
 
 
-@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_an_observer_that_needs_every_step_gets_every_step(prepared):
     program, fresh = prepared
 
@@ -232,22 +244,23 @@ def test_an_observer_that_needs_every_step_gets_every_step(prepared):
     assert nosy.chunks == [1] * 20
 
 
-@pytest.mark.parametrize("prepared", ["linen"], indirect=True)
 def test_lists_of_batches_are_stacked_into_chunks_and_a_ragged_one_goes_alone(prepared):
     program, fresh = prepared
     batches = list(numbered_loader(100, shuffle=False))  # 32, 32, 32, 4
-    _, seen = trained(program, fresh(), Data(batches), Plan(max_epochs=2, steps_per_call=8))
+    _, seen = run_and_record(program, fresh(), Data(batches), Plan(max_epochs=2, steps_per_call=8))
     assert seen.chunks == [3, 1, 3, 1]
 
 
+@OF_FLAVOURS
 def test_same_seed_same_bits_with_or_without_observers_and_validation(prepared):
     program, fresh = prepared
     bare = run(program, fresh(), Data(numbered_loader()), Plan(max_epochs=2))
     plan = Plan(max_epochs=2, eval_every=Every(steps=5), eval_at_start=True, sanity_batches=2, metrics_every=3)
-    evaluated, _ = trained(program, fresh(), Data(numbered_loader(), {"val": numbered_loader(64)}), plan)
+    evaluated, _ = run_and_record(program, fresh(), Data(numbered_loader(), {"val": numbered_loader(64)}), plan)
     assert_same_bits(evaluated, bare)
 
 
+@OF_FLAVOURS
 def test_going_on_from_a_position_gives_the_same_bits(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(), {"val": numbered_loader(64)})
@@ -256,7 +269,7 @@ def test_going_on_from_a_position_gives_the_same_bits(prepared):
         half = run(program, fresh(), data, Plan(max_steps=stop))
         epoch, epoch_step = divmod(stop, 32)
         at = Position(epoch + 1, epoch_step) if epoch_step else Position(epoch, 0)
-        rest, seen = trained(program, half, data, Plan(max_epochs=3), at=at)
+        rest, seen = run_and_record(program, half, data, Plan(max_epochs=3), at=at)
         assert_same_bits(rest, whole)
         assert seen.names.count("StepEnd") == 96 - stop
 
@@ -264,7 +277,7 @@ def test_going_on_from_a_position_gives_the_same_bits(prepared):
 def test_entering_at_the_last_batch_of_an_epoch_ends_that_epoch_first(prepared):
     program, fresh = prepared
     state = run(program, fresh(), Data(numbered_loader(64)), Plan(max_steps=2))
-    _, seen = trained(program, state, Data(numbered_loader(64)), Plan(max_epochs=2), at=Position(1, 2))
+    _, seen = run_and_record(program, state, Data(numbered_loader(64)), Plan(max_epochs=2), at=Position(1, 2))
     names = [name for name in seen.names if name != "SavePoint"]
     assert names[:4] == ["FitStart", "EpochStart", "EpochEnd", "EpochStart"]
     assert seen.names.count("StepEnd") == 2
@@ -273,7 +286,7 @@ def test_entering_at_the_last_batch_of_an_epoch_ends_that_epoch_first(prepared):
 def test_overfitting_sees_the_same_batches_in_every_epoch(key):
     program = compile_program(averaging_program())
     plan = Plan(max_epochs=3, overfit_batches=2)
-    _, seen = trained(program, program.init(key, EXAMPLE), Data(numbered_loader()), plan)
+    _, seen = run_and_record(program, program.init(key, EXAMPLE), Data(numbered_loader()), plan)
     first = numbered_loader().order(1)[:64]
     for epoch in (1, 2, 3):
         np.testing.assert_array_equal(seen.epochs[epoch]["ids"], first)
@@ -282,20 +295,20 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(key):
 def test_a_fast_dev_run_takes_one_step_and_one_evaluation_batch(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(), {"val": numbered_loader()})
-    _, seen = trained(program, fresh(), data, Plan(max_epochs=50, fast_dev_run=1))
+    _, seen = run_and_record(program, fresh(), data, Plan(max_epochs=50, fast_dev_run=1))
     assert (seen.names.count("StepEnd"), seen.names.count("EvalStep")) == (1, 1)
 
 
 def test_a_stream_makes_epochs_by_steps_per_epoch(key):
     program = compile_program(averaging_program())
     stream = iter(numbered_loader(320, shuffle=False))
-    _, seen = trained(program, program.init(key, EXAMPLE), Data(stream), Plan(max_epochs=2, steps_per_epoch=5))
+    _, seen = run_and_record(program, program.init(key, EXAMPLE), Data(stream), Plan(max_epochs=2, steps_per_epoch=5))
     np.testing.assert_array_equal(np.concatenate([seen.epochs[1]["ids"], seen.epochs[2]["ids"]]), np.arange(320))
 
 
 def test_a_function_that_returns_a_fresh_iterator_is_data(prepared):
     program, fresh = prepared
-    _, seen = trained(program, fresh(), Data(lambda: iter([EXAMPLE, EXAMPLE])), Plan(max_epochs=3))
+    _, seen = run_and_record(program, fresh(), Data(lambda: iter([EXAMPLE, EXAMPLE])), Plan(max_epochs=3))
     assert seen.names.count("StepEnd") == 6
 
 
@@ -323,7 +336,7 @@ TEXT = [{"x": np.array(["a"])}]
 def test_data_that_cannot_be_trained_on_is_named_with_a_fix(prepared, data, plan, message):
     program, fresh = prepared
     with pytest.raises(DataError, match=message):
-        trained(program, fresh(), Data(data()), plan)
+        run_and_record(program, fresh(), Data(data()), plan)
 
 
 @pytest.mark.parametrize("data", [list, lambda: iter([]), once, lambda: itertools.repeat(EXAMPLE), lambda: TEXT])
@@ -336,7 +349,7 @@ def test_bad_data_is_refused_before_anything_is_compiled(data):
 
     program = compile_program(function_program(lambda k, b: jnp.zeros(()), loss, optax.sgd(0.1)))
     with pytest.raises(DataError):
-        trained(program, program.init(jax.random.key(0), EXAMPLE), Data(data()), Plan(max_epochs=2))
+        run_and_record(program, program.init(jax.random.key(0), EXAMPLE), Data(data()), Plan(max_epochs=2))
     assert not traced
 
 
@@ -344,7 +357,7 @@ def test_bad_data_is_refused_before_anything_is_compiled(data):
 def test_an_empty_evaluation_set_is_named_once_and_the_others_are_evaluated(prepared, empty, caplog):
     program, fresh = prepared
     evals = {"val_hard": empty, "val": [EXAMPLE]}
-    _, seen = trained(program, fresh(), Data([EXAMPLE], evals), Plan(max_epochs=2, eval_every=Every(epochs=1)))
+    _, seen = run_and_record(program, fresh(), Data([EXAMPLE], evals), Plan(max_epochs=2, eval_every=Every(epochs=1)))
     assert [name for _, name, _ in seen.evals] == ["val", "val"]
     assert [r.message for r in caplog.records if "'val_hard' data is empty" in r.message] == [caplog.records[0].message]
 
@@ -353,7 +366,7 @@ def test_an_iterator_that_an_earlier_evaluation_has_used_up_is_an_error(prepared
     program, fresh = prepared
     data = Data([EXAMPLE], {"val": iter([EXAMPLE])})
     with pytest.raises(DataError, match="can be used only once"):
-        trained(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
+        run_and_record(program, fresh(), data, Plan(max_epochs=2, eval_every=Every(epochs=1)))
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -366,7 +379,7 @@ def test_an_iterator_that_an_earlier_evaluation_has_used_up_is_an_error(prepared
     ],
 )
 def test_a_batch_that_changes_its_kind_is_named_and_the_state_survives(steps_per_call, odd, message, key):
-    program = compile_program(tiny_program("linen"))
+    program = compile_program(linear_program())
     state = program.init(key, EXAMPLE)
     last = []
 
@@ -430,7 +443,6 @@ def test_a_fault_in_the_middle_reaches_the_caller(prepared):
     assert seen.names[-1] == "FitEnd"
 
 
-@pytest.mark.parametrize("prepared", ["nnx"], indirect=True)
 def test_the_loop_makes_no_implicit_transfer(prepared):
     program, fresh = prepared
     batches = [jax.device_put(EXAMPLE)] * 4
@@ -451,7 +463,7 @@ def test_several_devices_do_not_deadlock_and_agree_with_one(key):
     results = []
     for program in (one, eight):
         data = Data(numbered_loader(), {"val": numbered_loader(1003, 64, shuffle=False)})
-        state, seen = trained(
+        state, seen = run_and_record(
             program, program.init(key, EXAMPLE), data, Plan(max_steps=200, eval_at_end=True, max_in_flight=4)
         )
         results.append((state, seen.evals[-1][2]))
@@ -495,7 +507,7 @@ def test_training_data_alone_needs_no_wrapping(prepared):
 
 def test_a_program_that_is_not_compiled_is_an_error(key):
     with pytest.raises(TypeError, match="A Program .*`compile_program"):
-        run(tiny_program("linen"), tiny_program("linen").init(key, EXAMPLE), [EXAMPLE], Plan(max_steps=1))  # pyright: ignore[reportArgumentType]
+        run(linear_program(), linear_program().init(key, EXAMPLE), [EXAMPLE], Plan(max_steps=1))  # pyright: ignore[reportArgumentType]
 
 
 def test_evaluation_sets_may_differ_in_their_keys(prepared):

@@ -24,15 +24,17 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.testing import numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import linear_program, numbered_data, numbered_loader, tiny_program
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}
 EVALS = {"val": numbered_loader(40, shuffle=False), "val_other": numbered_loader(20, shuffle=False)}
 
 
 @pytest.fixture(scope="module")
-def program():
-    return compile_program(tiny_program("linen"), on_recompile="ignore")
+def program(request):
+    """A linear program, or one of a flavour with dropout and BatchNorm."""
+    kind = getattr(request, "param", "linear")
+    return compile_program(linear_program() if kind == "linear" else tiny_program(kind), on_recompile="ignore")
 
 
 class Record:
@@ -106,7 +108,12 @@ PLANS = {
 
 @pytest.mark.parametrize("error", [StopTraining, RuntimeError], ids=["stopped", "failed"])
 @pytest.mark.parametrize(
-    ("name", "every"), [("max_steps", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in PLANS)]
+    ("program", "name", "every"),
+    [
+        *(("linear", name, 5) for name in PLANS),
+        *(pytest.param("linen", name, 1, marks=pytest.mark.slow) for name in PLANS),
+    ],
+    indirect=["program"],
 )
 def test_a_run_that_ends_at_any_event_resumes_to_the_same_bits_metrics_and_rows(program, name, error, every):
     plan, fresh = PLANS[name], program.init(jax.random.key(0), EXAMPLE)
