@@ -1,11 +1,12 @@
 """A secret that is given to a run, by whatever way, is nowhere afterwards."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import TINY, CommandResult, run_command, run_process, tiny_file
+from cli_runs import QUICK, CommandResult, run_command, tiny_file
 
 CANARY = "CANARY-9f3a"
 ENVIRONMENT = {
@@ -64,7 +65,7 @@ class LeakyCallback(Callback):
 
 
 def secret_file(folder: Path) -> Path:
-    return tiny_file(folder, TINY + SECRETS)
+    return tiny_file(folder, QUICK + SECRETS)
 
 
 def found_in(folder: Path, *result: CommandResult) -> Iterator[str]:
@@ -77,10 +78,14 @@ def found_in(folder: Path, *result: CommandResult) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
-    """A whole run as a process that knows many secrets."""
+    """A whole run in a process that knows many secrets."""
     folder = tmp_path_factory.mktemp("canary")
-    monitor = "trainer.callbacks.LearningRateMonitor={}"
-    result = run_process("train", secret_file(folder), TOOL, monitor, *ARGUMENTS, folder=folder, **ENVIRONMENT)
+    words = ["train", str(secret_file(folder)), TOOL, "trainer.callbacks.LearningRateMonitor={}", *ARGUMENTS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["jax-trainer", *words])
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        result = run_command(*words, folder=folder)
     assert result.code == 0
     return folder, result
 

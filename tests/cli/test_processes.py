@@ -14,12 +14,11 @@ import pytest
 from cli_runs import (
     PATIENCE,
     PROGRAM,
-    TINY,
+    QUICK,
     CommandResult,
     last_state,
     process_environment,
     run_command,
-    run_process,
     tiny_file,
 )
 from own_parts import CALLBACK
@@ -57,7 +56,7 @@ def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path):
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
-    result = run_process("train", tiny_file(tmp_path), folder=tmp_path)
+    result = run_command("train", tiny_file(tmp_path), folder=tmp_path)
     assert result.code == 0
     assert "\x1b" not in result.out + result.err and "\r" not in result.out + result.err
     first, *lines = result.err.splitlines()
@@ -88,7 +87,7 @@ def test_a_reader_may_leave_early_and_need_not_know_every_letter(tmp_path: Path)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("signals")
-    longer = TINY.replace("train_epochs: 2", f"train_epochs: {EPOCHS}")
+    longer = QUICK.replace("train_epochs: 2", f"train_epochs: {EPOCHS}")
     tiny_file(folder, longer.replace("callbacks:", "callbacks:\n    OwnPause:"))
     (folder / "own_pause.py").write_text(CALLBACK)
     return folder

@@ -75,7 +75,7 @@ sketches = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sketches)
 def test_what_is_written_is_read_again_as_it_was(tmp_path: Path, config: Sketch):
     text = dump_config(config)

@@ -33,6 +33,7 @@ from jax_trainer.testing import (
     assert_finite,
     assert_no_implicit_transfers,
     assert_same_bits,
+    linear_program,
     tiny_program,
 )
 
@@ -343,11 +344,18 @@ def test_a_field_that_is_absent_is_an_error_that_names_those_there_are(batch, fi
 def test_functions_run_in_order_each_with_its_own_key():
     images = photos(64, 4, 4)
     transforms = DeviceTransforms(train=[random_flip(), random_flip(), normalize(0.5, 0.25), random_erase(2)])
-    expected = jnp.asarray(images)
-    for position, function in enumerate(transforms.train):
-        expected = function(jax.random.fold_in(KEY, position), expected)
-    assert_same_bits(transforms.apply(KEY, {"input": images}, train=True)["input"], expected)
-    twice = DeviceTransforms(train=transforms.train[:2]).apply(KEY, {"input": images}, train=True)["input"]
+
+    @jax.jit
+    def all_of_them(key: jax.Array, images: jax.Array) -> tuple[jax.Array, ...]:
+        by_hand = images
+        for position, function in enumerate(transforms.train):
+            by_hand = function(jax.random.fold_in(key, position), by_hand)
+        flips = DeviceTransforms(train=transforms.train[:2])
+        batch = {"input": images}
+        return by_hand, transforms.apply(key, batch, train=True)["input"], flips.apply(key, batch, train=True)["input"]
+
+    expected, found, twice = all_of_them(KEY, images)
+    assert_same_bits(found, expected)
     assert (np.asarray(twice) != images).any()  # with one key for both, the second flip would undo the first
 
 
@@ -430,9 +438,19 @@ def small_data() -> Data:
 SMALL = next(iter(small_data().train))
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_training_resumed_in_the_middle_gives_the_same_bits(flavour):
-    program = compile_program(with_transforms(tiny_program(flavour), small()), on_recompile="ignore")
+PROGRAMS = {
+    "functions": linear_program,
+    "linen": lambda: tiny_program("linen"),
+    "nnx": lambda: tiny_program("nnx"),
+}
+each_kind = pytest.mark.parametrize(
+    "kind", ["functions", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "nnx"))]
+)
+
+
+@each_kind
+def test_training_resumed_in_the_middle_gives_the_same_bits(kind):
+    program = compile_program(with_transforms(PROGRAMS[kind](), small()), on_recompile="ignore")
     fresh = program.init(KEY, SMALL)
     whole = run(program, copy_state(fresh), small_data(), Plan(max_epochs=2))
     for stop in (2, 7):
@@ -572,9 +590,9 @@ def test_random_transforms_in_evaluation_differ_by_batch_and_repeat_in_every_eva
     assert_same_bits((again, np.asarray(later)), (first, first))
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_a_step_with_transforms_moves_nothing_between_host_and_device(flavour):
-    program = compile_program(with_transforms(tiny_program(flavour), small()))
+@each_kind
+def test_a_step_with_transforms_moves_nothing_between_host_and_device(kind):
+    program = compile_program(with_transforms(PROGRAMS[kind](), small()))
     batch = jax.device_put(SMALL)
     state = program.init(KEY, batch)
     buffer = program.train_buffer(state, batch, 4)

@@ -62,6 +62,7 @@ class Pair:
         return jnp.sin(x + condition[:, None])
 
 
+@pytest.mark.slow
 def test_the_teacher_may_be_guided_and_of_either_kind():
     x, labels, key = jnp.ones((4, 2)), jnp.asarray([0, 1, 2, 0]), jax.random.key(0)
 

@@ -87,6 +87,7 @@ def description() -> str:
     return f"two sets of true samples have {true:.4f}, noise has {far:.4f}"
 
 
+@pytest.mark.slow
 def test_flow_matching_learns_them(description: str):
     objective = FlowMatching()
     model = trained(objective, network(64), 1500, 4e-3)

@@ -15,7 +15,6 @@ from jax_trainer.generative import (
     EDM,
     ConsistencyDistillation,
     ConsistencyTraining,
-    EDMConfig,
     FlowMatching,
     FlowMatchingConfig,
     Objective,
@@ -118,13 +117,13 @@ def test_samples_are_drawn_in_evaluation_mode_and_the_network_stays_in_its_own(t
 
 
 def test_guidance_and_steps_are_those_of_the_configuration_unless_given():
-    network, objective = Small(), EDM(EDMConfig(guidance=3.0, steps=2))
+    network, objective = Small(), FlowMatching(FlowMatchingConfig(guidance=3.0, steps=2))
     draw = lambda **options: np.asarray(objective.sample(KEY, network, (4, 2), LABELS, **options))
     configured = draw()
     np.testing.assert_array_equal(configured, draw(guidance=3.0, steps=2))
     assert np.abs(configured - draw(guidance=1.0)).max() > 1e-3
     assert np.abs(configured - draw(steps=3)).max() > 1e-3
-    unguided = EDM().sample(KEY, network, (4, 2), steps=2)
+    unguided = FlowMatching().sample(KEY, network, (4, 2), steps=2)
     np.testing.assert_allclose(draw(guidance=0.0), unguided, rtol=1e-4, atol=1e-5)
 
 

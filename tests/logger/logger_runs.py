@@ -12,7 +12,7 @@ from jax_trainer.core import CompiledProgram, TrainState, compile_program, lazy_
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.testing import numbered_loader, tiny_program
+from jax_trainer.testing import linear_program, numbered_loader
 
 PIXELS = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 PARAMS = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "model": {"act_fn": "gelu", "bias": True}, "nothing": None}
@@ -22,10 +22,10 @@ FLAT = {**FLAT, "model.bias": True, "nothing": None}
 
 @cache
 def _program() -> CompiledProgram:
-    return compile_program(tiny_program("nnx"), on_recompile="ignore")
+    return compile_program(linear_program(), on_recompile="ignore")
 
 
-def trained(logger: Logger) -> TrainState:
+def train_two_epochs(logger: Logger) -> TrainState:
     """Two epochs of four steps with a validation after each; the logger stays open."""
     program, loader = _program(), numbered_loader(128)
     data, plan = Data(loader, {"val": numbered_loader(64)}), Plan(max_epochs=2, eval_every=Every(epochs=1))

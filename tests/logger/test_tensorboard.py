@@ -17,7 +17,7 @@ import pytest
 from compoconf import parse_config
 from event_files import events_in, scalars_in, values_in
 from faulty_tools import threads_of_tools
-from logger_runs import FLAT, log_everything, logger_with, trained
+from logger_runs import FLAT, log_everything, logger_with, train_two_epochs
 
 from jax_trainer.logger import LoggerConfig, TensorboardConfig, TensorboardToolLogger
 from jax_trainer.logger.values import bins_of
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs, with an entry of every kind after it."""
     folder = tmp_path_factory.mktemp("tensorboard")
     logger = logger_with(folder, TensorboardConfig())
-    trained(logger)
+    train_two_epochs(logger)
     for epoch in (0, 1, 2):  # as `LearningRateMonitor` does
         logger.write(4 * epoch, {"epoch": epoch, "optimizer/lr": 0.1})
     log_everything(logger)

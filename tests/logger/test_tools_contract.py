@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from compoconf import Registry
 from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
-from logger_runs import log_everything, logger_with, trained
+from logger_runs import log_everything, logger_with, train_two_epochs
 
 from jax_trainer.logger import JSONLConfig, TensorboardConfig, ToolLoggerInterface, WandBConfig
 from jax_trainer.logger import logger as logger_file
@@ -29,7 +29,7 @@ TOOLS: dict[str, Callable[[], Any]] = {
 def tool(request: pytest.FixtureRequest) -> Any:
     """The configuration of every tool there is, and of one that there is not."""
     if request.param == "wandb":
-        request.getfixturevalue("offline_wandb")
+        request.getfixturevalue("offline_wandb" if request.node.get_closest_marker("slow") else "wandb_without_service")
     return TOOLS[request.param]()
 
 
@@ -159,10 +159,10 @@ def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
 def test_training_gives_the_same_bits_whatever_a_tool_does(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
     alone = logger_with(tmp_path / "alone")
-    expected = trained(alone)
+    expected = train_two_epochs(alone)
     alone.close("completed")
     logger = logger_with(tmp_path / "faulty", fault)
-    assert_same_bits(trained(logger), expected)
+    assert_same_bits(train_two_epochs(logger), expected)
     logger.close("completed")
     assert logger.failures.keys() == {"FaultyTool"}
     assert rows_in(tmp_path / "faulty") == rows_in(tmp_path / "alone")

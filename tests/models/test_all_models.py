@@ -47,15 +47,9 @@ CASES: list[tuple[BaseModelConfig, dict[str, np.ndarray]]] = [
     (models.ConditionalMLPConfig(hidden=(16, 16), num_classes=3), NOISE),
     (models.DiTConfig(layers=1, heads=2, width=16, num_classes=3, dropout=0.1), NOISE),
 ]
-# to compile the steps of its twenty convolutions takes as long as all the others together
-LATE_LEARNERS = (
-    "ResNet",
-    "CNN",
-    "GPT",
-    "MLP",
-    "SimpleClassifierLinen",
-)  # the others have both kinds of Flax and of data
-LEARNING = [pytest.param(*case, marks=pytest.mark.slow if name_of(case[0]) in LATE_LEARNERS else ()) for case in CASES]
+# the steps of the others take longer to compile; these are of both kinds of Flax
+LEARN_SOON = ("SimpleClassifierLinen", "ConditionalMLP")
+LEARNING = [pytest.param(*case, marks=() if name_of(case[0]) in LEARN_SOON else pytest.mark.slow) for case in CASES]
 NNX_CASES = [case for case in CASES if model_mode(case[0]) == "nnx"]
 
 

@@ -107,10 +107,11 @@ def test_no_position_depends_on_later_ones(positions: str, build):
     assert np.array_equal(np.abs(np.asarray(found)).max(-1)[:, :TIME] > 0, np.tri(TIME, dtype=bool))
 
 
-def test_blocks_that_are_computed_again_give_the_same_gradients(build):
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_blocks_that_are_computed_again_give_the_same_gradients(build, dropout: float):
     graphs = {}
     for remat in (True, False):
-        graphs[remat], params, rest = nnx.split(build(dropout=0.3, layers=1, remat=remat), nnx.Param, ...)
+        graphs[remat], params, rest = nnx.split(build(dropout=dropout, layers=1, remat=remat), nnx.Param, ...)
 
     def slopes(params, remat):
         return jax.grad(lambda params: (nnx.merge(graphs[remat], params, rest, copy=True)(TOKENS) ** 2).mean())(params)
@@ -123,7 +124,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(build):
 
 @pytest.mark.parametrize("positions", [pytest.param("learned", marks=pytest.mark.slow), "rotary"])
 def test_a_text_in_pieces_has_the_logits_of_the_complete_one(positions: str, build):
-    model = build(positions=positions)
+    model = build(positions=positions, layers=1)
 
     @nnx.jit
     def both(model, tokens):

@@ -144,7 +144,9 @@ def test_a_groups_schedule_is_named_where_it_does_not_fit():
     assert caught.value.problems[0][0] == "groups.a.learning_rate.steps"
 
 
-@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+@pytest.mark.parametrize(
+    "flavour", [pytest.param("linen", marks=pytest.mark.slow), pytest.param("nnx", marks=pytest.mark.slow)]
+)
 def test_both_kinds_of_flax_models_can_freeze_and_group(flavour):
     config = AdamWConfig(learning_rate=0.1, weight_decay=0.1, freeze="hidden", groups={"out": GroupConfig("out", 0.01)})
     program = tiny_program(flavour, AdamW(config).build(2), log_norms=False)

@@ -1,6 +1,7 @@
 """Every optimizer of optax by its name: the same bits as the call itself, with a frozen parameter beside the others."""
 
 import inspect
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -58,7 +59,7 @@ def mine(name: str, **keys: Any) -> optax.GradientTransformationExtraArgs:
     return config.instantiate(OptimizerInterface).build(10)
 
 
-def cases() -> dict[str, tuple[Any, Any]]:
+def cases(names: list[str]) -> dict[str, tuple[Any, Any]]:
     at = CosineScheduleConfig(init_value=0.3)
     schedule = at.instantiate(named.ScheduleInterface).build(10)
     plain = {name: (mine(name), direct(name)) for name in NAMED}
@@ -74,13 +75,14 @@ def cases() -> dict[str, tuple[Any, Any]]:
         for name in DECAYED
         for key in [argument_of(NAMED[name].factory, DECAYS)]
     }
-    return plain | scheduled | decayed
+    every = plain | scheduled | decayed
+    return {case: every[case] for case in names}
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[str, tuple[Any, Any, Any]]:
+@cache
+def updated(names: tuple[str, ...]) -> dict[str, tuple[Any, Any, Any]]:
     """By case: our parameters, those of the direct call, and our state, after some updates in one compiled step."""
-    pairs = cases()
+    pairs = cases([*names])
     start, frozen = random_tree(0), {"kernel": jnp.ones(5)}
 
     def step(states: Any, grads: Any) -> Any:
@@ -110,12 +112,20 @@ def trained() -> dict[str, tuple[Any, Any, Any]]:
     return {case: (params, other, state) for case, ((params, state), (other, _)) in states.items()}
 
 
-ALL = [*NAMED, *(f"{name} scheduled" for name in SCHEDULED), *(f"{name} decayed" for name in DECAYED)]
+# those that get something special: a schedule, a decay, a key, another default, the value of the loss
+ESTIMATING = ["Prodigy", "PolyakSgd", "Cocob", "Momo"]
+FEW = (
+    *(f"{name} scheduled" for name in SCHEDULED),
+    *(f"{name} decayed" for name in DECAYED),
+    *("Adam", "NoisySgd", "Rprop", "Lion"),
+    *ESTIMATING,
+)
+MANY = tuple(name for name in NAMED if name not in FEW)
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_an_optimizer_by_name_gives_the_bits_of_the_direct_call(trained, case):
-    params, other, state = trained[case]
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)])
+def test_an_optimizer_by_name_gives_the_bits_of_the_direct_call(case):
+    params, other, state = updated(FEW if case in FEW else MANY)[case]
     assert_same_bits({"dense": params["dense"]}, other)
     assert_same_bits(params["frozen"], {"kernel": jnp.ones(5)})
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
@@ -207,9 +217,9 @@ def test_a_decay_that_touches_nothing_is_an_error_also_if_it_is_the_default():
     assert NAMED["Lion"](named.LionConfig(weight_decay=0)).build().init({"w": jnp.ones(2)})
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "PolyakSgd", "Cocob", "Momo"])
-def test_the_default_factor_of_an_estimated_step_size_is_1(trained, name):
-    assert float(learning_rate(trained[name][2])) == 1.0
+@pytest.mark.parametrize("name", ESTIMATING)
+def test_the_default_factor_of_an_estimated_step_size_is_1(name):
+    assert float(learning_rate(updated(FEW)[name][2])) == 1.0
 
 
 def test_every_class_and_every_key_is_described():
