@@ -23,7 +23,12 @@ OPTIONS = {
     "guard": ProgramOptions(on_nonfinite="skip"),
     "mesh": ProgramOptions(mesh={"data": -1}),
 }
-CHANGING = {"bf16", "accumulation", "clipping", "mesh"}  # options that change the weights
+TOGETHER = {
+    "accumulation, clipping": ProgramOptions(accumulate=2, clip_norm=0.05),
+    "EMA, statistics, guard": ProgramOptions(ema=0.9, param_stats=("mean",), grad_stats=("max",), on_nonfinite="skip"),
+}
+OPTIONS |= TOGETHER
+CHANGING = {"bf16", "accumulation", "clipping", "accumulation, clipping", "mesh"}  # options that change the weights
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
@@ -43,28 +48,28 @@ def outcome(tmp_path_factory):
     return train
 
 
-# Every style with the model that has everything takes minutes. Each way that options go into a program is in USUAL.
-USUAL, EFFECTIVE = ("fit, linen", "train_fn", "TrainLoop"), [name for name in OPTIONS if name != "nothing"]
-LINEAR = [pytest.param(name, True, id=f"{name}, linear") for name in USUAL]
+# Each way that options go into a program is in USUAL; with every option alone, and the model that has everything, this
+# takes minutes
+USUAL, ALONE = ("fit, linen", "train_fn", "TrainLoop"), [name for name in OPTIONS if name not in ("nothing", *TOGETHER)]
+LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("bf16", "mesh", *TOGETHER)]
 FULL = [
-    pytest.param(name, False, id=name, marks=pytest.mark.slow)
+    pytest.param(name, option, False, marks=pytest.mark.slow)
     for name in STYLES
+    for option in ALONE
     if not name.startswith("TrainerModule")
 ]
 
 
-@pytest.mark.parametrize("option", EFFECTIVE)
-@pytest.mark.parametrize(("name", "linear"), [*LINEAR, *FULL])
-def test_an_option_gives_the_same_bits_in_every_style(outcome, name, linear, option):
+@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *FULL])
+def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option, linear):
     mine, other = (outcome(one, option, linear) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
     assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
 
 
-@pytest.mark.parametrize("option", EFFECTIVE)
-@pytest.mark.parametrize("name", USUAL)
-def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option):
-    changed, plain = outcome(name, option, True).params, outcome(name, "nothing", True).params
-    same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(plain), strict=True))
+@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *(case for case in FULL if case.values[0] in USUAL)])
+def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option, linear):
+    changed, plain = (jax.tree.leaves(outcome(name, one, linear).params) for one in (option, "nothing"))
+    same = all(np.array_equal(a, b) for a, b in zip(changed, plain, strict=True))
     assert same == (option not in CHANGING)
 
 
