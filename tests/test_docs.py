@@ -20,9 +20,20 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAGES = [ROOT / "README.md", *SITE]
-LONG = ("generative.md", "language-models.md", "tuning.md")  # their code trains for longer
+# the first pages that a reader meets, with every style, and those of which nearly nothing is compiled
+USUAL = (
+    "README",
+    "index",
+    "first-training",
+    "choosing-a-style",
+    "functional",
+    "loops",
+    "resume",
+    "log-metrics",
+    "profile",
+)
 WITH_CODE = [
-    pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ())
+    pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.slow)
     for page in PAGES
     if "```python" in page.read_text()
 ]

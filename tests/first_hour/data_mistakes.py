@@ -530,7 +530,7 @@ def _(style: str, folder: Path) -> None:
 
 @DATA.row("EvalLoop: labels out of range", "holds 3", "0 to 2", "'eval'", at=LATE)
 def _(folder: Path) -> None:
-    task = TrainTask(apply=Net().apply, optimizer=optax.adam(1e-2), loss=cross_entropy, data=loader())
+    task = TrainTask(apply=Net().apply, optimizer=optax.sgd(0.1, momentum=0.9), loss=cross_entropy, data=loader())
     loop = TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False)
     evaluating = EvalLoop(EvalTask(apply=Net().apply, metrics={"loss": cross_entropy}, data=loader(X, Y + 1)))
     for checkpoint in loop:

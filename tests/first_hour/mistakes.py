@@ -93,14 +93,14 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        return nn.Dense(3)(x)
+        return nn.Dense(3, kernel_init=nn.initializers.zeros)(x)  # random numbers take long to compile
 
 
 class Nnx(nnx.Module):
     """Three classes, of four features."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 3, rngs=rngs)
+        self.out = nnx.Linear(4, 3, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(x)
@@ -122,7 +122,7 @@ def run_fit(folder: Path, model: Any = None, train_ds: Any = None, test_ds: Any 
     """`fit`, with something changed."""
     options: dict[str, Any] = {
         "loss_fn": lambda logits, labels: cross_entropy(logits, labels),
-        "optimizer": optax.adam(1e-2),
+        "optimizer": optax.sgd(0.1, momentum=0.9),
         "num_epochs": 1,
         "batch_size": 8,
         "log_dir": folder / "runs",
@@ -154,7 +154,7 @@ def make_trainer(folder: Path, kind: Any = Trainer, **changes: Any) -> Any:
     """A trainer, with something changed."""
     options: dict[str, Any] = {
         "model": Net(),
-        "optimizer": optax.adam(1e-2),
+        "optimizer": optax.sgd(0.1, momentum=0.9),
         "exmp_input": (X[:8], Y[:8]),
         "train_epochs": 1,
         "enable_progress_bar": False,
@@ -189,7 +189,7 @@ def run_train_fn(
     """`train_fn`, with something changed, called."""
     options = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1, "progress": False} | changes
     model = nnx_net() if model is None else model
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2) if tx is None else tx, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9) if tx is None else tx, wrt=nnx.Param)
     go = train_fn(fns=fns, **options)
     go(jax.random.key(0), model, optimizer, loader() if train is None else train, val)
 
@@ -197,7 +197,7 @@ def run_train_fn(
 def run_loop(model: Any = None, steps: int = 2, **changes: Any) -> None:
     """`TrainLoop`, with something changed, iterated over."""
     model = Net() if model is None else model
-    task = {"apply": model.apply, "optimizer": optax.adam(1e-2), "loss": cross_entropy, "data": loader()}
+    task = {"apply": model.apply, "optimizer": optax.sgd(0.1, momentum=0.9), "loss": cross_entropy, "data": loader()}
     of_loop = {name: changes.pop(name) for name in list(changes) if name not in task}
     loop = TrainLoop(
         **{"init": model.init, "task": TrainTask(**task | changes), "n_steps": steps, "stdout": False} | of_loop
@@ -218,7 +218,7 @@ def train(
     tx: Any = None,
 ) -> None:
     """The same training in any style."""
-    data, tx = loader() if data is None else data, optax.adam(1e-2) if tx is None else tx
+    data, tx = loader() if data is None else data, optax.sgd(0.1, momentum=0.9) if tx is None else tx
     if style == "fit, linen":
         run_fit(folder, linen, data, val, loss_fn=lambda logits, labels: loss(logits, labels), optimizer=tx)
     elif style == "fit, nnx":

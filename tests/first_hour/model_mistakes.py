@@ -514,7 +514,7 @@ def _(style: str, folder: Path) -> None:
 @MODELS.row("train_fn: an optimizer of a model with other shapes", "optimizer's update", "parameters of this model")
 def _(folder: Path) -> None:
     other = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(other, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(other, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1, progress=False)
     go(jax.random.key(0), nnx.Linear(4, 3, rngs=nnx.Rngs(0)), optimizer, loader(), None)
 
@@ -522,7 +522,7 @@ def _(folder: Path) -> None:
 @MODELS.row("train_fn: model and optimizer swapped", r"train\(key, model, optimizer", error=TypeError)
 def _(folder: Path) -> None:
     model = nnx_net()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1, progress=False)
     go(jax.random.key(0), optimizer, model, loader(), None)
 
@@ -536,7 +536,7 @@ def _(folder: Path) -> None:
 
 @MODELS.row("get_ema_hook: an optimizer instead of the model", "nnx.Module", "Optimizer", error=TypeError)
 def _(folder: Path) -> None:
-    get_ema_hook(cast(Any, nnx.Optimizer(nnx_net(), optax.adam(1e-2), wrt=nnx.Param)))
+    get_ema_hook(cast(Any, nnx.Optimizer(nnx_net(), optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)))
 
 
 @MODELS.row("TrainLoop: an nnx module", "nnx", "train_fn", error=TypeError)

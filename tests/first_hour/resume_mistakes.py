@@ -77,7 +77,7 @@ def _(folder: Path) -> None:
 
 @RESUMING.row("fit: resume with another optimizer", "optimizer|opt_state", at=LATE)
 def _(folder: Path) -> None:
-    run_fit(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.sgd(0.1))
+    run_fit(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.adam(1e-3))
 
 
 @RESUMING.row("fit: log_dir is a file", "elsewhere", "file|folder|directory", error=OSError)
@@ -147,7 +147,7 @@ def _(folder: Path) -> None:
 
 @RESUMING.row("TrainLoop: a checkpoint file of another model", "kernel|Dense|fit|param", at=LATE)
 def _(folder: Path) -> None:
-    task = TrainTask(apply=Net().apply, optimizer=optax.adam(1e-2), loss=cross_entropy, data=loader())
+    task = TrainTask(apply=Net().apply, optimizer=optax.sgd(0.1, momentum=0.9), loss=cross_entropy, data=loader())
     write = CheckpointFileWriter(output_dir=str(folder / "loop"))
     for checkpoint in TrainLoop(init=Net().init, task=task, n_steps=1, stdout=False):
         write(checkpoint)

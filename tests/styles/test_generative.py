@@ -71,6 +71,7 @@ def by_train_fn(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_same_bits_in_every_style(tmp_path):
     trained = [train(tmp_path) for train in (by_trainer, by_fit, by_train_fn)]
     states = [nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in trained]

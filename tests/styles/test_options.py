@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from style_runs import BAD, STEPS, STYLES, NnxNet, SpoiltData, cross_entropy, optimizer, train_data
+from style_runs import BAD, STEPS, STYLES, SpoiltData, cross_entropy, nnx_line, optimizer, train_data
 
 from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit, nnx_program, train_fn
 from jax_trainer.testing import assert_same_bits
@@ -23,7 +23,12 @@ OPTIONS = {
     "guard": ProgramOptions(on_nonfinite="skip"),
     "mesh": ProgramOptions(mesh={"data": -1}),
 }
-CHANGING = {"bf16", "accumulation", "clipping", "mesh"}  # options that change the weights
+TOGETHER = {
+    "accumulation, clipping": ProgramOptions(accumulate=2, clip_norm=0.05),
+    "EMA, statistics, guard": ProgramOptions(ema=0.9, param_stats=("mean",), grad_stats=("max",), on_nonfinite="skip"),
+}
+OPTIONS |= TOGETHER
+CHANGING = {"bf16", "accumulation", "clipping", "accumulation, clipping", "mesh"}  # options that change the weights
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
@@ -34,25 +39,37 @@ def quiet_log(caplog):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
+    """What a style comes to with an option, trained once; `linear`: of the model that compiles fastest."""
+
     @cache
-    def trained(name: str, option: str):
-        return STYLES[name](tmp_path_factory.mktemp("options"), options=OPTIONS[option]).train()
+    def train(name: str, option: str, linear: bool):
+        return STYLES[name](tmp_path_factory.mktemp("options"), options=OPTIONS[option], linear=linear).train()
 
-    return trained
+    return train
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "nothing"])
-@pytest.mark.parametrize("name", [name for name in STYLES if not name.startswith("TrainerModule")])
-def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option):
-    mine, other = outcome(name, option), outcome(f"TrainerModule, {STYLES[name].flavour}", option)
+# Each way that options go into a program is in USUAL; with every option alone, and the model that has everything, this
+# takes minutes
+USUAL, ALONE = ("fit, linen", "train_fn", "TrainLoop"), [name for name in OPTIONS if name not in ("nothing", *TOGETHER)]
+LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("bf16", "mesh", *TOGETHER)]
+FULL = [
+    pytest.param(name, option, False, marks=pytest.mark.slow)
+    for name in STYLES
+    for option in ALONE
+    if not name.startswith("TrainerModule")
+]
+
+
+@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *FULL])
+def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option, linear):
+    mine, other = (outcome(one, option, linear) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
     assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "nothing"])
-@pytest.mark.parametrize("name", ["fit, linen", "train_fn", "TrainLoop"])
-def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option):
-    changed, plain = outcome(name, option).params, outcome(name, "nothing").params
-    same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(plain), strict=True))
+@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *(case for case in FULL if case.values[0] in USUAL)])
+def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option, linear):
+    changed, plain = (jax.tree.leaves(outcome(name, one, linear).params) for one in (option, "nothing"))
+    same = all(np.array_equal(a, b) for a, b in zip(changed, plain, strict=True))
     assert same == (option not in CHANGING)
 
 
@@ -71,15 +88,16 @@ def test_ema_is_in_the_checkpoints_of_a_loop():
     assert last.extra["ema"].shape == (6, 3) and not np.array_equal(last.extra["ema"], last.model_params)
 
 
-@pytest.mark.parametrize("name", ["fit, nnx", "train_fn", "TrainLoop"])
+@pytest.mark.parametrize("name", USUAL)
 def test_a_skipped_step_leaves_the_others_alone(tmp_path, name):
-    found = STYLES[name](tmp_path, options=ProgramOptions(on_nonfinite="skip")).train(SpoiltData())
+    found = STYLES[name](tmp_path, options=ProgramOptions(on_nonfinite="skip"), linear=True).train(SpoiltData())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
 
 
 def test_a_run_of_fit_rolls_back_and_skips_the_batch(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "jax_trainer")
-    STYLES["fit, nnx"](tmp_path, options=ProgramOptions(on_nonfinite="rollback")).train(SpoiltData())
+    options = ProgramOptions(on_nonfinite="rollback")
+    STYLES["fit, linen"](tmp_path, options=options, linear=True).train(SpoiltData())
     assert f"Step {BAD} was not finite" in caplog.text and f"batch {BAD - STEPS - 1} of epoch 2" in caplog.text
 
 
@@ -101,13 +119,13 @@ def test_options_that_a_style_cannot_have_are_refused_at_once(call, fault):
 
 
 def test_a_program_computes_its_own_gradients(tmp_path):
-    program = nnx_program(NnxNet(nnx.Rngs(0)), lambda model, batch, train: model(batch[0]).mean(), optax.sgd(0.1))
+    program = nnx_program(nnx_line(), lambda model, batch, train: model(batch[0]).mean(), optax.sgd(0.1))
     with pytest.raises(TypeError, match="`accumulate=2`.*`nnx_program`"):
         fit(program, train_data(), options=ProgramOptions(accumulate=2), log_dir=str(tmp_path))
 
 
 def test_weights_of_a_module_keep_their_dtype():
-    model = NnxNet(nnx.Rngs(0))
+    model = nnx_line()
     train = function(options=ProgramOptions(precision="bf16_full"))
     with pytest.raises(ValueError, match="bfloat16.*float32.*param_dtype"):
         train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), train_data(), None)

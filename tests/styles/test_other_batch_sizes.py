@@ -44,7 +44,7 @@ def failed(tmp_path_factory):
     def kept(name: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("failed")
         with fault(f"step:raise:{STEPS + IN_EPOCH_2}"), pytest.raises(FaultInjected):
-            STYLES[name](folder / "run").train()
+            STYLES[name](folder / "run", linear=True).train()
         return shutil.copytree(folder / "run", folder / "kept"), folder / "run"
 
     def folder(name: str) -> Path:
@@ -65,7 +65,7 @@ def quiet(caplog):
 def test_a_resume_in_the_middle_of_an_epoch_counts_examples(name, size, failed):
     loader = Loader(size)
     with pytest.raises(InterruptedError):
-        STYLES[name](failed(name)).train(loader, resume=True)
+        STYLES[name](failed(name), linear=True).train(loader, resume=True)
     assert loader.examples_behind() == (STEPS + IN_EPOCH_2) * SIZE
 
 
@@ -73,7 +73,7 @@ def test_a_resume_in_the_middle_of_an_epoch_counts_examples(name, size, failed):
 def test_a_batch_size_that_does_not_fit_the_position_is_refused(name, failed):
     loader = Loader(12)
     with pytest.raises(DataError, match=r"epoch 2.*2 batches of 16.*have 12.*batches of 16.*divides 32.*8, 16.*end of"):
-        STYLES[name](failed(name)).train(loader, resume=True)
+        STYLES[name](failed(name), linear=True).train(loader, resume=True)
     assert not loader.opened
 
 
@@ -81,16 +81,18 @@ def test_a_batch_size_that_does_not_fit_the_position_is_refused(name, failed):
 def test_batches_from_a_list_are_refused_in_another_size(name, tmp_path):
     folder = tmp_path / "run"
     with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
-        STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE).epoch(1)))
-    with pytest.raises(DataError, match="3 batches of 16.*have 8.*batches of 16, or from a checkpoint at the end of"):
-        STYLES[name](folder).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE // 2).epoch(1)), resume=True)
+        STYLES[name](folder, linear=True).train(list(ArrayLoader(arrays(SIZE * STEPS), SIZE).epoch(1)))
+    with pytest.raises(DataError, match="3 batches of 16.*have 8.*end of"):
+        STYLES[name](folder, linear=True).train(
+            list(ArrayLoader(arrays(SIZE * STEPS), SIZE // 2).epoch(1)), resume=True
+        )
 
 
 @EVERY
 def test_batches_of_a_function_are_refused_in_another_size(name, tmp_path):
     folder, batches = tmp_path / "run", lambda size: lambda: ArrayLoader(arrays(SIZE * STEPS), size).epoch(1)
     with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
-        STYLES[name](folder).train(batches(SIZE))
-    with pytest.raises(DataError, match="3 batches of 16.*have 8.*batches of 16, or from a checkpoint at the end of"):
-        STYLES[name](folder).train(batches(SIZE // 2), resume=True)
-    STYLES[name](folder).train(batches(SIZE), resume=True)
+        STYLES[name](folder, linear=True).train(batches(SIZE))
+    with pytest.raises(DataError, match="3 batches of 16.*have 8.*end of"):
+        STYLES[name](folder, linear=True).train(batches(SIZE // 2), resume=True)
+    STYLES[name](folder, linear=True).train(batches(SIZE), resume=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from style_runs import STEPS, LinenNet, NnxNet, arrays, cross_entropy, optimizer, train_data, val_data
+from style_runs import STEPS, LinenLine, NnxNet, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
 
 from jax_trainer import TrainerModule
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
@@ -56,7 +56,7 @@ def worse(logits: jax.Array, labels: jax.Array, train: bool) -> jax.Array:
 
 def trainer_in(folder: Path, flavour: str = "nnx", *, saves: bool = True, callbacks: Any = ()) -> Worse:
     return Worse(
-        model=LinenNet() if flavour == "linen" else NnxNet(nnx.Rngs(0)),
+        model=LinenLine() if flavour == "linen" else NnxNet(nnx.Rngs(0)),
         optimizer=optimizer(),
         exmp_input=next(iter(train_data())),
         train_epochs=EPOCHS,
@@ -78,7 +78,7 @@ def by_trainer(folder: Path, flavour: str, *, saves: bool, validates: bool = Tru
 
 def by_fit(folder: Path, flavour: str, *, validates: bool = True) -> Ended:
     result = fit(
-        LinenNet() if flavour == "linen" else NnxNet(nnx.Rngs(0)),
+        LinenLine() if flavour == "linen" else nnx_line(),
         train_data(),
         val_data() if validates else None,
         loss_fn=worse,
@@ -115,7 +115,7 @@ def test_predictions_use_the_best_weights_by_default(name, tmp_path):
     assert loss_of(ended.outputs()) == pytest.approx(ended.validated[1], rel=1e-5)
     assert loss_of(ended.outputs(which="last")) == pytest.approx(ended.validated[EPOCHS], rel=1e-5)
     assert_same_bits(ended.outputs(which="best"), ended.outputs())
-    with pytest.raises(ValueError, match="`which` must be 'best' or 'last', got 'latest'"):
+    with pytest.raises(ValueError, match="`which`.*'best'.*'last'.*'latest'"):
         ended.outputs(which="latest")
 
 

@@ -253,10 +253,9 @@ def your_dataset() -> tuple[Any, Any]:
     return train, test
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The names of the document after its first part, and what its quick start gave."""
-    names: dict[str, Any] = {
+def names_of_the_page() -> dict[str, Any]:
+    """What the code of the document expects to be there."""
+    return {
         "your_dataset": your_dataset,
         "tfds": SimpleNamespace(load=load),
         "torchvision": SimpleNamespace(
@@ -264,6 +263,12 @@ def page(tmp_path_factory):
         ),
         "torch": torch,
     }
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The names of the document after its first part, and what its quick start gave."""
+    names = names_of_the_page()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("document"))
         for block in (IMPORTS, MODEL, "YourModel = Model", PSEUDO, QUICK_START):
@@ -271,6 +276,7 @@ def page(tmp_path_factory):
         yield names
 
 
+@pytest.mark.slow  # a convolution of 28×28 pixels; test_fit.py trains a state in the same way
 def test_the_quick_start_learns_and_keeps_a_record(page):
     result = page["result"]
     assert list(result.history) == list(range(1, 11))
@@ -282,6 +288,7 @@ def test_the_quick_start_learns_and_keeps_a_record(page):
     assert result.predict(page["x"]).shape == (1, 10)
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_page_runs_too(page):
     names, first = dict(page), page["result"]
     for block in (TENSORFLOW, LOSS, EVALUATION, SCHEDULE, CHAINED, FIT):
@@ -298,8 +305,8 @@ def test_the_rest_of_the_page_runs_too(page):
     assert len(reader.Scalars("val/accuracy")) == 10
 
 
-def test_the_data_of_torchvision_comes_in_batches(page):
-    names = dict(page)
+def test_the_data_of_torchvision_comes_in_batches():
+    names = names_of_the_page()
     exec(TORCHVISION, names)
     images, labels = next(iter(names["train_ds"]))
     assert (images.shape, labels.shape) == ((32, 1, 28, 28), (32,))

@@ -97,7 +97,7 @@ def test_a_state_of_flax_with_python_numbers_in_it_is_compiled_for_once():
 
 def test_an_evaluation_reports_the_loss_and_what_eval_step_finds(ours):
     state, evaluated, outputs = ours
-    expected: Any = MODEL.apply({"params": state.params, **state.model_state}, BATCH[0])
+    expected: Any = jax.jit(MODEL.apply)({"params": state.params, **state.model_state}, BATCH[0])
     np.testing.assert_allclose(outputs, expected, rtol=1e-6)
     assert evaluated["loss"] == pytest.approx(float(entropy(expected, BATCH[1]).mean()), rel=1e-6)
     assert evaluated["accuracy"] == pytest.approx(float((expected.argmax(-1) == BATCH[1]).mean()))
@@ -146,7 +146,7 @@ def test_a_program_is_trained_as_it_is():
     trained = made(program, loss=None)
     assert trained.program is program
     for wrong in ({"loss": loss_fn}, {"loss": None, "optimizer": TX}):
-        with pytest.raises(TypeError, match="`Program` has its own loss and optimizer"):
+        with pytest.raises(TypeError, match="`Program`.*loss.*optimizer"):
             made(program, **wrong)
 
 
@@ -210,7 +210,7 @@ def test_a_model_whose_call_takes_train_receives_it():
     trained = made(Flagged(nnx.Rngs(0)), loss, optimizer=TX)
     state = trained.program.init(trained.key, BATCH)
     doubled = 2 * (BATCH[0] @ state.params["out"]["kernel"] + state.params["out"]["bias"])
-    _, report = trained.program.train_step(state, BATCH)
+    _, report = jax.jit(trained.program.train_step)(state, BATCH)
     assert float(report.metrics.by_name["loss"].value) == pytest.approx(float(loss_fn(doubled, BATCH[1])), rel=1e-5)
     assert modes == [True]
 
@@ -241,7 +241,11 @@ def test_several_inputs_are_several_arguments():
 
 
 @pytest.mark.parametrize(
-    "given", [pytest.param(MODEL, id="linen", marks=pytest.mark.slow), pytest.param(TinyNNX(nnx.Rngs(0)), id="nnx")]
+    "given",
+    [
+        pytest.param(MODEL, id="linen", marks=pytest.mark.slow),
+        pytest.param(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), id="nnx"),
+    ],
 )
 def test_a_loss_gets_a_key_and_the_step_where_it_asks(given):
     def loss(logits, labels, rng, step):

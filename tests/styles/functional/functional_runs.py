@@ -13,6 +13,7 @@ from jax_trainer.testing import TinyNNX, nnx_loss, numbered_loader
 
 KEY = jax.random.key(3)
 STEPS = 10
+TX = optax.sgd(0.1, momentum=0.9)
 Trained = tuple[Any, Any]  # a model and its optimizer
 
 
@@ -27,7 +28,7 @@ def val_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
 def fresh() -> Trained:
     """A model with BatchNorm and Dropout, and its optimizer."""
     model = TinyNNX(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 
 def data() -> Any:

@@ -1,5 +1,6 @@
 import itertools
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -9,10 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from functional_runs import Calls, Trained, arrays, data, fresh, straight, train_step, trained
+from functional_runs import TX, Calls, Trained, arrays, data, fresh, straight, train_step, trained
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.styles.checkpointer import get_default_checkpointer
@@ -72,9 +72,8 @@ def interrupted(folder: Path, at: int) -> Session:
     return session
 
 
-@pytest.mark.parametrize(
-    "at", [pytest.param(4, marks=pytest.mark.slow), 5]
-)  # an evaluation, a step of nothing; both in the middle of an epoch
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [4, 5])  # an evaluation, a step of nothing; both in the middle of an epoch
 def test_an_interrupted_training_resumes_to_the_same_bits(complete, tmp_path, at):
     first = interrupted(tmp_path, at)
     saved = CheckpointStore(tmp_path).latest()
@@ -139,7 +138,7 @@ def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
     def counter() -> Trained:
         model: Any = TinyNNX(nnx.Rngs(0))
         model.count = nnx.Variable(jax.numpy.zeros((), jax.numpy.int32))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
     save, restore_best, restore_last = get_default_checkpointer(tmp_path, save_every_n_steps=1, max_to_keep=1)
     trained(counter(), n_steps=8, fns=(counting, evaluated), hooks=[save], eval_every_n_steps=2)
@@ -165,7 +164,7 @@ def test_a_relative_folder_is_fine_and_an_optimizer_that_knows_its_model_is_enou
     trained(n_steps=2, hooks=[save])
     assert steps_in(tmp_path / "checkpoints") == [2]
     model = TinyNNX(nnx.Rngs(1))
-    optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-2))
+    optimizer = nnx.ModelAndOptimizer(model, TX)
     assert restore_last(optimizer) is optimizer
     assert_same_bits(arrays((model, optimizer)), arrays(trained(n_steps=2)))
 
@@ -176,7 +175,7 @@ def test_without_a_checkpoint_restoring_warns_and_changes_nothing(tmp_path, capl
     assert restore_best(*subject) == restore_last(*subject) == subject
     assert_same_bits(arrays(subject), arrays(fresh()))
     assert caplog.text.count(f"checkpoint in {tmp_path / 'none'}") == 2
-    with pytest.raises(TypeError, match="Pass a model and its nnx.Optimizer"):
+    with pytest.raises(TypeError, match="model.*nnx.Optimizer"):
         restore_last(subject[0])
 
 
@@ -210,7 +209,7 @@ def test_a_criterion_that_cannot_be_compared_is_reported_before_training(tmp_pat
     assert not (tmp_path / "a").exists()
     save, *_ = get_default_checkpointer(tmp_path / "b", save_every_n_steps=3)
     trained(n_steps=4, hooks=[save])
-    assert "`save_every_n_steps` is 3, and `eval_every_n_steps` is 4" in caplog.text
+    assert re.search("`save_every_n_steps`.* 3.*`eval_every_n_steps`.* 4", caplog.text)
     save, *_ = get_default_checkpointer(tmp_path / "c", save_every_n_steps=2)
     trained(n_steps=2, hooks=[save], val=None)
     assert "`criterion_key='val/loss'`" in caplog.text

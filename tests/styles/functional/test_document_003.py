@@ -184,6 +184,7 @@ class Page(dict[str, Any]):
         return int(self["optimizer"].step.get_value())
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "jax_trainer")
     monkeypatch.chdir(tmp_path)
@@ -196,6 +197,7 @@ def test_the_example_trains(tmp_path, monkeypatch, caplog):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_hooks_shardings_and_checkpoints_work_together_and_a_run_is_restored(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.chdir(tmp_path)

@@ -106,7 +106,7 @@ def test_in_another_loop_it_averages_when_it_is_called():
 
 def test_what_cannot_be_is_refused():
     model, _ = fresh()
-    with pytest.raises(ValueError, match="`decay` must be at least 0 and below 1, got 1"):
+    with pytest.raises(ValueError, match="`decay`.* got 1"):
         get_ema_hook(model, 1)
-    with pytest.raises(ValueError, match="more than one hook of `get_ema_hook`"):
+    with pytest.raises(ValueError, match="one hook.*`get_ema_hook`"):
         trained(hooks=[get_ema_hook(model)[0], get_ema_hook(model)[0]])

@@ -2,10 +2,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from functional_runs import arrays, data, straight, trained
+from functional_runs import TX, arrays, data, straight, trained
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.init_mesh import init_ddp_mesh
@@ -23,6 +22,7 @@ def placed(array: Any) -> PartitionSpec:
     return array[...].sharding.spec
 
 
+@pytest.mark.slow
 def test_data_split_over_eight_devices_train_the_same_weights():
     mesh = init_ddp_mesh()
     subject = trained(shardings=(NamedSharding(mesh, NONE), NamedSharding(mesh, DATA)))
@@ -48,11 +48,11 @@ def test_parameters_are_split_as_they_say_and_so_are_their_moments():
     for options in ({}, {"mesh": mesh}):
         with nnx.use_eager_sharding(False):  # it would want a mesh when the model is made
             model = Split(nnx.Rngs(0))
-            optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+            optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
         ends.append(arrays(trained((model, optimizer), n_steps=3, **options)))
     assert (placed(model.a.kernel), placed(model.b.kernel)) == (PartitionSpec(None, "model"), PartitionSpec("model"))
     assert placed(model.a.bias) == NONE
-    assert placed(optimizer.opt_state[0].mu["a"]["kernel"]) == PartitionSpec(None, "model")
+    assert placed(optimizer.opt_state[0].trace["a"]["kernel"]) == PartitionSpec(None, "model")
     assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-5)
 
 
