@@ -17,7 +17,7 @@ from jax_trainer.callbacks import Callback, CallbackConfig, LearningRateMonitorC
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger import LogFreq, LogMetricMode, LogMode
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.trainer import TrainerConfig, TrainerModule, TrainState
 
 
@@ -25,7 +25,7 @@ from jax_trainer.trainer import TrainerConfig, TrainerModule, TrainState
 class DocumentModelConfig(BaseModelConfig):
     """A model of the user's own."""
 
-    c_hid: int = 16
+    c_hid: int = 4
 
 
 @register
@@ -47,7 +47,7 @@ class DocumentModel(BaseModelNNX):
 class DocumentLinenConfig(BaseModelConfig):
     """A model of the user's own."""
 
-    c_hid: int = 16
+    c_hid: int = 4
 
 
 @register
@@ -140,7 +140,7 @@ def trained(flavour: str, folder: Any, kind: type[Any] = DocumentTrainer, **chan
     data = digits()
     config = TrainerConfig(**settings(folder, **{"train_epochs": 2, "model_mode": flavour, **changes}))
     example = next(iter(data.train_loader))
-    trainer = kind(config, MODELS[flavour](), AdamWConfig(learning_rate=0.01), example, dataset=data)
+    trainer = kind(config, MODELS[flavour](), SGDConfig(learning_rate=0.01), example, dataset=data)
     return trainer, trainer.train_model(data.train_loader, data.val_loader, data.test_loader)
 
 
