@@ -11,7 +11,7 @@ from trainer_runs import plain_for, rows, train_plain
 
 from jax_trainer.callbacks import ModelCheckpointConfig, ReduceLROnPlateauConfig
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
+from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import digest
 
 # nothing improves by that much: reductions after the evaluations at steps 8, 16 and 24
@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     trainer = plain_for(
         "linen",
         folder,
-        optimizer=AdamWConfig(learning_rate=CosineScheduleConfig(init_value=1e-2, steps=24)),
+        optimizer=SGDConfig(learning_rate=CosineScheduleConfig(init_value=0.1, steps=24)),
         train_epochs=6,
         callbacks={"plateau": PLATEAU, "saver": ModelCheckpointConfig()},
     )

@@ -5,12 +5,12 @@ from typing import Any
 
 import optax
 import pytest
-from trainer_runs import EXAMPLE, MODELS, NUMBERS, STEPS, Plain, first_examples, settings, values
+from trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, first_examples, settings, values
 
 from jax_trainer.callbacks import LearningRateMonitor, LearningRateMonitorConfig
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.styles import fit
-from jax_trainer.testing import numbered_loader, tiny_program
+from jax_trainer.testing import linear_program, numbered_loader
 
 EPOCHS = 2
 RATE = optax.linear_schedule(1.0, 0.0, 10)
@@ -26,8 +26,8 @@ SEEN = {
 
 def trained(folder: Any, optimizer: Any, callback: Any) -> Any:
     options = settings(folder, train_epochs=EPOCHS, check_val_every_n_epoch=0, log_grad_norm=False)
-    named = {"optimizer_config" if isinstance(optimizer, AdamWConfig) else "optimizer": optimizer}
-    model = MODELS["nnx"](c_hid=8, num_classes=4)
+    named = {"optimizer_config" if isinstance(optimizer, SGDConfig) else "optimizer": optimizer}
+    model = LINEAR["nnx"](num_classes=4)
     trainer = Plain(model_config=model, exmp_input=EXAMPLE, callbacks=[callback], **named, **options)
     trainer.train_model(numbered_loader(32 * STEPS), first_examples(64))
     return trainer
@@ -43,17 +43,17 @@ def test_a_rate_that_the_state_of_any_optax_optimizer_has_is_logged_per_epoch_an
 
 
 def test_the_rate_of_configured_optimizers_is_logged_per_step_too(tmp_path):
-    trainer = trained(tmp_path, AdamWConfig(learning_rate=0.01), LearningRateMonitorConfig())
+    trainer = trained(tmp_path, SGDConfig(learning_rate=0.01), LearningRateMonitorConfig())
     assert list(values(trainer, "optimizer/lr_step")) == pytest.approx([0.01] * (EPOCHS * STEPS // 2))
 
 
 def with_trainer(folder: Any) -> Any:
-    return trained(folder, optax.adam(0.01), LearningRateMonitorConfig())
+    return trained(folder, optax.sgd(0.01), LearningRateMonitorConfig())
 
 
 def with_fit(folder: Any) -> Any:
     options: dict[str, Any] = {"log_dir": str(folder), "tensorboard": False, "progress": False}
-    return fit(tiny_program("nnx"), [NUMBERS], num_epochs=EPOCHS, callbacks=[LearningRateMonitorConfig()], **options)
+    return fit(linear_program(), [NUMBERS], num_epochs=EPOCHS, callbacks=[LearningRateMonitorConfig()], **options)
 
 
 @pytest.mark.parametrize("train", [with_trainer, with_fit])

@@ -67,7 +67,7 @@ def test_it_goes_back_only_so_often(tmp_path):
     trainer = trainer_for(tmp_path, max_rollbacks=1)
     with pytest.raises(NonFiniteError, match="The batch and the state before this step are in"):
         trainer.train_model(ArrayLoader(arrays(), 32))
-    assert all(np.isfinite(leaf).all() for leaf in trainer.state.params["hidden"].values())
+    assert all(np.isfinite(leaf).all() for leaf in trainer.state.params["out"].values())
 
 
 def test_without_a_checkpoint_yet_it_is_an_error(tmp_path):

@@ -177,7 +177,7 @@ def test_nnx_is_in_the_right_mode_and_can_be_put_into_the_other(tmp_path):
             evaluating.append((train, found))
             return super().loss_function(model, batch, train)
 
-    train_plain(plain_for("nnx", tmp_path, kind=Modes, norm=True))
+    train_plain(plain_for("nnx", tmp_path, kind=Modes, hidden=True))
     assert (True, [False, True, False, False]) in evaluating
     assert (False, [True, True, False, False]) in evaluating
 
