@@ -264,7 +264,7 @@ cli ctrl-c-as-success cli/test_main.py cli/test_commands.py
 - CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
 + end.code if isinstance(end, SystemExit) else 0
 
-processes every-process-is-primary processes/test_group.py
+multihost every-process-is-primary processes/test_group.py
 - return self.index == 0
 + return self.index >= 0
 

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from jax_trainer.checkpoint.commit import check_writable, write_checkpoint
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.snapshot import Snapshots, StateSpec
@@ -113,6 +115,9 @@ def offer_backend(choose: ChooseBackend) -> None:
 
 def backend_for(folder: Path, patience: float) -> Backend:
     """The backend for the checkpoints in `folder`: the first one that is offered, else that of a single process."""
-    return next((found for choose in _offers if (found := choose(folder, patience)) is not None), None) or Backend(
-        folder
-    )
+    if not _offers and jax.process_count() > 1:
+        raise RuntimeError(
+            f"{jax.process_count()} processes would write the same checkpoints. Import `jax_trainer.multihost` first, "
+            "whose backend writes them together."
+        )
+    return next((found for choose in _offers if (found := choose(folder, patience)) is not None), Backend(folder))
