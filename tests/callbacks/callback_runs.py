@@ -19,7 +19,7 @@ from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_
 from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.optimizer import AdamW, AdamWConfig, LinearScheduleConfig
+from jax_trainer.optimizer import SGD, LinearScheduleConfig, SGDConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale
 from jax_trainer.testing import TinyLinen, TinyNNX, numbered_data, numbered_loader, tiny_program
 from jax_trainer.testing.models import CLASSES
@@ -31,7 +31,7 @@ EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 
 def _tx() -> optax.GradientTransformation:
     schedule = LinearScheduleConfig(init_value=FIRST_RATE, end_value=0.0, steps=TOTAL)
-    return AdamW(AdamWConfig(learning_rate=schedule)).build(TOTAL)
+    return SGD(SGDConfig(learning_rate=schedule)).build(TOTAL)
 
 
 @cache

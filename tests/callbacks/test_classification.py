@@ -102,14 +102,13 @@ def test_validations_and_tests_are_drawn_by_their_names(folder_run):
     assert shown == [("val_near/confusion_matrix", 2), ("test/confusion_matrix", 3)]
 
 
-@pytest.mark.parametrize("flavour", ["nnx"])
-def test_a_run_draws_what_it_evaluated(tmp_path, flavour):
+def test_a_run_draws_what_it_evaluated(tmp_path):
     labels = numbered_data(64)["y"]
     with run_in(tmp_path) as run:
         gallery = Gallery()
         callback = ConfusionMatrixCallback(ConfusionMatrixConfig(normalize=False), replace(run, logger=gallery))
         plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
-        fit(callback, program=matrix_program(flavour), plan=plan, evals={"val": numbered_loader(64)})
+        fit(callback, program=matrix_program("linen"), plan=plan, evals={"val": numbered_loader(64)})
     assert [(name, step) for name, _, step in gallery.shown] == [
         ("val/confusion_matrix", 4),
         ("val/confusion_matrix", 8),

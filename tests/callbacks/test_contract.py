@@ -94,6 +94,7 @@ def state_without_callbacks(flavour: str) -> TrainState:
     return fit(program=matrix_program(flavour), plan=PLAN)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "DisableGC"])  # it touches no state
 def test_it_changes_no_trained_bit(tmp_path, flavour, name):
     callback = MAKERS[name]()

@@ -11,10 +11,10 @@ from jax_trainer.core import MetricBufferFormat, MetricWindow, as_metrics, compi
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
-from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import EventRecorder, linear_program, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
-PROGRAM = compile_program(tiny_program("linen"), on_recompile="ignore")
+PROGRAM = compile_program(linear_program(), on_recompile="ignore")
 
 
 def logged(path, plan, every, **options):

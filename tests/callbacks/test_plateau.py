@@ -28,7 +28,7 @@ from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparam
 from jax_trainer.core.state import new_state
 from jax_trainer.engine import EvalRoundEnd, Every, FitStart, Plan
 from jax_trainer.logger import JsonlWriter
-from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
+from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import numbered_data
 
@@ -142,7 +142,7 @@ def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitor
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+        return nn.Dense(4, kernel_init=nn.initializers.zeros)(x)
 
 
 def cross_entropy(logits, labels):
@@ -156,7 +156,7 @@ PLATEAU: dict[str, Any] = {"patience": 2, "threshold": 100.0, "factor": 0.5}
 
 
 def fitted(folder: Path, *callbacks: Any, optimizer: Any = None, epochs: int = 5, **options: Any) -> Any:
-    optimizer = optax.adamw(3e-3) if optimizer is None else optimizer
+    optimizer = optax.sgd(3e-3) if optimizer is None else optimizer
     shared: dict[str, Any] = {"log_dir": str(folder), "tensorboard": False, "progress": False}
     shared |= {"loss_fn": cross_entropy, "optimizer": optimizer, "num_epochs": epochs, "callbacks": callbacks}
     return fit(Net(), ARRAYS, **{**shared, "test_ds": ARRAYS, **options})
@@ -166,13 +166,13 @@ def rows_of(result: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-SCHEDULED = AdamWConfig(learning_rate=CosineScheduleConfig(init_value=1e-2, steps=20))
+SCHEDULED = SGDConfig(learning_rate=CosineScheduleConfig(init_value=1e-2, steps=20))
 KINDS = {
-    "plain": (lambda: optax.adamw(3e-3), "learning_rate_scale", [0.5, 0.25]),
-    "schedule": (lambda: optax.adam(optax.linear_schedule(1e-2, 0.0, 20)), "learning_rate_scale", [0.5, 0.25]),
+    "plain": (lambda: optax.sgd(3e-3), "learning_rate_scale", [0.5, 0.25]),
+    "schedule": (lambda: optax.sgd(optax.linear_schedule(1e-2, 0.0, 20)), "learning_rate_scale", [0.5, 0.25]),
     "configured": (lambda: SCHEDULED, "learning_rate_scale", [0.5, 0.25]),
     "inject_hyperparams": (
-        lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3),
+        lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=3e-3),
         "learning_rate",
         [1.5e-3, 7.5e-4],
     ),

@@ -14,7 +14,7 @@ from jax_trainer.datasets.text import TextConfig, TextDataset
 from jax_trainer.engine import Plan
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.models.gpt import GPTConfig
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
@@ -78,14 +78,14 @@ def test_a_value_out_of_bounds_is_refused(keys, words):
 def test_a_language_model_writes_while_it_is_trained_and_no_trained_bit_changes(tmp_path):
     (tmp_path / "sea.txt").write_text("the whale and the sea. " * 60)
     data = TextDataset(TextConfig(data_dir=str(tmp_path), path="sea.txt", context=16, global_batch_size=16))
-    model = GPTConfig(vocab_size=11, layers=1, heads=2, width=8, dropout=0.1)
+    model = GPTConfig(vocab_size=11, layers=1, heads=1, width=4, dropout=0.1)
     found = []
     for callbacks in ({}, {"text": SampleTextConfig(every_n_steps=3, prompt="sea", length=13, top_k=3)}):
         logger = LoggerConfig(log_dir=str(tmp_path / str(len(callbacks))))
         config = LanguageModelTrainerConfig(
             train_epochs=1, enable_progress_bar=False, logger=logger, callbacks=callbacks, ema=0.9
         )
-        trainer = LanguageModelTrainer(config, model, AdamWConfig(learning_rate=0.01), data.train[:16], dataset=data)
+        trainer = LanguageModelTrainer(config, model, SGDConfig(learning_rate=0.1), data.train[:16], dataset=data)
         trainer.train_model(data.train_loader)
         assert trainer.folder is not None
         lines = trainer.folder.metrics_file.read_text().splitlines()

@@ -19,8 +19,8 @@ class Done:
     watcher: Watcher
 
 
-@pytest.fixture(scope="session", params=["linen", "nnx"])
+@pytest.fixture(scope="session", params=["linen"])
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """Four epochs on digits, validated, tested and saved, per flavour."""
+    """Four epochs on digits, validated, tested and saved; a test may ask for the other flavour, too."""
     trainer = trainer_for(request.param, tmp_path_factory.mktemp("done"), callbacks=callbacks())
     return Done(request.param, trainer, train(trainer), Watcher.last)

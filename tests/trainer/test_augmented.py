@@ -8,7 +8,7 @@ import optax
 import pytest
 from compoconf import register
 from flax import nnx
-from trainer_runs import MODELS, digits, settings, values
+from trainer_runs import LINEAR, SGD, digits, settings, values
 
 from jax_trainer.config import load_config
 from jax_trainer.interfaces import (
@@ -17,7 +17,6 @@ from jax_trainer.interfaces import (
     BasePreprocessingConfig,
     BasePreprocessingNNX,
 )
-from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.testing import digest
 from jax_trainer.trainer import (
     AugmentedImgClassifierTrainer,
@@ -65,8 +64,8 @@ class Noise(BaseAugmentationLinen):
 
 def trainer_with(flavour: str, folder: Any, **changes: Any) -> Any:
     config = AugmentedImgClassifierTrainerConfig(**settings(folder, **{"train_epochs": 2, **changes}))
-    model, data = MODELS[flavour](c_hid=8), digits()
-    return AugmentedImgClassifierTrainer(config, model, AdamWConfig(learning_rate=0.01), dataset=data)
+    model, data = LINEAR[flavour](num_classes=10), digits()
+    return AugmentedImgClassifierTrainer(config, model, SGD, dataset=data)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_binary_cross_entropy_treats_every_class_independently(tmp_path):
     np.testing.assert_allclose(trainer.loss_of(logits, share), expected)
     trainer.train_model(digits().train_loader, num_epochs=1)
     (loss,) = values(trainer, "train/loss_epoch")
-    assert 0.3 < loss < 0.8  # ten classes, most of them 0: about log 2 each at first
+    assert 0.3 < loss < 2  # a mean over ten classes
 
 
 def test_a_file_names_them_by_class(tmp_path):

@@ -10,13 +10,13 @@ PARAMETERS = {"linear": 64 * 8 + 8, "norm": 8 + 8, "out": 8 * 10 + 10}
 
 
 def test_what_would_be_trained_is_counted(flavour, tmp_path):
-    report = trainer_for(flavour, tmp_path / "new", ema=0.9, detect_nans=True).dry_run()
+    report = trainer_for(flavour, tmp_path / "new", hidden=True, ema=0.9, detect_nans=True).dry_run()
     complete = sum(PARAMETERS.values())
     assert report.parameter_count == complete == 626
     assert report.state_bytes == {
         "params": 4 * complete,
         "model_state": 4 * (8 + 8),  # a mean and a variance per unit
-        "opt_state": 4 * (2 * complete + 4),  # two moments; counts of updates, of Adam and of the schedule; the rate
+        "opt_state": 4 * (complete + 3),  # the momentum; counts of updates and of the schedule; the rate
         "extra": 4 * (complete + 1),  # the average, and how many steps were skipped
     }
     shapes = {leaf.path.partition(".")[2]: leaf.shape for leaf in report.parameters if leaf.path.startswith("out")}
@@ -51,7 +51,7 @@ def test_the_length_of_a_stream_is_unknown(tmp_path):
 
 
 def test_scripts_get_plain_data(tmp_path):
-    report = trainer_for("linen", tmp_path).dry_run(digits().train_loader)
+    report = trainer_for("linen", tmp_path, hidden=True).dry_run(digits().train_loader)
     data = json.loads(json.dumps(report.data()))
     assert (data["parameter_count"], data["steps"], data["state_bytes"]["params"]) == (626, 16, 2504)
     assert data["parameters"][0] == {"path": "hidden.bias", "shape": [8], "dtype": "float32", "bytes": 32}

@@ -211,7 +211,7 @@ def test_a_run_is_stored_under_the_names_of_its_classes(tmp_path):
     class MyDigits(DigitsDataset):
         """Takes the name of its parent's configuration."""
 
-    trainer = trainer_for("nnx", tmp_path)
+    trainer = trainer_for("linen", tmp_path)
     trainer.train_model(digits().train_loader)
     run: Any = stored_run(trainer.folder).value
     assert (run.trainer.class_name, run.dataset.class_name) == ("ImgClassifierTrainer", "DigitsDataset")
@@ -254,9 +254,8 @@ def test_without_a_gpu_the_cpu_is_used_and_logged(tmp_path, caplog):
                 load_experiment(written(tmp_path, SHORT), [f"num_gpus={num_gpus}", "trainer.max_steps=1"]).value
             )
         assert trainer.dry_run().devices == "1 × cpu"
-    assert [record.message for record in caplog.records] == [
-        "`num_gpus` is 1, but JAX finds no GPU: training on the CPU."
-    ]
+    (said,) = [record.message for record in caplog.records]
+    assert "`num_gpus` is 1" in said and "CPU" in said
 
 
 def test_the_example_is_the_first_batch_by_default(tmp_path):

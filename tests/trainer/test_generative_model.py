@@ -21,13 +21,13 @@ from jax_trainer.generative import (
 from jax_trainer.generative.networks import are_alike
 from jax_trainer.interfaces import build_model
 from jax_trainer.models import ConditionalMLPConfig, DiTConfig
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 from jax_trainer.trainer import GenerativeTrainer, GenerativeTrainerConfig
 
 OBJECTIVES = {
-    "flow": FlowMatchingConfig(steps=2, guidance=1.5),
+    "flow": FlowMatchingConfig(steps=1, guidance=1.5),
     "edm": EDMConfig(steps=2, sigma_data=1.0),
     "consistency": ConsistencyTrainingConfig(levels_first=2, levels_last=8, sigma_data=1.0),
 }
@@ -38,15 +38,15 @@ def trainer_of(folder: Path, objective: Any, *, model: Any = None, run_folder: A
     """On digits, two epochs of four steps, with averaged weights."""
     options = {"train_epochs": 2, "ema": 0.9, "callbacks": {"saver": ModelCheckpointConfig()}, **changes}
     config = GenerativeTrainerConfig(**settings(folder, **options), objective=objective)
-    model = model or ConditionalMLPConfig(hidden=(16,), num_classes=10)
-    optimizer = AdamWConfig(learning_rate=0.01)
+    model = model or ConditionalMLPConfig(hidden=(4,), num_classes=10)
+    optimizer = SGDConfig(learning_rate=0.1)
     parts = {"model": model} if isinstance(model, nn.Module) else {"model_config": model}
     return GenerativeTrainer(
         config, optimizer_config=optimizer, dataset=digits(), folder=run_folder, exmp_input=digits().train[:64], **parts
     )
 
 
-def trained(trainer: Any, **options: Any) -> Any:
+def after_training(trainer: Any, **options: Any) -> Any:
     trainer.train_model(digits().train_loader, digits().val_loader, **options)
     return trainer
 
@@ -62,14 +62,14 @@ def test_a_crashed_run_resumes_to_the_same_bits_pictures_and_samples(tmp_path, n
         "saver": ModelCheckpointConfig(every_n_steps=3),
         "images": SampleImagesConfig(every_n_steps=5, per_class=1),
     }
-    complete = trained(trainer_of(tmp_path / "complete", OBJECTIVES[name], callbacks=callbacks))
+    complete = after_training(trainer_of(tmp_path / "complete", OBJECTIVES[name], callbacks=callbacks))
     broken = trainer_of(tmp_path / "part", OBJECTIVES[name], callbacks=callbacks)
     with fault("step:raise:7"), pytest.raises(FaultInjected):
-        trained(broken)
+        after_training(broken)
     again = trainer_of(
         tmp_path / "part", OBJECTIVES[name], callbacks=callbacks, run_folder=RunFolder.open(broken.folder.path)
     )
-    trained(again, resume=True)
+    after_training(again, resume=True)
     assert_same_bits(again.state, complete.state)
     np.testing.assert_array_equal(drawn(again), drawn(complete))
     pictures = [
@@ -82,7 +82,7 @@ def test_a_crashed_run_resumes_to_the_same_bits_pictures_and_samples(tmp_path, n
 @pytest.fixture(scope="module")
 def flow(tmp_path_factory) -> Any:
     """A trained model."""
-    return trained(trainer_of(tmp_path_factory.mktemp("flow"), OBJECTIVES["flow"]))
+    return after_training(trainer_of(tmp_path_factory.mktemp("flow"), OBJECTIVES["flow"]))
 
 
 def test_samples_use_the_averaged_weights_of_the_passed_state(flow):
@@ -104,6 +104,7 @@ def test_a_run_is_loaded_with_what_it_draws(flow):
         loaded.sample(0)
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_depend_on_the_progress_of_training(tmp_path):
     trainer = trainer_of(tmp_path, OBJECTIVES["consistency"])
     loss = trainer.eval_model(digits().val_loader)["val/loss"]
@@ -139,7 +140,7 @@ def test_a_network_of_linen_trains_and_draws(tmp_path):
 
 @pytest.mark.slow
 def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(tmp_path):
-    teacher = trained(trainer_of(tmp_path / "teacher", OBJECTIVES["edm"]))
+    teacher = after_training(trainer_of(tmp_path / "teacher", OBJECTIVES["edm"]))
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0)
     options = {"teacher": str(teacher.folder.path), "callbacks": {"saver": ModelCheckpointConfig(every_n_steps=3)}}
     broken = trainer_of(tmp_path / "student", objective, **options)
@@ -148,10 +149,10 @@ def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(
     assert_same_bits(begun.params["student"], averaged)  # it is like its teacher, and begins as that
     assert_same_bits(begun.model_state["frozen"], averaged)
     with fault("step:raise:5"), pytest.raises(FaultInjected):
-        trained(broken)
+        after_training(broken)
     again = trainer_of(tmp_path / "student", objective, run_folder=RunFolder.open(broken.folder.path), **options)
-    trained(again, resume=True)
-    complete = trained(trainer_of(tmp_path / "complete", objective, **options))
+    after_training(again, resume=True)
+    complete = after_training(trainer_of(tmp_path / "complete", objective, **options))
     assert_same_bits(again.state, complete.state)
     assert_same_bits(again.state.model_state["frozen"], averaged)
     assert np.isfinite(drawn(again)).all()
@@ -167,13 +168,13 @@ class WithStatistics(nn.Module):
 
 def test_a_network_of_linen_with_batch_statistics_is_refused_before_training(tmp_path):
     with pytest.raises(TypeError, match="batch_stats.*Use LayerNorm or GroupNorm"):
-        trained(trainer_of(tmp_path, OBJECTIVES["flow"], model=WithStatistics()))
+        after_training(trainer_of(tmp_path, OBJECTIVES["flow"], model=WithStatistics()))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
-    small = ConditionalMLPConfig(hidden=(8,), num_classes=10)
+    small = ConditionalMLPConfig(hidden=(3,), num_classes=10)
     trainer = trainer_of(tmp_path, objective, model=small, teacher=str(flow.folder.path))
     assert_same_bits(trainer.state.model_state["frozen"], flow._weights_of("best").extra["ema"])
     assert trainer.dry_run(digits().train_loader) is not None

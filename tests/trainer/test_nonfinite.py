@@ -25,7 +25,7 @@ def broken(step: int = BAD, value: float = np.nan) -> ArrayLoader:
     return ArrayLoader(arrays, 32)
 
 
-def run(folder: Any, flavour: str = "nnx", **changes: Any) -> tuple[Any, NonFiniteError]:
+def failed_run(folder: Any, flavour: str = "nnx", **changes: Any) -> tuple[Any, NonFiniteError]:
     trainer = plain_for(flavour, folder, **{"detect_nans": True, "check_val_every_n_epoch": 0, **changes})
     with pytest.raises(NonFiniteError) as caught:
         trainer.train_model(broken())
@@ -44,19 +44,20 @@ def run(folder: Any, flavour: str = "nnx", **changes: Any) -> tuple[Any, NonFini
     ids=str,
 )
 def test_the_step_the_metric_and_the_first_gradient_are_named(flavour, tmp_path, changes):
-    trainer, error = run(tmp_path, flavour, **changes)
+    trainer, error = failed_run(tmp_path, flavour, **changes)
     first = sorted(trainer.state.params)[0]
     assert error.step == BAD
-    assert str(error).startswith("Step 3: non-finite values in the metrics")
-    for part in ("loss", f"the gradients of {first}", "the batch at x", "on_nonfinite: skip"):
+    for part in ("Step 3:", "loss", f"the gradients of {first}", "the batch at x", "on_nonfinite: skip"):
         assert part in str(error)
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), {"steps_per_call": 4, "resident": True}], ids=str
+    ("flavour", "changes"),
+    [("nnx", {"steps_per_call": 4, "resident": True}), pytest.param("linen", {}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_the_batch_and_the_state_before_it_are_kept(flavour, tmp_path, changes):
-    trainer, _ = run(tmp_path, flavour, **changes)
+    trainer, _ = failed_run(tmp_path, flavour, **changes)
     kept = trainer.folder.path / "nonfinite"
     with np.load(kept / "batch.npz") as batch:
         assert set(batch) == set(EXAMPLE)
@@ -77,7 +78,7 @@ def test_loggers_and_callbacks_are_finalised(tmp_path):
     watcher = LambdaCallback(
         on_exception=lambda error: heard.append(str(error)[:6]), finalize=lambda status: heard.append(status)
     )
-    trainer, _ = run(tmp_path, given=[watcher])
+    trainer, _ = failed_run(tmp_path, given=[watcher])
     assert heard == ["Step 3", "failed"]
     assert "Run failed" in (trainer.folder.path / "run.log").read_text()
 
@@ -108,7 +109,7 @@ def test_skipping_ends_after_too_many_in_a_row(tmp_path):
             return loss * jnp.nan, metrics
 
     trainer = plain_for("nnx", tmp_path, kind=Always, on_nonfinite="skip", max_skipped=2, check_val_every_n_epoch=0)
-    with pytest.raises(NonFiniteError, match="Step 3: non-finite values in"):
+    with pytest.raises(NonFiniteError, match="Step 3:"):
         train_plain(trainer)
 
 
@@ -120,14 +121,14 @@ def test_metrics_of_nan_keys_are_checked_too(tmp_path):
             loss, metrics = super().loss_function(model, batch, train)
             return loss, {**metrics, "ratio": 1 / jnp.float32(not train)}
 
-    with pytest.raises(NonFiniteError, match="Step 1: non-finite values in the metric ratio"):
+    with pytest.raises(NonFiniteError, match="Step 1:.* ratio"):
         train_plain(plain_for("nnx", tmp_path, kind=Watched, detect_nans=True, nan_keys=("train/ratio",)))
 
 
 def test_a_non_finite_evaluation_ends_the_run_if_configured(tmp_path):
     options: dict[str, Any] = {"detect_nans": True, "nan_keys": ("train/loss", "val/loss")}
     trainer = plain_for("nnx", tmp_path, **options)
-    with pytest.raises(NonFiniteError, match="Step 4: the evaluation metric val/loss is not finite"):
+    with pytest.raises(NonFiniteError, match="Step 4:.* val/loss"):
         trainer.train_model(first_examples(128), broken())
     stopped = plain_for("nnx", tmp_path, **options, on_nonfinite="stop", train_epochs=3)
     assert list(stopped.train_model(first_examples(128), broken())) == [1]
@@ -162,7 +163,7 @@ def test_an_unknown_key_of_nan_keys_is_an_error_that_lists_the_known_ones(tmp_pa
         train_plain(plain_for("nnx", tmp_path, detect_nans=True, nan_keys=("train/ratoi",)))
 
 
-def test_a_custom_step_without_a_loss_ends_the_run_by_its_other_metrics(flavour, tmp_path):
+def test_a_custom_step_without_a_loss_ends_the_run_by_its_other_metrics(tmp_path):
     class Renamed(Plain):
         def create_training_function(self) -> Any:
             step = super().create_training_function()
@@ -173,17 +174,17 @@ def test_a_custom_step_without_a_loss_ends_the_run_by_its_other_metrics(flavour,
 
             return renamed
 
-    trainer = plain_for(flavour, tmp_path, kind=Renamed, check_val_every_n_epoch=0)
+    trainer = plain_for("nnx", tmp_path, kind=Renamed, check_val_every_n_epoch=0)
     with pytest.raises(NonFiniteError, match=rf"Step {BAD}: 'total' was nan"):
         trainer.train_model(broken())
 
 
-def test_no_weights_are_the_best_where_every_validation_is_nan(flavour, tmp_path):
+def test_no_weights_are_the_best_where_every_validation_is_nan(tmp_path):
     class OnlyLoss(Plain):
         def _evaluate(self, logits: Any, batch: Any) -> Any:
             return super()._evaluate(logits, batch)[0], {}
 
-    trainer = plain_for(flavour, tmp_path, kind=OnlyLoss, callbacks={}, train_epochs=2)
+    trainer = plain_for("nnx", tmp_path, kind=OnlyLoss, callbacks={}, train_epochs=2)
     results = trainer.train_model(first_examples(64), broken(1))
     assert np.isnan([results[epoch]["val/loss"] for epoch in (1, 2)]).all()
     assert results.best is None

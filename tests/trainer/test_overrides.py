@@ -41,9 +41,9 @@ def test_run_model_init_can_use_other_random_streams(flavour, tmp_path):
         def run_model_init(self, exmp_input: Any, init_rng: jax.Array) -> Any:
             return super().run_model_init(exmp_input, jax.random.key(99))
 
-    first, second = (plain_for(flavour, tmp_path, kind=Other, seed=seed).state for seed in (1, 2))
+    first, second = (plain_for(flavour, tmp_path, kind=Other, seed=seed, hidden=True).state for seed in (1, 2))
     assert_same_bits(first.params, second.params)
-    assert digest(first.params) != digest(plain_for(flavour, tmp_path, seed=1).state.params)
+    assert digest(first.params) != digest(plain_for(flavour, tmp_path, seed=1, hidden=True).state.params)
 
 
 def test_build_model_can_build_another_one(tmp_path):
@@ -228,7 +228,7 @@ def test_a_train_epoch_that_does_not_train_is_an_error(tmp_path):
         def train_epoch(self, train_loader: Any, epoch_idx: int, train_metrics: Any = None) -> Any:
             return {}
 
-    with pytest.raises(RuntimeError, match=r"`Idle.train_epoch` did not train. Call `super\(\).train_epoch"):
+    with pytest.raises(RuntimeError, match=r"`Idle.train_epoch`.*`super"):
         train_plain(plain_for("nnx", tmp_path, kind=Idle))
 
 
@@ -343,7 +343,7 @@ def test_metrics_without_a_prefix_are_not_added(tmp_path):
         def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch_idx: int) -> None:
             eval_metrics["score"] = 1.0
 
-    with pytest.raises(ValueError, match="Metrics that a hook adds need full names, such as 'val/score'; got score"):
+    with pytest.raises(ValueError, match="'val/score'.* got score"):
         train_plain(plain_for("nnx", tmp_path, kind=Bare))
 
 
@@ -385,7 +385,7 @@ def test_without_a_metric_to_compare_weights_by_testing_is_an_error(tmp_path):
             return Plain.is_new_model_better(self, {"val/other": 1.0}, old_metrics)
 
     trainer = plain_for("nnx", tmp_path, kind=Mute)
-    with pytest.raises(ValueError, match="val/val_metric or val/acc or val/loss"):
+    with pytest.raises(ValueError, match="val/val_metric.*val/acc.*val/loss"):
         trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
 
 

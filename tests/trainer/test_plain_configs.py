@@ -11,7 +11,7 @@ import pytest
 from compoconf import ConfigInterface, register
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings
+from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings, waves
 
 from jax_trainer import fit
 from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
@@ -31,8 +31,8 @@ class PlainNet(BaseModelNNX):
     config: PlainNetConfig
 
     def __init__(self, config: PlainNetConfig, *, rngs: nnx.Rngs) -> None:
-        self.hidden = nnx.Linear(FEATURES, config.width, rngs=rngs)
-        self.out = nnx.Linear(config.width, CLASSES, rngs=rngs)
+        self.hidden = nnx.Linear(FEATURES, config.width, kernel_init=waves, rngs=rngs)
+        self.out = nnx.Linear(config.width, CLASSES, kernel_init=waves, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(nnx.relu(self.hidden(x)))
@@ -49,7 +49,7 @@ class PlainDense(BaseModelLinen):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        return nn.Dense(CLASSES, name="out")(nn.Dense(self.config.width)(x))
+        return nn.Dense(CLASSES, kernel_init=waves)(nn.Dense(self.config.width, kernel_init=waves)(x))
 
 
 @dataclass

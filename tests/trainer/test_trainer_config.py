@@ -206,7 +206,7 @@ def test_detect_nans_ends_the_run_with_the_weights_before(tmp_path):
     good = plain_for("nnx", tmp_path / "good", detect_nans=True, max_steps=2)
     good.train_model(broken_at(2))
     trainer = plain_for("nnx", tmp_path / "bad", detect_nans=True, callbacks={"saver": ModelCheckpointConfig()})
-    with pytest.raises(NonFiniteError, match="Step 3: non-finite values in the metrics loss"):
+    with pytest.raises(NonFiniteError, match="Step 3:.* loss"):
         trainer.train_model(broken_at(2))
     assert_same_bits(trainer.state.params, good.state.params)
     assert_same_bits(trainer.state.opt_state, good.state.opt_state)

@@ -82,7 +82,7 @@ def test_a_method_that_is_spelt_almost_like_one_to_override_is_named(tmp_path, c
             raise AssertionError
 
     plain_for("linen", tmp_path, kind=Misspelt)
-    assert "`Misspelt.init_optimiser` is never called. Did you mean `init_optimizer`?" in caplog.text
+    assert "`Misspelt.init_optimiser`" in caplog.text and "`init_optimizer`" in caplog.text
     caplog.clear()
     plain_for("linen", tmp_path)
     assert "Did you mean" not in caplog.text

@@ -5,7 +5,9 @@ import pytest
 from trainer_runs import (
     EPOCHS,
     EXAMPLE,
+    LINEAR,
     MODELS,
+    SGD,
     STEPS,
     Plain,
     digits,
@@ -22,7 +24,6 @@ from jax_trainer.config import ConfigError
 from jax_trainer.core import copy_state
 from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
@@ -35,7 +36,6 @@ from jax_trainer.trainer import (
 )
 
 
-@pytest.mark.parametrize("done", ["nnx", pytest.param("linen", marks=pytest.mark.slow)], indirect=True)
 def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(done.trainer.folder.path, moved)
@@ -51,7 +51,6 @@ def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
         loaded.load_model(which=3)
 
 
-@pytest.mark.parametrize("done", ["nnx", pytest.param("linen", marks=pytest.mark.slow)], indirect=True)
 def test_the_stored_configuration_rebuilds_the_run(done, tmp_path):
     run: Any = stored_run(done.trainer.folder, [f"trainer.logger.log_dir={tmp_path}"]).value
     again = build(run)
@@ -65,7 +64,7 @@ def test_the_stored_configuration_rebuilds_the_run(done, tmp_path):
 
 
 def test_a_run_of_another_class_is_an_error(done):
-    with pytest.raises(TypeError, match="is a run of ImgClassifierTrainer, not of LanguageModelTrainer"):
+    with pytest.raises(TypeError, match="ImgClassifierTrainer.*LanguageModelTrainer"):
         LanguageModelTrainer.load_from_checkpoint(done.trainer.folder.path)
 
 
@@ -101,7 +100,7 @@ def test_a_run_without_a_dataset_needs_an_example(plain):
 
 def test_the_stored_configuration_can_be_overridden(plain):
     path = plain[0].folder.path
-    with pytest.raises(SettingsError, match="`num_gpus` is 2, but JAX finds no GPU"):
+    with pytest.raises(SettingsError, match="`num_gpus` is 2"):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["num_gpus=2"])
     with pytest.raises(ConfigError, match="command line: trainer.train_epoch: "):
         Plain.load_from_checkpoint(path, EXAMPLE, overrides=["trainer.train_epoch=2"])
@@ -132,11 +131,9 @@ def test_what_was_loaded_is_trained_on(plain, tmp_path):
     assert loaded.folder.path.is_relative_to(tmp_path)
 
 
-def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer_has_no_transforms(
-    done, tmp_path, caplog
-):
+def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer_has_no_transforms(tmp_path, caplog):
     data = digits()
-    parts = {"model": done.trainer.model_config, "optimizer": done.trainer.optimizer_config}
+    parts = {"model": LINEAR["nnx"](num_classes=10), "optimizer": SGD}
     example, options = data.example(), {"train_epochs": 1, "logger": LoggerConfig(log_dir=str(tmp_path))}
     callbacks = {"saver": ModelCheckpointConfig()}
     trainer = ImgClassifierTrainer(**parts, exmp_input=example, callbacks=callbacks, **options)  # type: ignore[arg-type]
@@ -151,10 +148,11 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
     assert "device transforms" not in caplog.text
 
 
-def test_a_head_that_is_left_out_keeps_its_own_weights(plain, tmp_path):
-    trainer, _ = plain
-    model = MODELS["nnx"](c_hid=8, num_classes=3, batch_norm=False)
-    other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, AdamWConfig(learning_rate=0.01), EXAMPLE)
+def test_a_head_that_is_left_out_keeps_its_own_weights(tmp_path):
+    trainer = plain_for("nnx", tmp_path, hidden=True, callbacks={"saver": ModelCheckpointConfig()}, max_steps=1)
+    train_plain(trainer)
+    model = MODELS["nnx"](c_hid=8, num_classes=3)
+    other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, SGD, EXAMPLE)
     head = copy_state(other.state.params["out"])
     other.load_weights(trainer.folder.path, which="latest", rename={"params.out.*": None})
     assert_same_bits(other.state.params["out"], head)

@@ -37,7 +37,6 @@ def test_a_run_that_crashed_three_times_resumes_to_the_same_bits_and_rows(done, 
     assert len(list(tmp_path.iterdir())) == 1  # in the same folder
 
 
-@pytest.mark.parametrize("done", ["nnx"], indirect=True)
 def test_the_record_is_complete_after_the_disk_was_full_and_is_free_again(done, tmp_path, monkeypatch):
     def full(self: JsonlWriter, line: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -50,7 +49,6 @@ def test_the_record_is_complete_after_the_disk_was_full_and_is_free_again(done, 
     assert rows(trainer) == rows(done.trainer)
 
 
-@pytest.mark.parametrize("done", ["nnx"], indirect=True)
 def test_it_resumes_in_the_middle_of_an_epoch(done, tmp_path):
     trainer = crashed(done, tmp_path, 11, val_every_n_steps=3, check_val_every_n_epoch=0)
     assert (trainer.folder.checkpoints / "step_00000009").is_dir()  # 1 step into the third epoch
@@ -59,7 +57,6 @@ def test_it_resumes_in_the_middle_of_an_epoch(done, tmp_path):
     assert_same_bits(trainer.state, done.trainer.state)
 
 
-@pytest.mark.parametrize("done", ["nnx"], indirect=True)
 def test_an_interrupted_run_resumes_with_the_same_trainer(done, tmp_path):
     trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks(interrupt_at=2 * STEPS + 1))
     with pytest.raises(KeyboardInterrupt) as end:
@@ -77,7 +74,6 @@ def test_an_interrupted_run_resumes_with_the_same_trainer(done, tmp_path):
     assert_same_bits(trainer.state, done.trainer.state)
 
 
-@pytest.mark.parametrize("done", ["nnx"], indirect=True)
 def test_a_run_that_is_done_is_only_tested_again(done, tmp_path):
     trainer = trainer_for(done.flavour, tmp_path, callbacks=callbacks())
     first = train(trainer)

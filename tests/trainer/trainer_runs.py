@@ -24,7 +24,7 @@ from jax_trainer.engine import StepEnd, StopTraining
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.models import SimpleClassifierConfig, SimpleClassifierLinenConfig
-from jax_trainer.optimizer import AdamWConfig, SGDConfig, WarmupCosineDecayScheduleConfig
+from jax_trainer.optimizer import SGDConfig, WarmupCosineDecayScheduleConfig
 from jax_trainer.testing import numbered_data, numbered_loader
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
@@ -145,12 +145,13 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": logger, **changes}
 
 
-def trainer_for(flavour: str, folder: Path, *, run_folder: Any = None, **changes: Any) -> Any:
-    """A trainer on digits whose learning rate changes with every step."""
+def trainer_for(flavour: str, folder: Path, *, run_folder: Any = None, hidden: bool = False, **changes: Any) -> Any:
+    """A trainer on digits whose learning rate changes with every step; a hidden layer with BatchNorm if `hidden`."""
     data, config = digits(), ImgClassifierTrainerConfig(**settings(folder, **changes))
-    rate = WarmupCosineDecayScheduleConfig(peak_value=0.01, warmup_steps=2)
-    model, example = MODELS[flavour](c_hid=8), next(iter(data.train_loader))
-    optimizer = AdamWConfig(learning_rate=rate)
+    rate = WarmupCosineDecayScheduleConfig(peak_value=0.1, warmup_steps=2)
+    model = MODELS[flavour](c_hid=8) if hidden else LINEAR[flavour](num_classes=10)
+    example = next(iter(data.train_loader))
+    optimizer = SGDConfig(learning_rate=rate, momentum=0.9)
     return ImgClassifierTrainer(config, model, optimizer, example, dataset=data, folder=run_folder)
 
 
