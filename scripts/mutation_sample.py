@@ -260,7 +260,7 @@ config dollar-kept config/test_references.py
 - return "${"
 + return "$${"
 
-cli ctrl-c-as-success cli/test_main.py cli/test_commands.py
+cli ctrl-c-as-success cli/test_processes.py
 - CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
 + end.code if isinstance(end, SystemExit) else 0
 
