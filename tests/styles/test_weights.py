@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from style_runs import STEPS, LinenLine, NnxNet, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
 
-from jax_trainer import TrainerModule
+from jax_trainer import ArrayLoader, TrainerModule
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.runs import Weights
@@ -158,6 +158,13 @@ def test_without_a_number_to_compare_by_the_last_weights_are_used(tmp_path):
     results = trainer.train_model(train_data(), val_data())
     assert results.best is None
     assert trainer.eval_model(val_data())["val/loss"] == results[EPOCHS]["val/loss"]
+
+
+def test_weights_whose_validation_is_nan_are_not_the_best(tmp_path):
+    trainer = trainer_in(tmp_path, "linen", saves=False)
+    results = trainer.train_model(train_data(), ArrayLoader((np.full_like(X, np.nan), arrays(20)[1]), 16))
+    assert results.best is None
+    assert_same_bits(trainer.predict(val_data()), trainer.predict(val_data(), which="last"))
 
 
 def test_during_a_run_the_present_weights_are_used(tmp_path):
