@@ -1,11 +1,8 @@
 """Isolates the logger tests from the service, the folders and the account of wandb."""
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from faulty_tools import FaultyTool, threads_of_tools, wait_until
@@ -26,18 +23,6 @@ def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         yield
         lazy_import("wandb").teardown()
-
-
-@pytest.fixture
-def wandb_without_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wandb that takes everything and starts no process: test_wandb.py has the real one."""
-    ignore: Any = lambda *_, **__: None
-    run = SimpleNamespace(url="", log=ignore, define_metric=ignore, finish=ignore)
-    run.config = run.summary = SimpleNamespace(update=ignore)
-    parts = dict.fromkeys(("setup", "termsetup", "Image", "Histogram", "Html"), ignore)
-    settings = type("Settings", (SimpleNamespace,), {"model_fields": {}})
-    fake = SimpleNamespace(init=lambda **_: run, Settings=settings, **parts)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ TOOLS: dict[str, Callable[[], Any]] = {
 def tool(request: pytest.FixtureRequest) -> Any:
     """The configuration of every tool there is, and of one that there is not."""
     if request.param == "wandb":
-        request.getfixturevalue("offline_wandb" if request.node.get_closest_marker("slow") else "wandb_without_service")
+        request.getfixturevalue("offline_wandb")
     return TOOLS[request.param]()
 
 
