@@ -122,7 +122,7 @@ WRONG_CLASSES = [
     _one("a class that is not there", changed("AdamW", "AdammW"), f"{FILE}:14: optimizer.class_name: ",
          "expected one of", "found 'AdammW'", "Did you mean `AdamW`?"),
     _one("a class of another kind", changed("class_name: MLP", "class_name: AdamW"), f"{FILE}:9: model.class_name: ",
-         "expected one of CNN", "found 'AdamW'", "--import"),
+         "expected one of", "CNN", "found 'AdamW'", "--import"),
     _one("no class name where several fit", changed("  class_name: AdamW\n", ""), f"{FILE}:13: optimizer.class_name: ",
          "is missing, and several classes have these keys: "),
     _one("a callback that is no class", changed(SAVER, "    ModelChekpoint: {every_n_epochs: 1}"),
