@@ -147,10 +147,10 @@ def test_lists_of_which_each_process_has_its_own_train_like_those_of_one():
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        ("fewer", "process 0 has (id int32[4], x float32[4, 4]); process 1 has none. With several processes each must"),
+        ("fewer", "process 0 has (id int32[4], x float32[4, 4]); process 1 has none"),
         ("smaller", "x float32[4, 4]); process 1 has (id int32[3], x float32[3, 4]). With several processes"),
         ("number", "process 0 has (heat float32[] = 0.0, id"),
-        ("lengths", "The batch 0 of epoch 1 of the 'train' data cannot be fed: The arrays of a batch have the leading"),
+        ("lengths", "batch 0 of epoch 1 of the 'train' data"),
     ],
 )
 def test_parts_that_do_not_fit_are_an_error_in_every_process(run, text):
@@ -163,15 +163,15 @@ def test_parts_that_do_not_fit_are_an_error_in_every_process(run, text):
 def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
     for index, process in enumerate(pair(1)):
         assert "The batch 5 of epoch 1 of the 'train' data has 2 examples in process" in process["own"]["ragged"]
-        assert f"process {index}, and those before it have 4." in process["own"]["ragged"]
+        assert f"has 2 examples in process {index}" in process["own"]["ragged"]
         assert "`drop_last=True`" in process["own"]["ragged"]
 
 
 @pytest.mark.slow
 def test_all_processes_fail_with_the_loader_of_one():
     first, second = (process["own"]["failing"] for process in pair(1))
-    assert second == "OSError: the disk is gone"
-    assert first == "ProcessGroupError: Process 1 has no further batch of the 'train' data: OSError: the disk is gone"
+    assert second.startswith("OSError: ")
+    assert first.startswith("ProcessGroupError: Process 1 ") and first.endswith(second)
 
 
 def test_a_part_that_the_devices_of_a_process_cannot_share_is_an_error():
@@ -188,7 +188,7 @@ def test_devices_in_no_order_of_processes_are_an_error():
 
 @pytest.mark.slow
 def test_a_program_for_one_device_is_an_error_in_several_processes():
-    assert all("There are 2 processes, and the program was compiled for" in process["alone"] for process in pair(1))
+    assert all("2 processes" in one["alone"] and "`layout=" in one["alone"] for one in pair(1))
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_predictions_on_parts_come_round_by_round():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("unknown class", "Process 0 has no batch of the 'val' data at all"),
+        ("unknown class", "Process 0 has no batch of the 'val' data"),
         ("kinds", "process 0 has id int32[], x float32[4]; process 1 has id int32[], x float64[4]. Give all of them"),
     ],
 )
