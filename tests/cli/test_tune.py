@@ -166,7 +166,7 @@ def test_ctrl_c_ends_with_130_and_the_same_command_resumes(tmp_path: Path):
     result = run_command(*arguments, without, "--json", folder=tmp_path)
     assert result.code == 0
     assert result.err.startswith(
-        "jax-trainer: The study 'tiny' was started with another experiment: `trainer.callbacks.OwnP"
+        "jax-trainer: The study 'tiny' was created with another experiment: `trainer.callbacks.OwnP"
     )
     trials = sorted(result.data["trials"], key=lambda trial: trial["trial"])
     assert [trial["state"] for trial in trials] == ["interrupted", "complete", "complete"]
