@@ -12,7 +12,6 @@ from typing import Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -39,6 +38,7 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.extra_args import clipped
+from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
@@ -252,15 +252,12 @@ def matching_grads(grads: Any, params: PyTree, trainable: Any) -> PyTree:
             f"The gradients of a step must come from `nnx.grad` or `nnx.value_and_grad`, got a {type(grads).__name__}."
         )
     found = nnx.to_pure_dict(nnx.state(grads, trainable))
-    shapes = [
-        {leaf_path(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (found, params)
-    ]
-    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
-    if wrong:
+    if (differs := differing_leaf(found, params)) is not None:
+        name, gradient, parameter = differs
         raise ValueError(
-            f"The gradients of a step do not match the parameters of the optimizer: the gradient of {wrong[0]} is "
-            f"{shapes[0].get(wrong[0], 'missing')}, the parameter is {shapes[1].get(wrong[0], 'not one of them')}. "
+            f"The gradients of a step do not match the parameters of the optimizer: the gradient of {name} is "
+            f"{'missing' if gradient is None else gradient}, the parameter is "
+            f"{'not one of them' if parameter is None else parameter}. "
             "Differentiate with respect to the `model` argument of the step and the variables of the optimizer's `wrt`."
         )
     return found

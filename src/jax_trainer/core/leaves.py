@@ -35,6 +35,20 @@ def _name(entry: Any) -> str:
     return str(entry)
 
 
+def differing_leaf(one: PyTree, other: PyTree) -> tuple[str, Any, Any] | None:
+    """The path of the first leaf with another shape, and its shape in both trees, None where it is absent.
+
+    >>> differing_leaf({"a": jnp.ones(2)}, {"a": jnp.ones(2), "b": jnp.ones(3)})
+    ('b', None, (3,))
+    """
+    shapes, others = (
+        {leaf_path(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (one, other)
+    )
+    wrong = min((name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name)), default=None)
+    return None if wrong is None else (wrong, shapes.get(wrong), others.get(wrong))
+
+
 def check_modes(name: str, modes: Sequence[str]) -> None:
     """Raises unless `modes` is a sequence of known modes."""
     if isinstance(modes, str) or not isinstance(modes, Sequence):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jax_trainer.adapters.handles import module_kind
 from jax_trainer.adapters.nnx_objects import evaluation_clone, params_of
-from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, leaf_path, with_ema
+from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, with_ema
+from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.styles.hooks import TrainingHook
 from jax_trainer.suggestions import checks_keywords
 
@@ -83,13 +84,10 @@ class EmaHook(TrainingHook):
 
 
 def _check_alike(params: PyTree, average: PyTree) -> None:
-    shapes = [
-        {leaf_path(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (params, average)
-    ]
-    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
-    if wrong:
+    if (differs := differing_leaf(params, average)) is not None:
+        name, shape, averaged = differs
         raise ValueError(
-            f"This is not the model whose weights were averaged: the shape of {wrong[0]} is "
-            f"{shapes[0].get(wrong[0], 'absent')}, and that of its average {shapes[1].get(wrong[0], 'absent')}."
+            f"This is not the model whose weights were averaged: the shape of {name} is "
+            f"{'absent' if shape is None else shape}, and that of its average "
+            f"{'absent' if averaged is None else averaged}."
         )
