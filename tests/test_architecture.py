@@ -17,10 +17,10 @@ MAY_IMPORT = {
     "datasets": {"core", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets", "multihost", "settings"},
+    "engine": {"core", "datasets", "settings"},
     "logger": {"core", "settings"},
     "checkpoint": {"core", "datasets", "settings"},
-    "multihost": {"core", "datasets", "checkpoint"},
+    "multihost": {"core", "datasets", "checkpoint", "engine"},
     "callbacks": {
         *("core", "multihost", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets", "optimizer"),
     },

@@ -65,7 +65,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.multihost import checkpoints as multihost, local_shards
+from jax_trainer.multihost import checkpoints as multihost
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
@@ -216,9 +216,9 @@ assert_same(weights_only.restore("best", state(0), only=weights)[0], state(1).re
 omitted = [one.without for one in weights_only.infos()]
 report("weights_only", [weights_only.steps(), weights_only.best().without, omitted])
 
-local_shards.is_on_cpu, kept = lambda _: False, local_shards.is_on_cpu  # and no device reports free memory
+multihost.is_on_cpu, kept = lambda _: False, multihost.is_on_cpu  # and no device reports free memory
 small.save(state(2), AT, {})
-local_shards.is_on_cpu = kept
+multihost.is_on_cpu = kept
 assert_same(small.restore("latest", state(0))[0], state(2))
 small.save(state(3), Position(2, 7, {"drawn": [us.index, 5]}), {})
 report("position", small.restore("latest", state(0))[1].position.state)

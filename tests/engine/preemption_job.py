@@ -11,6 +11,7 @@ index, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
 
+import jax_trainer.multihost  # noqa: E402, F401 - lets the loops work together
 from jax_trainer.core import Layout, compile_program  # noqa: E402 - JAX has to know of the other process first
 from jax_trainer.datasets import ArrayLoader, Data  # noqa: E402
 from jax_trainer.engine import Plan, SavePoint, StepEnd, run  # noqa: E402

@@ -32,8 +32,7 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.engine.peers import Together
-from jax_trainer.multihost import ProcessGroup
+from jax_trainer.multihost import ProcessGroup, Together
 from jax_trainer.testing import EventRecorder, assert_same_bits, linear_program, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+import jax_trainer.multihost  # noqa: F401 - lets the loops of several processes work together
 from jax_trainer.adapters import function_program
 from jax_trainer.core import CompiledProgram, Layout, NonFiniteError, compile_program, replicate, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+import jax_trainer.multihost  # noqa: F401 - lets the loops of several processes work together
 from jax_trainer.adapters import function_program
 from jax_trainer.core import Layout, compile_program
 from jax_trainer.datasets import ArrayLoader

@@ -112,9 +112,9 @@ def write_parts(folder: Path, arrays: Mapping[str, Any]) -> None:
         _wait_for_all(writing)  # also after a failure: writes must end before the folder is deleted
 
 
-def sync_parts(folder: Path) -> None:
-    """Waits until the files that this process wrote into `folder` are on disk."""
-    sync_tree(folder / f"ocdbt.process_{jax.process_index()}")
+def sync_parts(folder: Path, process: int) -> None:
+    """Waits until the files that this process, number `process`, wrote into `folder` are on disk."""
+    sync_tree(folder / f"ocdbt.process_{process}")
 
 
 def merge_parts(folder: Path) -> None:

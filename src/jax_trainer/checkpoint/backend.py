@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-
 from jax_trainer.checkpoint.commit import check_writable, write_checkpoint
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.snapshot import Snapshots, StateSpec
+from jax_trainer.core.placement import check_alone
 from jax_trainer.datasets import Position
 
 Result = TypeVar("Result")
@@ -115,9 +114,6 @@ def offer_backend(choose: ChooseBackend) -> None:
 
 def backend_for(folder: Path, patience: float) -> Backend:
     """The backend for the checkpoints in `folder`: the first one that is offered, else that of a single process."""
-    if not _offers and jax.process_count() > 1:
-        raise RuntimeError(
-            f"{jax.process_count()} processes would write the same checkpoints. Import `jax_trainer.multihost` first, "
-            "whose backend writes them together."
-        )
+    if not _offers:
+        check_alone("write the same checkpoints")
     return next((found for choose in _offers if (found := choose(folder, patience)) is not None), Backend(folder))

@@ -121,7 +121,26 @@ class BatchPlacement:
 
 def spans_processes(mesh: Mesh) -> bool:
     """Whether some devices of `mesh` belong to other processes."""
-    return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+    return mesh.is_multi_process
+
+
+def this_process() -> tuple[int, int]:
+    """The number of this process, from 0, and how many there are. Initialises JAX's devices."""
+    return jax.process_index(), jax.process_count()
+
+
+def is_primary() -> bool:
+    """Whether this is the process that writes files and logs. Initialises JAX's devices."""
+    return jax.process_index() == 0
+
+
+def check_alone(what: str) -> None:
+    """Raises if there are other processes; each would do `what`."""
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"Each of {jax.process_count()} processes would {what}. Import `jax_trainer.multihost` first, which lets "
+            "them work together."
+        )
 
 
 def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...] | None:

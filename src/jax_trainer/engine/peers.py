@@ -1,31 +1,24 @@
 """What the loops leave to the job that this process belongs to; no other file of the engine knows of other processes.
 
-`Alone` is the usual case, where nothing is done. `Together` is for a job of several processes.
+`Alone` is the usual case, where nothing is done. `jax_trainer.multihost` offers `Together`, for a job of several
+processes, by `offer_peers`.
 """
 
-import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from jax.experimental import multihost_utils
-
 from jax_trainer.core import CompiledProgram
-from jax_trainer.datasets import BatchIterator, DataError, DataSource, StepBatch
+from jax_trainer.core.placement import check_alone
+from jax_trainer.datasets import BatchIterator, DataSource, StepBatch
 from jax_trainer.engine.clock import RunClock
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.stopping import Interruption, StopTraining
-from jax_trainer.multihost import ProcessGroup, Watchdog, process_group
-from jax_trainer.multihost.gathered_batches import GatheredBatches
-from jax_trainer.multihost.idle_timer import IdleTimer
-from jax_trainer.multihost.lockstep import LocalShards, LockstepBatches, Where
 
-SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
-MAX_DISPATCHES = 10_000  # between two synchronizations
 PlaceFn = Callable[[StepBatch], StepBatch]
+Where = Callable[[int], str]  # describes the batch with this number
 Feed = tuple[PlaceFn, Callable[[Any], Any]]  # places a batch; wraps the iterator of placed batches
 
 
@@ -36,20 +29,22 @@ class Alone:
         signals: those that end a run after its current event.
         adapts: whether metrics may be read when this process has the time.
         may_lack_data: whether an evaluation set may have no batch here.
+        can_wait: whether a run that ended early can wait for its saves: others may never finish their part.
         idle: seconds for which the devices of other processes waited for this one.
     """
 
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     adapts = True
     may_lack_data = False
+    can_wait = True
     idle = 0.0
 
     def stop_all(self) -> bool:
         """Stops all processes at the same step, after a signal; False: the signal ends this run alone."""
         return False
 
-    def watching(self) -> AbstractContextManager[Watchdog | None]:
-        """Around a run: monitors the other processes."""
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around a run: monitors the other processes; gives None, or what `Driver` asks about them."""
         return nullcontext()
 
     def measuring(self) -> AbstractContextManager[Any]:
@@ -77,169 +72,29 @@ class Alone:
 
     def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
         """How training batches reach the devices, given the function that places the complete ones."""
-        return place, _unchanged
+        return place, unchanged
 
     def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
         """The same for evaluations."""
-        return place, _unchanged
+        return place, unchanged
 
 
-class Together(Alone):
-    """One of several processes, which step, save and stop together."""
+ChoosePeers = Callable[[], Alone | None]
+_offers: list[ChoosePeers] = []
 
-    signals = (signal.SIGINT,)  # JAX announces a SIGTERM of one process to all of them; see `_Preemptible`
-    adapts = False
-    may_lack_data = True
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._timer = group, IdleTimer()
-        self.is_preemption_due = _Preemptions().is_due
-        self.has_dispatched = False
-
-    @property
-    def idle(self) -> float:  # type: ignore[override]
-        return self._timer.seconds
-
-    def stop_all(self) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return True
-
-    def watching(self) -> AbstractContextManager[Watchdog | None]:
-        return Watchdog(self._group)
-
-    def measuring(self) -> AbstractContextManager[Any]:
-        return self._timer
-
-    def clock(self, plan: Plan, at: LoopState) -> RunClock:
-        by_time = plan.max_seconds or plan.eval_every.minutes or any(every.minutes for every in plan.saves)
-        return SyncedClock(self._group, plan, at) if by_time else RunClock(plan, at)
-
-    def dispatching(self, dispatcher: Any, clock: RunClock) -> Callable[..., Any]:
-        def dispatch(*args: Any) -> Any:
-            self._timer.before_dispatch()
-            dispatched = dispatcher.dispatch(*args)
-            self._timer.after_dispatch(dispatcher.last_dispatched)
-            if isinstance(clock, SyncedClock):
-                clock.dispatched()
-            self.has_dispatched = True
-            return dispatched
-
-        return dispatch
-
-    def stepping(self, batches: BatchIterator) -> BatchIterator:
-        return _Preemptible(batches, self)  # type: ignore[return-value]
-
-    def can_save_after(self, reason: BaseException) -> bool:
-        """A process that fails does so alone: there is no step at which all of them could save."""
-        return isinstance(reason, StopTraining | Interruption)
-
-    def check_edits(self, edits: Sequence[Edit]) -> None:
-        decided = self._group.all_gather("edits", "; ".join(f"{edit.by}: {edit.description}" for edit in edits))
-        if len(set(decided)) > 1:
-            found = ", ".join(f"process {index} has {one!r}" for index, one in enumerate(decided))
-            raise ValueError(
-                f"All processes must return the same edits, but {found}. Decide by metrics, which are equal."
-            )
-
-    def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
-        if not self._has_parts(program) or data_source.is_shared:
-            return place, _unchanged
-        parts: Any = LocalShards(program, where, self._group.index)
-        return parts.place, lambda batches: LockstepBatches(batches, data_source.name, self._group)
-
-    def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
-        if not self._has_parts(program) or _is_evenly_shared(program, data_source):
-            return place, _unchanged
-        return _unchanged, lambda batches: GatheredBatches(batches, data_source.name, self._group, program, where)
-
-    def _has_parts(self, program: CompiledProgram) -> bool:
-        """Whether each process provides a part of every batch."""
-        if program.layout is None:
-            raise DataError(
-                f"{self._group.count} processes are running, but the program was compiled for the devices of one. Pass "
-                "`layout=Layout(mesh=make_mesh())`, which uses the devices of all processes."
-            )
-        return program.layout.batch_placement is not None
+def offer_peers(choose: ChoosePeers) -> None:
+    """Adds a choice of peers for runs: `choose()` returns None where it does not apply."""
+    _offers.append(choose)
 
 
 def peers() -> Alone:
-    """How this process trains: `Alone` or `Together` with others."""
-    group = process_group()
-    return Together(group) if group.is_multi_process else Alone()
+    """How this process trains: with the first peers that are offered, else `Alone`."""
+    if not _offers:
+        check_alone("run without the others")
+    return next((found for choose in _offers if (found := choose()) is not None), Alone())
 
 
-class SyncedClock(RunClock):
-    """A `RunClock` with the time of the primary process, as of the last synchronization: the same in all processes.
-
-    Clocks differ, and a process that evaluates, saves or stops by its own would wait for the others forever.
-    """
-
-    def __init__(self, group: ProcessGroup, plan: Plan, at: LoopState) -> None:
-        super().__init__(plan, at)
-        self._group, self._synced = group, 0.0
-        self._dispatches, self._next, self._last = 0, 1, 0
-
-    def now(self) -> float:
-        return self._synced
-
-    def dispatched(self) -> None:
-        """Called after every dispatch."""
-        # all processes count dispatches alike, so they synchronize at the same one
-        self._dispatches += 1
-        if self._dispatches == self._next:
-            seconds, following = self._group.broadcast("time", self._measure).split()
-            self._synced, self._next = float.fromhex(seconds), int(following)
-
-    def _measure(self) -> str:
-        now = super().now()
-        pace = (now - self._synced) / max(1, self._dispatches - self._last)
-        self._last = self._dispatches
-        return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
-
-
-class _Preemptions:
-    """Counts dispatches, of which all processes have the same number, however many steps a dispatch has."""
-
-    def __init__(self) -> None:
-        self._dispatches = 0
-
-    def is_due(self) -> bool:
-        """Called after every dispatch; True at the one where all processes stop after a preemption notice."""
-        self._dispatches += 1
-        return multihost_utils.reached_preemption_sync_point(self._dispatches)
-
-
-class _Preemptible:
-    """The batches of an epoch; after a preemption notice, the next one is an `Interruption`, in all processes."""
-
-    def __init__(self, batches: BatchIterator, job: Together) -> None:
-        self._batches, self._job = batches, job
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the device was idle, waiting for a batch."""
-        return self._batches.waited
-
-    def next(self, patience: float) -> Any:
-        """The next batch, after the step before it was handled by all observers."""
-        if self._job.has_dispatched:
-            self._job.has_dispatched = False
-            if self._job.is_preemption_due():
-                raise Interruption(signal.SIGTERM)
-        return self._batches.next(patience)
-
-    def close(self) -> None:
-        """Stops making batches."""
-        self._batches.close()
-
-
-def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool:
-    """Whether the examples of every full batch divide evenly among the devices of all processes."""
-    feeding = None if program.layout is None else program.layout.batch_placement
-    if not data_source.is_shared or feeding is None or feeding.axes is None:
-        return False
-    return data_source.batch_size is None or data_source.batch_size % feeding.ways == 0
-
-
-def _unchanged(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """`value`: the feed of batches that need no placing or no wrapping."""
     return value

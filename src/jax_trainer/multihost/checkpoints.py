@@ -9,8 +9,8 @@ the positions of loaders that keep their own):
 
 1. The primary process creates a folder under a temporary name, and broadcasts it. A process that has nothing to save,
    because it failed before (an invalid state, no memory for a snapshot), reports that here.
-2. Every process writes its shards into that folder. The primary process also writes what is replicated: small arrays,
-   and those on the host.
+2. Every process writes its shards of distributed arrays into that folder, and its part of large replicated ones. The
+   primary process also writes what is replicated: small arrays, and those on the host.
 3. The primary process merges the parts, writes the record and the manifest, and renames the folder.
 4. The primary process deletes the checkpoints that the retention policy does not keep.
 
@@ -32,13 +32,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jax_trainer.checkpoint.arrays import (
     ARRAYS,
+    LARGEST,
     PackIndex,
+    Spec,
     make_shared_folder,
     merge_parts,
     packed,
@@ -52,11 +57,10 @@ from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.checkpoint.json_codec import decoded, encoded
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.restore import is_distributed
-from jax_trainer.checkpoint.snapshot import StateSpec
-from jax_trainer.core import failpoint
+from jax_trainer.checkpoint.snapshot import StateSpec, has_space_for_copy, is_on_cpu
+from jax_trainer.core import copied, failpoint
 from jax_trainer.datasets import Position, joined_states, own_state
-from jax_trainer.multihost.group import ProcessGroup, ProcessGroupError, process_group
-from jax_trainer.multihost.local_shards import local_shard
+from jax_trainer.multihost.group import ProcessGroupError, process_group
 
 __all__ = ["HostBarrier", "MultiHostBackend", "probe_all"]
 
@@ -79,13 +83,9 @@ class HostBarrier:
         self._topic, self._patience = f"checkpoints/{str(folder).strip('/')}/{what}", patience
 
     @property
-    def _group(self) -> ProcessGroup:
-        return process_group()
-
-    @property
     def is_primary(self) -> bool:
         """Whether this process manages the folder."""
-        return self._group.is_primary
+        return process_group().is_primary
 
     def from_primary(self, compute: Callable[[], str], size: int = 0) -> str:
         """Broadcasts the result of `compute` in the primary process. If it fails, all raise a `MultiHostError`."""
@@ -104,15 +104,13 @@ class HostBarrier:
 
     def ask_primary(self, compute: Callable[[], str], size: int = 0) -> str:
         """Like `from_primary`, for the main thread: the primary raises its own error, others a `CheckpointError`."""
-        try:
+        with _own_error():
             return self.from_primary(compute, size)
-        except MultiHostError as error:
-            _raise_own(error)
 
     def report_absence(self, error: Exception) -> None:
         """Reports at the first barrier of a save that this process cannot take part. Raises nothing."""
         try:
-            self._agree("", {"problem": in_one_line(error), "errno": None})
+            self._answers("", {"problem": in_one_line(error), "errno": None})
         except (MultiHostError, ProcessGroupError):
             return  # the error itself is about to be raised
 
@@ -128,16 +126,13 @@ class HostBarrier:
             failure = error
         problem = {} if failure is None else {"problem": in_one_line(failure), "errno": errno_of(failure)}
         try:
-            return self._agree(text, problem, size)
+            return self._answers(text, problem, size)[0]["text"]
         except MultiHostError as error:
             raise error from failure
 
-    def _agree(self, text: str, problem: Mapping[str, Any], size: int = 0) -> str:
-        return self._answers(text, problem, size)[0]["text"]
-
     def _answers(self, text: str, problem: Mapping[str, Any], size: int = 0) -> list[dict[str, Any]]:
         patience = self._patience + size / _SLOWEST
-        gathered = self._group.all_gather(self._topic, json.dumps({"text": text, **problem}), timeout=patience)
+        gathered = process_group().all_gather(self._topic, json.dumps({"text": text, **problem}), timeout=patience)
         answers = [json.loads(one) for one in gathered]
         failed = {index: answer for index, answer in enumerate(answers) if "problem" in answer}
         if failed:
@@ -145,9 +140,13 @@ class HostBarrier:
         return answers
 
 
-def _raise_own(error: MultiHostError) -> NoReturn:
-    """Raises the error of this process, or a `CheckpointError` if only others failed."""
-    raise error.__cause__ or CheckpointError(str(error)) from None
+@contextmanager
+def _own_error() -> Iterator[None]:
+    """After a failure, raises the error of this process, or a `CheckpointError` if only others failed."""
+    try:
+        yield
+    except MultiHostError as error:
+        raise error.__cause__ or CheckpointError(str(error)) from None
 
 
 def _failure_of(failed: Mapping[int, Mapping[str, Any]], count: int) -> MultiHostError:
@@ -171,10 +170,8 @@ def probe_all(barrier: HostBarrier, folder: Path, prepare: Callable[[], None]) -
 
     with ExitStack() as stack:
         probed = barrier.ask_primary(begin)
-        try:
+        with _own_error():
             barrier.all_do(probe)
-        except MultiHostError as error:
-            _raise_own(error)
 
 
 class MultiHostBackend(Backend):
@@ -235,14 +232,17 @@ class MultiHostBackend(Backend):
 
         def begin() -> str:
             prepare()
-            return json.dumps([path.name, str(stack.enter_context(_shared_folder(path.parent)))])
+            partial = stack.enter_context(partial_folder(path.parent))
+            failpoint("after_tmp_dir")
+            make_shared_folder(partial / ARRAYS)
+            return json.dumps([path.name, str(partial)])
 
         def write() -> PackIndex:
             if name != path.name:
                 problem = f"It saves {path.name}, and the primary process {name}: all must save the same step."
                 raise CheckpointError(problem)
             _check_visible(Path(partial))
-            return _write_shard(Path(partial, ARRAYS), arrays, is_primary=self._saving.is_primary)
+            return _write_shard(Path(partial, ARRAYS), arrays)
 
         def finish() -> None:
             if self._saving.is_primary:
@@ -275,10 +275,8 @@ class MultiHostBackend(Backend):
         """The result of `read` for the path that the primary process chooses, once all processes have read it."""
         size = sum(_MOST_BYTES * math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
         path = Path(self._main.ask_primary(lambda: str(choose()), size))
-        try:
+        with _own_error():
             return self._main.all_do(lambda: read(path), size)
-        except MultiHostError as error:
-            _raise_own(error)
 
     def own_position(self, position: Position) -> Position:
         """`position` with the state of this process's loader."""
@@ -294,24 +292,15 @@ def _backend_of_job(folder: Path, patience: float) -> Backend | None:
 offer_backend(_backend_of_job)
 
 
-@contextmanager
-def _shared_folder(folder: Path) -> Iterator[Path]:
-    """A new folder with a temporary name in `folder`, for a checkpoint that several processes write."""
-    with partial_folder(folder) as partial:
-        failpoint("after_tmp_dir")
-        make_shared_folder(partial / ARRAYS)
-        yield partial
-
-
-def _write_shard(folder: Path, arrays: Mapping[str, Any], *, is_primary: bool) -> PackIndex:
+def _write_shard(folder: Path, arrays: Mapping[str, Any]) -> PackIndex:
     """Writes this process's part of the arrays, and waits until it is on disk."""
     shared = {name: array for name, array in arrays.items() if is_distributed(array)}
     own = jax.device_get({name: array for name, array in arrays.items() if name not in shared})
     together, pack_index = packed({**shared, **own})
     if together:  # empty if no array is sharded over the processes
         write_parts(folder, together)
-    if not is_primary:  # only the process that wrote files can sync them
-        sync_parts(folder)
+    if index := process_group().index:  # only the process that wrote files can sync them; 0 syncs the merged ones
+        sync_parts(folder, index)
     return pack_index
 
 
@@ -331,3 +320,46 @@ def _check_visible(folder: Path) -> None:
             f"It does not see {folder}, which the primary process has just created: all processes must save to the "
             "same file system."
         )
+
+
+def local_shard(leaves: Mapping[str, Any], *, is_primary: bool) -> dict[str, Any]:
+    """Copies of the parts of `leaves` that this process writes."""
+    full = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
+    shared = {name: leaf for name, leaf in full.items() if is_shared(leaf)}
+    copies = _copies(shared)
+    if is_primary:
+        copies |= {name: _local_copy(leaf) for name, leaf in full.items() if name not in shared}
+    return copies
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether all processes write a part of `leaf`."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return False
+    return not leaf.is_fully_replicated or Spec.of(leaf).nbytes > LARGEST
+
+
+def _copies(shared: dict[str, Any]) -> dict[str, Any]:
+    if not shared:
+        return {}
+    if is_on_cpu(shared):
+        return jax.block_until_ready(copied(shared))  # several in flight can deadlock CPU devices
+    if has_space_for_copy(shared):
+        return copied(shared)
+    return {name: _on_host(leaf) for name, leaf in shared.items()}
+
+
+def _on_host(leaf: jax.Array) -> jax.Array:
+    """The array in pinned host memory with the same sharding: orbax takes only jax arrays."""
+    parts = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind="pinned_host"))
+        for shard in leaf.addressable_shards
+    ]
+    sharding = leaf.sharding.with_memory_kind("pinned_host")
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, jax.block_until_ready(parts))
+
+
+def _local_copy(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    return jnp.copy(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
