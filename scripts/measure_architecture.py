@@ -51,7 +51,7 @@ INTRODUCTION = """## Measured
 
 `make measure` writes these tables; the docstring of `scripts/measure_architecture.py` defines what is counted. The
 frames have two targets: counted by reading the running path, and in a real stack."""
-PROCESS_WORDS = ("process_group", "is_multi_process", "process_index", "process_count", "multihost")
+PROCESS_WORDS = ("process_group", "is_multi_process", "process_index", "process_count", "this_process", "multihost")
 MODEL_PACKAGES = ("adapters", "models", "generative", "testing")
 NOT_CODE = {
     tokenize.COMMENT,

@@ -22,19 +22,19 @@ MAY_IMPORT = {
     "checkpoint": {"core", "datasets", "settings"},
     "multihost": {"core", "datasets", "checkpoint", "engine"},
     "callbacks": {
-        *("core", "multihost", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets", "optimizer"),
+        *("core", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets", "optimizer"),
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "multihost", "runs", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "runs", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "multihost", "runs", "config", "generative", "registration", "suggestions"),
+        *("checkpoint", "callbacks", "runs", "config", "generative", "registration", "suggestions"),
     },
     "tuning": {"core", "settings", "redaction", "config", "trainer", "callbacks", "checkpoint", "suggestions"},
     "cli": {

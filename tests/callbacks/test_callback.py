@@ -284,8 +284,13 @@ class Needy(Callback):
     config: NeedyConfig
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_run_tells_a_callback_whether_its_process_writes(folder_run, writes):
+    assert Callback(run=replace(folder_run, writes=writes)).is_primary == writes
+
+
 def test_a_callback_that_belongs_to_no_run_says_so():
-    for name in ("run", "trainer", "data_module"):
+    for name in ("run", "trainer", "data_module", "is_primary"):
         with pytest.raises(RuntimeError, match="Patient is not attached.*attach"):
             getattr(Patient(), name)
 

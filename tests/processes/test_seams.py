@@ -1,5 +1,7 @@
 """Where several processes are let in: a store and a run of one process refuse to be one of several."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -16,7 +18,7 @@ def not_offered(monkeypatch):
     monkeypatch.setattr(engine_peers, "_offers", [])
 
 
-@pytest.mark.parametrize("ask", [peers, lambda: backend_for("checkpoints", 1.0)])
+@pytest.mark.parametrize("ask", [peers, lambda: backend_for(Path("checkpoints"), 1.0)])
 def test_several_processes_without_their_package_are_an_error_that_names_it(monkeypatch, not_offered, ask):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     with pytest.raises(RuntimeError, match=r"3 processes.*`jax_trainer\.multihost`"):

@@ -1,5 +1,6 @@
 """Which run a path means, and where it stood."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from jax_trainer.checkpoint import RunFolder
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
-from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
+from jax_trainer.multihost import ProcessGroup
+from jax_trainer.runs import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
 
 
 @pytest.fixture
@@ -27,6 +29,21 @@ def test_a_run_resumed_into_another_folder_is_a_fork(folder, tmp_path):
     assert not RunTarget(folder).is_fork
     assert not RunTarget(folder, RunFolder(folder.path)).is_fork
     assert RunTarget(RunFolder(tmp_path / "other"), folder).is_fork
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_all_processes_have_the_folder_that_the_primary_one_found_and_only_it_writes(folder, monkeypatch, index):
+    found = RunTarget(folder, RunFolder(folder.path), 7)
+    answer = json.dumps({"value": json.dumps([str(folder.path), str(folder.path), 7]), "failed": None})
+    group = ProcessGroup(index, 2)
+    monkeypatch.setattr(group, "all_gather", lambda *_, **__: [answer, ""])
+    monkeypatch.setattr("jax_trainer.runs.target.process_group", lambda: group)
+    target = broadcast_from_primary(lambda: found)
+    assert target.resumes is not None
+    assert (target.folder.path, target.resumes.path, target.step) == (folder.path, folder.path, 7)
+    with target.locked():
+        target.write_text("note.txt", "written")
+    assert target.writes == (folder.path / "note.txt").exists() == (index == 0)
 
 
 def test_a_checkpoint_has_the_loop_state_or_only_its_position():

@@ -28,7 +28,6 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.multihost import process_group
 from jax_trainer.settings import AtLeast, Settings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 
@@ -139,7 +138,7 @@ class Callback(RegistrableConfigInterface):
     @property
     def is_primary(self) -> bool:
         """Whether this process is the primary one, which writes files."""
-        return process_group().is_primary
+        return self.run.writes
 
     def reset(self) -> None:
         """Resets the state of the callback; a stateful callback sets its attributes here."""

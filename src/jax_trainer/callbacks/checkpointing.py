@@ -14,8 +14,8 @@ from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
+from jax_trainer.engine.peers import peers
 from jax_trainer.logger import RecordMark
-from jax_trainer.multihost import process_group
 from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")
@@ -174,7 +174,7 @@ class ModelCheckpoint(Callback):
 
         In a multi-process job, a process that failed does not wait: the others may never finish the save.
         """
-        if status == "failed" and process_group().is_multi_process:
+        if status == "failed" and not peers().can_wait:
             return
         try:
             (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()

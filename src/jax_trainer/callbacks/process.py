@@ -17,7 +17,7 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core.output import flush_output
 from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd
-from jax_trainer.multihost import process_group
+from jax_trainer.engine.peers import peers
 from jax_trainer.settings import Above, AtLeast
 
 LOG = logging.getLogger("jax_trainer")
@@ -107,7 +107,7 @@ class HangMonitor(Callback):
                 self._report(what)
 
     def _report(self, what: str) -> None:
-        where = self._dump(self.run.folder / f"hang-{process_group().index}.txt")
+        where = self._dump(self.run.folder / f"hang-{peers().index}.txt")
         ends = f" The process ends with exit code {HANGS}." if self.config.exits else ""
         LOG.error(
             f"The run hangs: no progress for {self.config.seconds:g} seconds, since {what}. The stacks of all threads "

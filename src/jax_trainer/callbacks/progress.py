@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 from compoconf import register
 from rich.console import Console
@@ -15,6 +14,7 @@ from rich.console import Console
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core import LogMetricMode, LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.output import SafeStream, safe_console
+from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import (
     Edit,
     Edited,
@@ -173,7 +173,7 @@ class ProgressBar:
     def handle(self, event: Event) -> None:
         """Updates the bar."""
         if self._is_primary is None:
-            self._is_primary = jax.process_index() == 0  # not earlier: it initializes the devices
+            self._is_primary = is_primary()  # not earlier: it initializes the devices
         if not self._is_primary:
             return
         if isinstance(event, StepEnd):  # first: by far the most frequent
@@ -364,7 +364,7 @@ class Progress(Callback):
     def handle(self, event: Event) -> Edit | None:
         if self._bar is None:
             title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
-            epochs, steps = self.run.epochs, self.run.steps
-            self._bar = ProgressBar(title=title, epochs=epochs, steps=steps, refresh_seconds=seconds)
+            shown = {"epochs": self.run.epochs, "steps": self.run.steps, "is_primary": self.is_primary}
+            self._bar = ProgressBar(title=title, refresh_seconds=seconds, **shown)
         self._bar.handle(event)
         return super().handle(event)

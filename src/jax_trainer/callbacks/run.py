@@ -1,11 +1,12 @@
 """The context of a run for its callbacks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from jax_trainer.core import TrainState
+from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.logger import Logger
 
@@ -64,6 +65,7 @@ class RunContext:
         epochs: total number of epochs, if known.
         steps: the last step of training, if known.
         transforms: description of the transforms of batches on the device; "" without a trainer.
+        writes: whether this process writes files and logs; of several, only the primary one does.
     """
 
     folder: Path
@@ -77,3 +79,4 @@ class RunContext:
     epochs: int | None = None
     steps: int | None = None
     transforms: str = ""
+    writes: bool = field(default_factory=is_primary)

@@ -1,6 +1,7 @@
-"""The command `launch`: starts several processes on this machine that train one experiment together."""
+"""Several processes on the command line: options to join the others, and the command `launch`, which starts them."""
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -14,16 +15,87 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jax_trainer.cli.multihost import seconds
+import jax
+
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.multihost import HEARTBEAT
+from jax_trainer.core.output import SafeStream
+from jax_trainer.multihost import HEARTBEAT, Job, JoinError, detect_launcher, join, leave, process_group
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def add_options(one: argparse.ArgumentParser) -> None:
+# joining
+
+
+def add_join_options(one: argparse.ArgumentParser) -> None:
+    """Adds the options that describe the process group."""
+    group = one.add_argument_group(
+        "multiple processes", "run the same command in each process; on one machine, see `jax-trainer launch`"
+    )
+    group.add_argument("--distributed", choices=("auto", "on", "off"), default="auto",
+                       help="call `jax.distributed.initialize`: on (SLURM, Open MPI, Kubernetes, TPU), off, or auto "
+                       "(only under SLURM and Open MPI; default)")  # fmt: skip
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
+    group.add_argument("--heartbeat", type=_seconds, default=HEARTBEAT, metavar="SECONDS",
+                       help="timeout after which a process without heartbeats is considered dead, and the others exit "
+                       f"(default: {HEARTBEAT:g})")  # fmt: skip
+
+
+def join_others(args: argparse.Namespace) -> None:
+    """Joins the process group if there is one; then only the primary process prints."""
+    if hasattr(args, "distributed") and _join(args) and not process_group().is_primary:
+        args.quiet, args.json = True, False
+
+
+def _join(args: argparse.Namespace) -> bool:
+    try:
+        job = Job(coordinator=args.coordinator, processes=args.processes, process=args.process)
+        if args.distributed == "off" and job.is_explicit:
+            raise WrongInput(
+                "`--distributed off` excludes `--coordinator`, `--processes` and `--process`. Leave them out."
+            )
+        is_wanted = args.distributed == "on" or (args.distributed == "auto" and bool(detect_launcher()))
+        if not (job.is_explicit or is_wanted):
+            return False
+        join(job, heartbeat=args.heartbeat)
+        _keep_output_clean()
+    except JoinError as error:
+        raise WrongInput(str(error)) from None
+    return process_group().is_multi_process
+
+
+def _keep_output_clean() -> None:
+    """Sends what native libraries print on standard output to standard error: with `--json`, ours must be JSON."""
+    with suppress(io.UnsupportedOperation):  # captured output has no file descriptor to redirect
+        own = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        opened = os.fdopen(own, "w", buffering=1)
+        sys.stdout = SafeStream(lambda: opened)  # type: ignore[assignment]
+
+
+def leave_others(timeout: float) -> bool:
+    """Leaves the process group, waiting for the others up to `timeout` seconds; False if there is none."""
+    has_others = jax.distributed.is_initialized() and process_group().is_multi_process
+    if has_others:
+        leave(timeout)
+    return has_others
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 2 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
+
+
+# launching
+
+
+def add_launch_options(one: argparse.ArgumentParser) -> None:
     """Adds the options of `launch`."""
     one.add_argument("--processes", type=_count, required=True, metavar="N", help="number of processes to start")
     one.add_argument("--devices", type=_count, metavar="D",
@@ -32,7 +104,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--restarts", type=_count, default=0, metavar="K",
                      help="if a process fails or is killed, restart all and resume the run, up to K times "
                      "(default: 0)")  # fmt: skip
-    one.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
+    one.add_argument("--heartbeat", type=_seconds, default=HEARTBEAT, metavar="SECONDS",
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
 

@@ -20,7 +20,6 @@ from rich.console import Console
 import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
 import jax_trainer.cli.launch as launching
-import jax_trainer.cli.multihost as multihost
 import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.lock import RunInUseError
@@ -32,7 +31,6 @@ from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.core.output import SafeStream, flush_output, reserve_standard_streams
 from jax_trainer.datasets import DataError
-from jax_trainer.multihost import leave
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
@@ -116,9 +114,9 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     tuning.add_options(tune)
-    launching.add_options(launch)
+    launching.add_launch_options(launch)
     for one in (train, resume, test):
-        multihost.add_options(one)
+        launching.add_join_options(one)
     named = "a class, or an interface such as Callback; .py files that register your own classes"
     describe.add_argument("names", nargs="*", default=[], metavar="NAME | FILE.py", help=named)
     return root
@@ -158,18 +156,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return code
     was_stopped = code in (CTRL_C, TERMINATED)
-    if was_stopped or (code and multihost.is_multi_process()):
-        # all processes were stopped; or this one failed, and a barrier with the others may never be reached
-        leave(15.0 if was_stopped else 2.0)
-        return _exit_now(code)
-    return code
+    # all processes were stopped; or this one failed, and a barrier with the others may never be reached
+    has_left = bool(code) and launching.leave_others(15.0 if was_stopped else 2.0)
+    return _exit_now(code) if was_stopped or has_left else code
 
 
 def _run(arguments: Sequence[str]) -> int:
     args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
         args = _parse(arguments)
-        multihost.join_others(args)
+        launching.join_others(args)
         with _one_line_messages(args):
             outcome = args.run(args)
     except (Interrupted, KeyboardInterrupt) as end:

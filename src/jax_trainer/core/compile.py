@@ -215,11 +215,13 @@ def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Cal
     """The executable of a `jax.jit` function for such arguments, shared with functions of the same lowered text.
 
     It raises a TypeError or ValueError for other arguments than those of the function that was compiled first. Returns
-    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, several processes.
+    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, devices of other processes.
     """
     config: Any = jax.config
     debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
-    if debugs or jax.process_count() > 1:
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+    outputs = jax.tree.leaves(out_shardings)
+    if debugs or not all(sharding.is_fully_addressable for sharding in (*shardings, *outputs)):
         return jitted
     traced = jitted.trace(*args)
     constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
@@ -230,10 +232,8 @@ def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Cal
     # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
     if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
         return jitted
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
     options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
     digest = hashlib.sha256(text.encode()).digest()
-    outputs = jax.tree.leaves(out_shardings)
     return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered)
 
 

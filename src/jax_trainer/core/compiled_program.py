@@ -223,8 +223,7 @@ class CompiledProgram(ProgramSetup):
         if isinstance(batch, ResidentBatch):
             return batch.gather()
         # processes that need the same rows each supplied some of them; they are gathered here
-        placement = None if self.layout is None else self.layout.batch_placement
-        if self.layout is None or placement is None or not placement.reshards:
+        if self.layout is None or self._placement is None or not self._placement.reshards:
             return batch
         return self.layout.constrain_rows(batch, 0)
 
@@ -237,7 +236,7 @@ class CompiledProgram(ProgramSetup):
 
     def _replicated(self, results: Any) -> Any:
         # every process reads all of it
-        if not self._is_multi_process or self.debug or self.layout is None:
+        if self.layout is None or self._placement is None or self.debug:
             return results
         return lax.with_sharding_constraint(results, self.layout.replicated)
 

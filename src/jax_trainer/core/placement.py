@@ -1,4 +1,4 @@
-"""Placement of arrays on devices, also those of several processes."""
+"""Placement of arrays on devices, also those of several processes; which of them this is."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.core.leaves import leaf_path
-from jax_trainer.core.mesh import LayoutError
+from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metrics import Batch, PyTree, resized
 
 
@@ -124,9 +124,9 @@ def spans_processes(mesh: Mesh) -> bool:
     return mesh.is_multi_process
 
 
-def this_process() -> tuple[int, int]:
-    """The number of this process, from 0, and how many there are. Initialises JAX's devices."""
-    return jax.process_index(), jax.process_count()
+def default_mesh() -> Mesh | None:
+    """The mesh of a run that names none: with several processes, all devices of all of them; None: one device."""
+    return make_mesh() if jax.process_count() > 1 else None
 
 
 def is_primary() -> bool:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.mesh import AXES, LayoutError, checked_mesh, make_mesh, usual_batch_axes
 from jax_trainer.core.partitioning import Partitioning, checked_spec
+from jax_trainer.core.placement import default_mesh
 
 MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
 
@@ -29,7 +30,8 @@ def resolve_layout(
         batch_spec: how batches are sharded, unless `mesh` is a layout or shardings.
     """
     if mesh is None:
-        return _layout_on(make_mesh(), partitioning, batch_spec) if jax.process_count() > 1 else None
+        default = default_mesh()
+        return None if default is None else _layout_on(default, partitioning, batch_spec)
     if isinstance(mesh, Layout):
         return mesh
     if isinstance(mesh, Mapping):

@@ -11,7 +11,7 @@ from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range,
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
-from jax_trainer.core.placement import device_put, primary_example
+from jax_trainer.core.placement import BatchPlacement, device_put, primary_example
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState, copy_state
 from jax_trainer.core.user_frame import explaining
@@ -44,7 +44,7 @@ class ProgramSetup:
 
         With several processes, all must call it; the example of process 0 is used.
         """
-        if self._is_multi_process:
+        if self._placement is not None:
             example = primary_example(example)
         init, variables = self._program.init, self.info.initial_variables
         if self.layout is not None and variables is not None and not self.debug:
@@ -162,8 +162,8 @@ class ProgramSetup:
 
     def store(self, arrays: PyTree) -> PyTree:
         """`arrays`, which every process has, replicated on all devices: steps select their batches from them."""
-        if self.layout is not None and self.layout.batch_placement is not None:
-            return self.layout.batch_placement.replicate(arrays)
+        if self._placement is not None:
+            return self._placement.replicate(arrays)
         return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
     def _blank(self, fmt: MetricBufferFormat, length: int) -> MetricBuffer:
@@ -173,8 +173,8 @@ class ProgramSetup:
         return self._blanks[fmt, length]
 
     @property
-    def _is_multi_process(self) -> bool:
-        return self.layout is not None and self.layout.batch_placement is not None
+    def _placement(self) -> BatchPlacement | None:
+        return None if self.layout is None else self.layout.batch_placement
 
 
 class TrainTrace(NamedTuple):

@@ -11,9 +11,8 @@ from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, descri
 from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
-from jax_trainer.datasets.order import HostTransforms, Order, nearby_multiples
+from jax_trainer.datasets.order import HostTransforms, Order, joined_states, nearby_multiples, own_state
 from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.shared_state import joined_states, own_state
 from jax_trainer.datasets.sources import EpochLoader, Position
 from jax_trainer.datasets.transforms import (
     DeviceTransforms,

@@ -15,9 +15,8 @@ from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
 from jax_trainer.datasets.epochs import restarts_each_epoch
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.order import Ordered, check_own_state, replication_of
 from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.shared_state import check_process_count
 from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 
@@ -181,7 +180,7 @@ class DataSource:
     def restore(self, state: Any) -> None:
         """Restores the position of a saved `state`."""
         if state is not None:
-            check_process_count(state, self.name, jax.process_count())
+            check_own_state(state, self.name)
             self._adapter.restore(state)
 
     def open(self, epoch: int, start: int = 0) -> EpochIterator:
@@ -189,8 +188,7 @@ class DataSource:
         self._was_exhausted, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._adapter.open(epoch, start) if self._adapter.is_ours else self._converted(epoch, start)
         state_of = self._adapter.state if self._adapter.keeps_state else None
-        is_replicated = self.is_replicated if self.is_shared and jax.process_count() > 1 else None
-        return EpochIterator(batches, self.name, epoch, start, state_of, is_replicated)
+        return EpochIterator(batches, self.name, epoch, start, state_of, replication_of(self))
 
     def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
         copy = not makes_fresh_arrays(self._data)

@@ -13,7 +13,7 @@ from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.datasets.order import nearby_multiples
+from jax_trainer.datasets.order import nearby_multiples, this_process
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 
@@ -79,8 +79,8 @@ class DatasetConfig(Settings):
         return {name: value for name, value in super().stored().items() if name not in derived}
 
     def batch_size(self, processes: int | None = None) -> int:
-        """Examples per batch over all processes; `processes` defaults to `jax.process_count()`."""
-        processes = jax.process_count() if processes is None else processes
+        """Examples per batch over all processes; `processes` defaults to those of JAX."""
+        processes = this_process()[1] if processes is None else processes
         both = {"global_batch_size", "local_batch_size"} <= self.explicit
         assert self.global_batch_size is not None  # `__post_init__` filled them in
         assert self.local_batch_size is not None

@@ -1,4 +1,5 @@
-"""`Order`: the examples of each batch, as a pure function of the seed, the epoch and the position; host transforms."""
+"""`Order`: the examples of each batch, as a pure function of the seed, the epoch and the position; host transforms; and
+the data of one of several processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import PyTree, checked_int, resized
+from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.transforms import DeviceTransforms, TransformedIterator
 
 
@@ -72,10 +74,10 @@ class Order:
 
     def is_replicated(self, index: int) -> bool:
         """Whether this process gets the complete batch `index` instead of a part."""
-        _, count = self.process or self._this_process()
-        if count not in (1, jax.process_count()):
+        (_, count), (_, running) = self.shard, this_process()
+        if count not in (1, running):
             raise ValueError(
-                f"`process` has a count of {count} processes, but {jax.process_count()} are running. "
+                f"`process` has a count of {count} processes, but {running} are running. "
                 "Remove it, or use (0, 1) to give all examples to each of them."
             )
         return count == 1 or index >= self.full_batches
@@ -86,7 +88,7 @@ class Order:
 
     def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
         """The examples of `batches` batches from `index` on, given the order of the epoch."""
-        size, (mine, count) = self.batch_size, self.process or self._this_process()
+        size, (mine, count) = self.batch_size, self.shard
         rows = order[index * size : (index + batches) * size]
         if count == 1:
             return rows
@@ -94,11 +96,15 @@ class Order:
         parts = rows[:full].reshape(-1, count, size // count)[:, mine].reshape(-1)
         return np.concatenate([parts, rows[full:]])
 
-    def _this_process(self) -> tuple[int, int]:
-        process = (jax.process_index(), jax.process_count())
-        self._check_process(*process)
-        object.__setattr__(self, "process", process)  # read once: the number of processes does not change
-        return process
+    @property
+    def shard(self) -> tuple[int, int]:
+        """`process`; if it is None, that of JAX."""
+        if self.process is None:
+            process = this_process()
+            self._check_process(*process)
+            object.__setattr__(self, "process", process)  # read once: the number of processes does not change
+            return process
+        return self.process
 
     def _check_process(self, index: int, count: int) -> None:
         if not 0 <= index < count:
@@ -198,3 +204,47 @@ class HostTransforms:
             return batch
         # records use the counters from 0 on, batches those after them
         return self.batch(batch, generator(order.seed, epoch, order.examples + index))
+
+
+# one of several processes
+
+_OF_EACH = "of each process"
+
+
+def this_process() -> tuple[int, int]:
+    """(index, count) of this process among those of JAX. Initialises JAX's devices."""
+    return jax.process_index(), jax.process_count()
+
+
+def replication_of(data: Any) -> Callable[[int], bool] | None:
+    """`data.is_replicated`, if several processes are running and `data` shards its batches among them; else None."""
+    return getattr(data, "is_replicated", None) if this_process()[1] > 1 else None
+
+
+def joined_states(states: Sequence[Any]) -> dict[str, Any]:
+    """The states of stateful loaders of all processes as one, for a checkpoint.
+
+    >>> own_state(joined_states(["first", "second"]), 1, 2)
+    'second'
+    """
+    return {_OF_EACH: list(states)}
+
+
+def own_state(state: Any, index: int, count: int) -> Any:
+    """The part of `state` for process `index` of `count`; `state` itself if it is of another number of processes."""
+    return state[_OF_EACH][index] if _is_joined(state) and len(state[_OF_EACH]) == count else state
+
+
+def check_own_state(state: Any, name: str) -> None:
+    """Raises a `DataError` if `state` was saved by another number of processes."""
+    if _is_joined(state):
+        saved, running = len(state[_OF_EACH]), this_process()[1]
+        raise DataError(
+            f"The state of the {name!r} data was saved by {saved} processes, and {running} are running. Resume with "
+            f"{saved}, or use a loader whose order does not depend on the number of processes: an `ArrayLoader` or a "
+            "`GrainLoader`."
+        )
+
+
+def _is_joined(state: Any) -> bool:
+    return isinstance(state, dict) and state.keys() == {_OF_EACH}

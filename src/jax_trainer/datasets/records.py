@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from jax_trainer.core import Batch, checked_int
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
@@ -98,8 +96,7 @@ class GrainLoader(Ordered):
         at_the_end = self._stream is not None and self._stream.position[1] == 0
         stride = 0 if at_the_end and (epoch, index) == (self._epoch, 0) else 1
         self.close()
-        process = self.schedule.process or (jax.process_index(), jax.process_count())  # a worker cannot ask JAX
-        order = dataclasses.replace(self.schedule, process=process)
+        order = dataclasses.replace(self.schedule, process=self.schedule.shard)  # a worker cannot ask JAX
         batches = Batches(self._source, self._decode, order, self.host, epoch, index, stride)
         self._stream = stream = Stream(batches, *self._options)
         # registered before the workers start; runs at interpreter exit at the latest

@@ -30,6 +30,7 @@ class Alone:
         adapts: whether metrics may be read when this process has the time.
         may_lack_data: whether an evaluation set may have no batch here.
         can_wait: whether a run that ended early can wait for its saves: others may never finish their part.
+        index: the number of this process.
         idle: seconds for which the devices of other processes waited for this one.
     """
 
@@ -37,6 +38,7 @@ class Alone:
     adapts = True
     may_lack_data = False
     can_wait = True
+    index = 0
     idle = 0.0
 
     def stop_all(self) -> bool:

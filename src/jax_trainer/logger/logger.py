@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
+from jax_trainer.core import placement
 from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords, Entry
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_step, sync
@@ -61,14 +61,14 @@ class Logger(RegistrableConfigInterface):
     Args:
         config: what is logged.
         folder: the run folder.
-        is_primary: whether this process writes; None: the process with index 0 does.
+        is_primary: whether this process writes; None: the primary process does.
     """
 
     config: LoggerConfig
 
     def __init__(self, config: LoggerConfig, folder: Path, *, is_primary: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
-        self.is_primary = jax.process_index() == 0 if is_primary is None else is_primary
+        self.is_primary = placement.is_primary() if is_primary is None else is_primary
         self._step = 0
         self._is_closed = not self.is_primary
         self._own = DroppedRecords("Logger", "such values are not logged")

@@ -30,7 +30,7 @@ class Together(Alone):
     can_wait = False
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._timer = group, IdleTimer()
+        self._group, self._timer, self.index = group, IdleTimer(), group.index
         self.is_preemption_due = _Preemptions().is_due
         self.has_dispatched = False
 

@@ -17,7 +17,6 @@ from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, Tra
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.dispatcher import batch_faults
-from jax_trainer.multihost import process_group
 from jax_trainer.runs.target import loop_state_of, record_mark, resumable
 
 LOG = logging.getLogger("jax_trainer")
@@ -36,7 +35,7 @@ def recover(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position
         if policy == "rollback" and rollbacks < run.spec.max_rollbacks and _can_roll_back(run):
             return _rolled_back(run, error)
         before, folder = Position(*error.position), run.target.folder.path
-        explained = explain_nonfinite(error, run.spec.program, run.state, before, folder)
+        explained = explain_nonfinite(error, run.spec.program, run.state, before, folder, writes=run.writes)
     if policy == "stop":
         raise StopTraining(str(explained)) from error
     raise explained from (None if explained is error else error)
@@ -61,7 +60,13 @@ def _rolled_back(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Pos
 
 
 def explain_nonfinite(
-    error: NonFiniteError, program: CompiledProgram, state: TrainState, position: Position, folder: Path
+    error: NonFiniteError,
+    program: CompiledProgram,
+    state: TrainState,
+    position: Position,
+    folder: Path,
+    *,
+    writes: bool,
 ) -> NonFiniteError:
     """`error` with the names of the non-finite values; saves the batch and the state before the step to the run folder.
 
@@ -71,6 +76,7 @@ def explain_nonfinite(
         state: the state that the guard kept: that before the step, except for the step count.
         position: the position in the data before the step.
         folder: the run folder.
+        writes: whether this process writes the report; all save the state.
     """
     before = thawed(state).replace(step=jnp.full_like(state.step, error.step - 1))
     found = examine(program, state, error.batch, error.step)
@@ -84,7 +90,7 @@ def explain_nonfinite(
         "parameters": found.parameters,
         "batch": found.batch,
     }
-    if process_group().is_primary:
+    if writes:
         np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     faults = batch_faults(error.batch, program.trace_train_step(state, error.batch))

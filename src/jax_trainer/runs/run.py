@@ -13,6 +13,7 @@ from jax_trainer.callbacks import Callback, Progress, ProgressBar, RunContext, l
 from jax_trainer.callbacks.log_metrics import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
+from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import (
     Driver,
@@ -30,7 +31,6 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
-from jax_trainer.multihost import process_group
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
@@ -47,6 +47,7 @@ class Run:
         flat_state: the state after the last event of training.
         at: its position.
         evaluated: step and metrics of the last evaluation.
+        writes: whether this process writes files and logs, and shows progress.
         history: all metrics so far, and how the run ended.
         is_training: whether the loop owns the state.
         is_resumed: whether it continues an earlier run.
@@ -61,13 +62,14 @@ class Run:
 
     def __init__(self, spec: RunSpec, target: RunTarget | None = None) -> None:
         self.spec, self.target, self.plan = spec, target, spec.plan
+        self.writes = is_primary() if target is None else target.writes
         self.flat_state: FlatState | None = None
         self.at: Position | LoopState = Position()
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self.history = History(
             None if target is None or spec.recording is None else target.folder.path / HISTORY,
             keeps_training=spec.recording is not None and spec.recording.keeps_training,
-            writes=process_group().is_primary,
+            writes=self.writes,
         )
         self.is_training = self.is_resumed = False
         self.tested: Weights | None = None
@@ -205,7 +207,8 @@ class Run:
             return []
         epochs, steps = self.ends_at
         title = "" if self.target is None else f"Run folder: {self.target.folder.path}"
-        return [ProgressBar(title=title, epochs=epochs, steps=steps, in_steps=self.spec.in_steps)]
+        shown: dict[str, Any] = {"in_steps": self.spec.in_steps, "is_primary": self.writes}
+        return [ProgressBar(title=title, epochs=epochs, steps=steps, **shown)]
 
     def handle(self, event: Event) -> None:
         """Follows the state of training; a test may use other weights."""
@@ -237,6 +240,7 @@ class Run:
             epochs=epochs,
             steps=steps,
             transforms=recording.transforms,
+            writes=self.writes,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:

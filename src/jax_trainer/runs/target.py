@@ -30,14 +30,15 @@ class RunTarget(NamedTuple):
     folder: RunFolder
     resumes: RunFolder | None = None
     step: int | None = None  # of the checkpoint to resume from; None: the latest
+    writes: bool = True  # whether this process writes files and logs; of several, only the primary one does
 
     def locked(self) -> AbstractContextManager[None]:
-        """Locks the folder against other jobs, in the primary process."""
-        return self.folder.locked() if process_group().is_primary else nullcontext()
+        """Locks the folder against other jobs, if this process writes to it."""
+        return self.folder.locked() if self.writes else nullcontext()
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes `text` to a file of the folder, in the primary process."""
-        if process_group().is_primary:
+        """Writes `text` to a file of the folder, if this process writes."""
+        if self.writes:
             self.folder.write_text(name, text)
 
     @property
@@ -48,7 +49,8 @@ class RunTarget(NamedTuple):
 
 def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
     """The result of `find`, which may create a folder: the primary process calls it and broadcasts the result."""
-    if not process_group().is_multi_process:
+    group = process_group()
+    if not group.is_multi_process:
         return find()
 
     def encoded() -> str:
@@ -56,8 +58,9 @@ def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
         resumes = None if target.resumes is None else str(target.resumes.path)
         return json.dumps([str(target.folder.path), resumes, target.step])
 
-    folder, resumes, step = json.loads(process_group().broadcast("the folder of the run", encoded))
-    return RunTarget(RunFolder(Path(folder)), None if resumes is None else RunFolder(Path(resumes)), step)
+    folder, resumes, step = json.loads(group.broadcast("the folder of the run", encoded))
+    source = None if resumes is None else RunFolder(Path(resumes))
+    return RunTarget(RunFolder(Path(folder)), source, step, writes=group.is_primary)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
@@ -107,7 +110,7 @@ def restore_run(
     if target.resumes is None:
         return None
     source = CheckpointStore(target.resumes.checkpoints) if target.is_fork else store
-    if target.is_fork and process_group().is_primary:
+    if target.is_fork and target.writes:
         _copy_files(target.resumes.path, target.folder.path)
     if target.step is None and not source.infos():
         if not saves:

@@ -28,6 +28,7 @@ from jax_trainer.core import (
     explaining,
     resolve_layout,
 )
+from jax_trainer.core.placement import is_primary
 from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
     ArrayLoader,
@@ -40,7 +41,6 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.multihost import process_group
 from jax_trainer.runs import Run, RunSpec, loop_state_of
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook
@@ -136,7 +136,7 @@ def train_fn(
             program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
             compiled = compile_program(program, layout=layout)
             reported = _reported(program, compiled, rng_key, example, val, val_example)
-            writer = ActiveWandb() if log_to_wandb and process_group().is_primary else None
+            writer = ActiveWandb() if log_to_wandb and is_primary() else None
             training = Training(plan, rng_key, objects, called, writer)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:

@@ -226,8 +226,8 @@ def _dataset(config: Any) -> DatasetModule:
 def _mesh(run: StoredRun) -> Mesh | None:
     """The mesh of the devices that share each batch; None: the trainer's default."""
     num_gpus, devices = run.num_gpus, jax.devices()
-    if run.trainer.mesh is not None or jax.process_count() > 1:
-        layout = layout_for(run.trainer, None)
+    layout = layout_for(run.trainer, None)
+    if run.trainer.mesh is not None or layout is not None:
         found = 1 if layout is None else layout.mesh.size
         if num_gpus > 1 and num_gpus != found:
             text = f"`num_gpus` is {num_gpus}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."

@@ -13,9 +13,9 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.config import dump_config
 from jax_trainer.core import TrainState
+from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
-from jax_trainer.multihost import process_group
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.trainer.experiment import stored_run
@@ -135,5 +135,5 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **op
 
 def write_metrics(folder: RunFolder | None, filename: str, metrics: Mapping[str, Any]) -> None:
     """Writes metrics to a file of the run folder, in the primary process."""
-    if process_group().is_primary:
+    if is_primary():
         save_metrics(_existing(folder, "write to").path, filename, metrics)

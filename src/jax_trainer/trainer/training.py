@@ -16,12 +16,12 @@ from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
 from jax_trainer.callbacks.progress import progress_console
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
 from jax_trainer.core.layout_table import LayoutTable
+from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
-from jax_trainer.multihost import process_group
 from jax_trainer.runs import Best, History, Run, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
 
@@ -200,7 +200,7 @@ def report_start(run: Run, table: LayoutTable | None, *, shown: bool) -> None:
     if table is None or run.target is None:
         return
     run.target.write_text(LAYOUT, table.text())
-    if shown and process_group().is_primary:
+    if shown and run.writes:
         progress_console().print(table.text(), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -235,4 +235,4 @@ def tested_with_callbacks(
 
 def tracked(iterator: Iterable[Any], desc: str = "", total: float | None = None, **_: Any) -> Iterable[Any]:
     """`iterator` with a progress bar in the primary process; further options of tqdm have no effect."""
-    return track(iterator, desc, total, console=progress_console()) if process_group().is_primary else iterator
+    return track(iterator, desc, total, console=progress_console()) if is_primary() else iterator
