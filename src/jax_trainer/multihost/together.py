@@ -31,8 +31,7 @@ class Together(Alone):
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._timer, self.index = group, IdleTimer(), group.index
-        self.is_preemption_due = _Preemptions().is_due
-        self.has_dispatched = False
+        self.has_dispatched, self._dispatches = False, 0
 
     @property
     def idle(self) -> float:  # type: ignore[override]
@@ -66,6 +65,11 @@ class Together(Alone):
 
     def stepping(self, batches: BatchIterator) -> BatchIterator:
         return _Preemptible(batches, self)  # type: ignore[return-value]
+
+    def is_preemption_due(self) -> bool:
+        """Called after every dispatch; True at the one where all processes stop after a preemption notice."""
+        self._dispatches += 1  # the same in all processes, however many steps a dispatch has
+        return multihost_utils.reached_preemption_sync_point(self._dispatches)
 
     def can_save_after(self, reason: BaseException) -> bool:
         """A process that fails does so alone: there is no step at which all of them could save."""
@@ -135,18 +139,6 @@ class SyncedClock(RunClock):
         pace = (now - self._synced) / max(1, self._dispatches - self._last)
         self._last = self._dispatches
         return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
-
-
-class _Preemptions:
-    """Counts dispatches, of which all processes have the same number, however many steps a dispatch has."""
-
-    def __init__(self) -> None:
-        self._dispatches = 0
-
-    def is_due(self) -> bool:
-        """Called after every dispatch; True at the one where all processes stop after a preemption notice."""
-        self._dispatches += 1
-        return multihost_utils.reached_preemption_sync_point(self._dispatches)
 
 
 class _Preemptible:
