@@ -88,7 +88,7 @@ class Order:
 
     def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
         """The examples of `batches` batches from `index` on, given the order of the epoch."""
-        size, (mine, count) = self.batch_size, self.shard
+        size, (mine, count) = self.batch_size, self.process or self.shard
         rows = order[index * size : (index + batches) * size]
         if count == 1:
             return rows
