@@ -31,7 +31,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.optional_import import lazy_import
+from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
@@ -122,9 +122,9 @@ __all__ = [
     "copy_state",
     "explaining",
     "failpoint",
+    "from_extra",
     "grad_of",
     "kinds_of",
-    "lazy_import",
     "leaf_path",
     "leaf_statistics",
     "loss_and_metrics",
