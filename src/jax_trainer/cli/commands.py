@@ -25,7 +25,7 @@ from jax_trainer.config import (
     redact,
     registered_classes,
 )
-from jax_trainer.optimizer import GroupConfig
+from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers classes that `describe` lists
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
