@@ -14,41 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jax_trainer.cli.multihost import seconds
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.multihost import HEARTBEAT
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def add_options(one: argparse.ArgumentParser) -> None:
-    """Adds the options of `launch`."""
-    one.add_argument("--processes", type=_count, required=True, metavar="N", help="number of processes to start")
-    one.add_argument("--devices", type=_count, metavar="D",
-                     help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
-                     "devices (default: 1)")  # fmt: skip
-    one.add_argument("--restarts", type=_count, default=0, metavar="K",
-                     help="if a process fails or is killed, restart all and resume the run, up to K times "
-                     "(default: 0)")  # fmt: skip
-    one.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
-                     help="timeout after which a process without heartbeats is considered dead "
-                     f"(default: {HEARTBEAT:g})")  # fmt: skip
-
-
-def _count(text: str) -> int:
-    if text.isdigit() and 0 <= int(text) <= 1024:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer from 0 to 1024, found {text[:40]!r}.")
-
-
 def launch(args: argparse.Namespace) -> Outcome:
-    """Start N processes on this machine that train one experiment together, each running `train`.
-
-    The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
-    with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.
-    """
+    """Start N processes on this machine that train one experiment together, each running `train`."""
     if not args.processes:
         raise WrongInput("`--processes` must be at least 1.")
     changes, text = list(args.changes), ""

@@ -9,32 +9,8 @@ from contextlib import suppress
 import jax
 
 from jax_trainer.cli.outcomes import WrongInput
-from jax_trainer.core.output import SafeStream
-from jax_trainer.multihost import HEARTBEAT, Job, JoinError, detect_launcher, join, process_group
-
-
-def add_options(one: argparse.ArgumentParser) -> None:
-    """Adds the options that describe the process group."""
-    group = one.add_argument_group(
-        "multiple processes", "run the same command in each process; on one machine, see `jax-trainer launch`"
-    )
-    group.add_argument("--distributed", choices=("auto", "on", "off"), default="auto",
-                       help="call `jax.distributed.initialize`: on (SLURM, Open MPI, Kubernetes, TPU), off, or auto "
-                       "(only under SLURM and Open MPI; default)")  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
-    group.add_argument("--heartbeat", type=seconds, default=HEARTBEAT, metavar="SECONDS",
-                       help="timeout after which a process without heartbeats is considered dead, and the others exit "
-                       f"(default: {HEARTBEAT:g})")  # fmt: skip
-
-
-def seconds(text: str) -> float:
-    """Parses a heartbeat timeout in seconds."""
-    with suppress(ValueError):
-        if 2 <= float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
+from jax_trainer.multihost import Job, JoinError, detect_launcher, join, process_group
+from jax_trainer.output import SafeStream
 
 
 def join_others(args: argparse.Namespace) -> None:

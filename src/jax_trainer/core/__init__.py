@@ -3,6 +3,7 @@
 Independent of epochs, files and model libraries. Imports no other package of this library.
 """
 
+from jax_trainer.core.compilation_cache import loaded_notice, set_compilation_cache
 from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
@@ -127,6 +128,7 @@ __all__ = [
     "kinds_of",
     "leaf_path",
     "leaf_statistics",
+    "loaded_notice",
     "loss_and_metrics",
     "make_eval_step",
     "make_mesh",
@@ -141,6 +143,7 @@ __all__ = [
     "reported_in",
     "resized",
     "resolve_layout",
+    "set_compilation_cache",
     "step_of",
     "stream",
     "streams",
