@@ -4,7 +4,8 @@
 
 * saves: a save of a small state into a folder in which 10, 100 and 500 checkpoints are kept.
 * epochs: epochs per second of one tiny run with validation and checkpoints, by `fit` and by `TrainerModule`, around
-  epoch 100, 1,000 and 5,000; the size of the last `checkpoint.json`, and the number of files in the run folder.
+  epoch 100, 1,000 and 5,000, and the function calls of an epoch after that, which do not depend on what else is
+  running; the size of the last `checkpoint.json`, and the number of files in the run folder.
 * metrics: 400 steps of a tiny training that reports 10, 200 and 2,000 metrics.
 
 Each figure is wall time, and in brackets the CPU time of all threads, which depends less on what else is running. A
@@ -12,6 +13,7 @@ report, not a test.
 """
 
 import argparse
+import cProfile
 import json
 import logging
 import os
@@ -33,7 +35,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core.state import new_state
 from jax_trainer.datasets import Position
 
-KEPT, METRICS, STEPS = (10, 100, 500), (10, 200, 2000), 400
+KEPT, EPOCHS, METRICS, STEPS = (10, 100, 500), (100, 1000, 5000), (10, 200, 2000), 400
 WINDOW = 40  # epochs, before and after the one named
 
 
@@ -84,13 +86,22 @@ class Mlp(nn.Module):
 
 
 class Clock(Callback):
-    """Records when epochs end."""
+    """Records when epochs end, and counts the function calls of the epochs after each window."""
 
     def reset(self) -> None:
         self.ends: list[np.ndarray] = []
+        self.calls: dict[int, float] = {}
+        self._profile = cProfile.Profile()
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
+        if epoch - 2 * WINDOW in EPOCHS:
+            self._profile.disable()
+            calls = sum(entry.callcount for entry in self._profile.getstats())  # pyright: ignore[reportAttributeAccessIssue]
+            self.calls[epoch - 2 * WINDOW] = calls / WINDOW
         self.ends.append(now())
+        if epoch - WINDOW in EPOCHS:
+            self._profile = cProfile.Profile()
+            self._profile.enable()
 
 
 class Classifier(jt.TrainerModule):
@@ -127,11 +138,12 @@ def epochs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]]:
     arrays = rng.standard_normal((64, 4), np.float32), rng.integers(2, size=64, dtype=np.int32)
     for name, run in (("fit", by_fit), ("TrainerModule", by_trainer)):
         clock = Clock()
-        run(folder / name, args.epochs + WINDOW, arrays, clock)
-        for epoch in (one for one in (100, 1000, 5000) if one <= args.epochs):
+        run(folder / name, args.epochs + 2 * WINDOW, arrays, clock)
+        for epoch in (one for one in EPOCHS if one <= args.epochs):
             first, last = clock.ends[epoch - WINDOW], clock.ends[min(epoch + WINDOW, len(clock.ends) - 1)]
             wall, cpu = (2 * WINDOW) / (last - first)
-            yield f"{name}, epoch {epoch}", f"{wall:.0f} epochs/s ({cpu:.0f})"
+            calls = f"{clock.calls[epoch]:.0f} calls of Python functions an epoch"
+            yield f"{name}, epoch {epoch}", f"{wall:.0f} epochs/s ({cpu:.0f}), {calls}"
         files = [path for path in (folder / name).rglob("*") if path.is_file()]
         records = [path.stat().st_size for path in files if path.name == "checkpoint.json"]
         yield f"{name}, checkpoint.json", f"{max(records) / 1e3:.1f} kB"

@@ -77,9 +77,9 @@ core evaluations-draw-alike core/test_compile.py
 - key_data(jax.random.fold_in(root, number))
 + key_data(root)
 
-adapters evaluation-changes-statistics adapters/test_linen.py core/test_compile.py
-- kept if train else model_state
-+ kept
+adapters statistics-never-updated adapters/test_linen.py core/test_compile.py
+- (mutable or {}).get(name, old) for
++ old for
 adapters evaluating-in-training-mode adapters/test_nnx.py
 - self.train_graph if train else self.eval_graph
 + self.train_graph

@@ -26,6 +26,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     make_mesh,
+    set_compilation_cache,
     with_ema,
     with_finite_guard,
 )
@@ -154,6 +155,7 @@ __all__ = [
     "predictions",
     "run",
     "serial",
+    "set_compilation_cache",
     "stateful_program",
     "train_events",
     "train_fn",

@@ -1,12 +1,12 @@
 import pytest
 
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 
 
-def test_only_the_listed_packages_can_be_loaded():
-    with pytest.raises(ValueError, match="'os'.*orbax"):
-        lazy_import("os", extra="system")
-
-
-def test_a_part_of_a_package_is_that_part():
-    assert hasattr(lazy_import("orbax.checkpoint"), "PyTreeCheckpointHandler")
+def test_a_missing_package_is_named_with_the_extra_that_installs_it():
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"no_such_tool.*jax-trainer\[drawing\]") as raised,
+        from_extra("drawing"),
+    ):
+        import no_such_tool  # noqa: F401  # pyright: ignore[reportMissingImports]
+    assert raised.value.name == "no_such_tool"

@@ -133,6 +133,17 @@ def test_a_run_that_ends_at_any_event_resumes_to_the_same_bits_metrics_and_rows(
         assert again.rows == whole.rows, number
 
 
+def test_a_state_that_is_saved_after_its_evaluation_is_not_evaluated_again(program):
+    plan, fresh = Plan(max_steps=4, eval_every=Every(steps=4)), program.init(jax.random.key(0), EXAMPLE)
+    whole = Record()
+    part(program, plan, whole, copy_state(fresh), LoopState())
+    assert whole.loop_state is not None and whole.loop_state.evaluated_step == 4
+    again = whole.gone_on()
+    loop_state = LoopState.from_data(whole.loop_state.position, whole.loop_state.to_data())
+    part(program, Plan(max_steps=5, eval_every=Every(steps=4)), again, whole.state, loop_state)
+    assert [row[:2] for row in again.rows if row[0] == "val"] == [("val", 4)]
+
+
 def test_a_run_that_was_ended_three_times_in_one_epoch_takes_every_step_once(program):
     plan, state, at = (
         Plan(max_epochs=1, eval_every=Every(epochs=1)),

@@ -55,6 +55,13 @@ def test_limits_mix_and_the_first_one_ends_the_run():
     assert plan.finished(99, 2, 60.0)
 
 
+def test_the_steps_left_in_an_epoch_do_not_count_those_it_had():
+    assert Plan(max_epochs=2).epoch_steps(13, 3, 10) == 7
+    assert Plan(max_epochs=2, steps_per_epoch=5).epoch_steps(13, 3, 10) == 2
+    assert Plan(max_steps=14).epoch_steps(13, 3, 10) == 1
+    assert Plan(max_epochs=2).epoch_steps(13, 3, None) is None
+
+
 def test_a_fast_dev_run_is_a_few_steps_then_an_evaluation():
     plan = Plan(max_epochs=100, eval_every=Every(steps=1), fast_dev_run=2).resolved()
     assert (plan.max_steps, plan.max_epochs, plan.eval_batches, plan.eval_at_end) == (2, None, 2, True)

@@ -53,6 +53,14 @@ def test_the_best_velocity_makes_data_of_noise(bell, sampler):
     assert abs(float(samples.std()) / bell.std - 1) < 0.03
 
 
+def test_samples_take_as_many_steps_as_configured():
+    objective = FlowMatching(FlowMatchingConfig(sampler="euler", steps=2))
+    at_time = lambda x, t, condition: jnp.broadcast_to(t[:, None], x.shape)
+    noise = objective.sample(jax.random.key(0), lambda x, t, condition: 0 * x, (4, 1))
+    moved = objective.sample(jax.random.key(0), at_time, (4, 1)) - noise
+    np.testing.assert_allclose(moved, (0 + 0.5) / 2, rtol=1e-5)  # Euler steps at the times 0 and 1/2
+
+
 def test_a_velocity_is_also_a_denoiser(bell):
     x, sigma = jnp.asarray([[1.0], [-3.0], [10.0]]), jnp.asarray([0.01, 1.0, 60.0])
     np.testing.assert_allclose(flow_denoiser(bell.velocity)(x, sigma, None), bell.denoised(x, sigma), rtol=1e-4)

@@ -3,11 +3,10 @@
 import os
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 from faulty_tools import FaultyTool, threads_of_tools, wait_until
-
-from jax_trainer.core import lazy_import
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +21,7 @@ def offline_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("NETRC", str(home / "netrc"))
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         yield
-        lazy_import("wandb").teardown()
+        import_module("wandb").teardown()
 
 
 @pytest.fixture(autouse=True)

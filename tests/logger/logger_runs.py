@@ -1,6 +1,7 @@
 """A short training that tests of loggers share, and what every logger should take."""
 
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_trainer.callbacks import logger_observers
-from jax_trainer.core import CompiledProgram, TrainState, compile_program, lazy_import
+from jax_trainer.core import CompiledProgram, TrainState, compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
@@ -34,14 +35,14 @@ def train_two_epochs(logger: Logger) -> TrainState:
 
 def a_figure() -> Any:
     """A figure of 60 x 40 points."""
-    figure = lazy_import("matplotlib.figure").Figure(figsize=(0.6, 0.4), dpi=100)
+    figure = import_module("matplotlib.figure").Figure(figsize=(0.6, 0.4), dpi=100)
     figure.add_subplot().plot([1, 2, 3])
     return figure
 
 
 def image_in(file: Path) -> np.ndarray:
     """The pixels of an image file."""
-    with lazy_import("PIL.Image").open(file) as image:
+    with import_module("PIL.Image").open(file) as image:
         return np.asarray(image)
 
 

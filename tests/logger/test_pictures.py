@@ -1,19 +1,19 @@
 import io
 import sys
+from importlib import import_module
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from logger_runs import a_figure
 
-from jax_trainer.core import lazy_import
 from jax_trainer.logger.values import drawn, pixels_of, png_of, png_size
 
 RNG = np.random.default_rng(0)
 
 
 def decoded(png: bytes) -> np.ndarray:
-    return np.asarray(lazy_import("PIL.Image").open(io.BytesIO(png)))
+    return np.asarray(import_module("PIL.Image").open(io.BytesIO(png)))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

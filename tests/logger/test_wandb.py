@@ -4,6 +4,7 @@ import socket
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from compoconf import Registry, parse_config
 from logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
 from wandb_files import WandbFile
 
-from jax_trainer.core import lazy_import
 from jax_trainer.logger import (
     LoggerConfig,
     ToolLoggerInterface,
@@ -41,7 +41,7 @@ def shown(offline_wandb: None, tmp_path_factory: pytest.TempPathFactory) -> tupl
         assert logger.flush(30)
         logger.close("completed")
     assert logger.failures == {}
-    lazy_import("wandb").teardown()  # its service writes a little longer
+    import_module("wandb").teardown()  # its service writes a little longer
     return folder, WandbFile(folder)
 
 
@@ -107,7 +107,7 @@ def test_files_stay_in_the_folder_and_tell_nothing_of_the_process(shown):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What wandb would be asked to begin."""
-    wandb, asked = lazy_import("wandb"), {}
+    wandb, asked = import_module("wandb"), {}
     for name in ("setup", "termsetup"):
         monkeypatch.setattr(wandb, name, lambda *_: None)
     monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or SimpleNamespace(url=""))
@@ -140,7 +140,7 @@ def test_without_an_account_wandb_neither_asks_nor_waits(offline_wandb, tmp_path
     monkeypatch.setattr(sys, "stdin", io.StringIO("3\n"))
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    lazy_import("wandb").termsetup(lazy_import("wandb").Settings(), None)  # as if somebody had used it before
+    import_module("wandb").termsetup(import_module("wandb").Settings(), None)  # as if somebody had used it before
     began = time.perf_counter()
     logger = logger_with(tmp_path, WandBConfig(mode="online"))
     logger.write(1, {"loss": 0.5})
@@ -152,7 +152,7 @@ def test_without_an_account_wandb_neither_asks_nor_waits(offline_wandb, tmp_path
 
 
 def test_a_dead_network_costs_a_warning(offline_wandb, tmp_path, caplog, monkeypatch):
-    wandb = lazy_import("wandb")
+    wandb = import_module("wandb")
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # takes connections and never answers
         wandb.teardown()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")

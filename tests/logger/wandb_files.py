@@ -3,10 +3,9 @@
 import json
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from jax_trainer.core import lazy_import
 
 _BLOCK, _HEADER = 32768, 7
 _WHOLE, _LAST = 1, 4  # kinds of pieces with which a record ends
@@ -63,7 +62,7 @@ def _nested(items: Any) -> dict[str, Any]:
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    lazy_import("wandb")  # its messages are made when it is loaded
+    import_module("wandb")  # its messages are made when it is loaded
     kind_of_record = __import__("wandb.proto.wandb_internal_pb2", fromlist=("",)).Record
     assert data[:4] == b":W&B"
     place, pieces = _HEADER, b""

@@ -14,7 +14,6 @@ import optax.contrib
 import pytest
 
 from jax_trainer.optimizer import (
-    NAMED,
     CosineScheduleConfig,
     GroupConfig,
     OptimizerInterface,
@@ -22,7 +21,7 @@ from jax_trainer.optimizer import (
     learning_rate,
     named,
 )
-from jax_trainer.optimizer.named import EXCLUDED, EXPLICIT, SPECIAL_LEARNING_RATES
+from jax_trainer.optimizer.named import EXCLUDED, EXPLICIT, NAMED, SPECIAL_LEARNING_RATES
 from jax_trainer.optimizer.optimizer import DECAYS, MASKS, RATES, argument_of
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits

@@ -231,6 +231,6 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
         # collections that are not initial ones (sown intermediates) are not state
         kept = {name: (mutable or {}).get(name, old) for name, old in model_state.items()}
         sown = sown_metrics((mutable or {}).get(SOWN, {}), modes) if train else {}
-        return value, (kept if train else model_state, {**reported, **sown})
+        return value, (kept, {**reported, **sown})
 
     return attribute_to(loss_fn, loss)

@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 from jax_trainer.settings import Above, AtLeast, Problem
 
 LOG = logging.getLogger("jax_trainer")
@@ -83,7 +83,9 @@ class ConfusionMatrixCallback(Callback):
         self._class_names = _class_names(run.dataset)
         self._plots: ModuleType | None = None
         try:
-            self._plots = lazy_import("matplotlib.figure", extra="plots")
+            with from_extra("plots"):
+                import matplotlib.figure
+            self._plots = matplotlib.figure
         except ImportError as missing:
             LOG.warning(f"ConfusionMatrixCallback draws no figures: {missing}")
         else:

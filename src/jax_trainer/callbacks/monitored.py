@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
 from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 from jax_trainer.engine import Edit, StopTraining
 from jax_trainer.settings import AtLeast, Problem, SettingsError, checked
 from jax_trainer.suggestions import suggestion
@@ -239,7 +239,9 @@ class OptunaPruning(Callback):
         if report not in get_args(Axis):
             raise ValueError(f"`report` must be 'epoch' or 'step', got {report!r}.")
         self.trial, self.monitor, self.report = trial, monitor, report
-        self._pruned = lazy_import("optuna", extra="tune").TrialPruned
+        with from_extra("tune"):
+            from optuna import TrialPruned
+        self._pruned = TrialPruned
         super().__init__()
 
     def reset(self) -> None:

@@ -15,9 +15,9 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.core.output import flush_output
 from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd
 from jax_trainer.engine.peers import peers
+from jax_trainer.output import flush_output
 from jax_trainer.settings import Above, AtLeast
 
 LOG = logging.getLogger("jax_trainer")

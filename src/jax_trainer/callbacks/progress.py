@@ -13,7 +13,6 @@ from rich.console import Console
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core import LogMetricMode, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.core.output import SafeStream, safe_console
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import (
     Edit,
@@ -32,6 +31,7 @@ from jax_trainer.engine import (
     StepMetrics,
     Waiting,
 )
+from jax_trainer.output import SafeStream, safe_console
 from jax_trainer.settings import AtLeast
 
 SHOWN = 4  # metrics in a line; more do not fit

@@ -19,7 +19,7 @@ import numpy as np
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import read_bounded, shown, sync_tree, write_unsynced
 from jax_trainer.checkpoint.json_codec import DTYPES
-from jax_trainer.core import failpoint, lazy_import
+from jax_trainer.core import failpoint
 from jax_trainer.settings import AtLeast, fits
 
 ARRAYS = "state"  # folder of the arrays in a checkpoint
@@ -73,9 +73,10 @@ def as_stored(leaf: Any) -> Any:
     return Spec(str(key_data.dtype), key_data.shape)
 
 
-@cache
 def _orbax() -> Any:
-    return lazy_import("orbax.checkpoint")
+    import orbax.checkpoint  # takes half a second
+
+    return orbax.checkpoint
 
 
 @cache
@@ -152,8 +153,9 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epath(folder: Path) -> Any:
-    # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
-    return lazy_import("etils.epath").Path(folder)
+    from etils import epath
+
+    return epath.Path(folder)  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
 
 
 def _wait_for_all(writing: Iterable[Any]) -> None:

@@ -36,8 +36,8 @@ from jax_trainer.checkpoint.restore import (
 from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
 from jax_trainer.checkpoint.snapshot import StateSpecs
 from jax_trainer.core import TrainState, failpoint, step_of
-from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.datasets import Position
+from jax_trainer.output import reserve_standard_streams
 
 __all__ = ["CheckpointError", "CheckpointInfo", "CheckpointStore", "SaveError", "SavedCheckpoint", "Which"]
 

@@ -22,7 +22,7 @@ from jax_trainer.config import ConfigError, config_from, redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
-from jax_trainer.core.output import safe_console
+from jax_trainer.output import safe_console
 from jax_trainer.trainer import TrainerConfig
 
 _SAVER = "ModelCheckpoint"
@@ -31,10 +31,7 @@ _MAX_STRAYS = 10
 
 
 def ckpt(args: argparse.Namespace) -> Outcome:
-    """List the checkpoints of a run: metrics, size on disk, and whether they are complete.
-
-    Without --verify only names and sizes are checked; with it, every byte is compared with its digest.
-    """
+    """List the checkpoints of a run: metrics, size on disk, and whether they are complete."""
     target = _target(Path(args.folder).absolute())
     store = CheckpointStore(target.checkpoints)
     everything = store.infos()

@@ -5,8 +5,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +25,7 @@ from jax_trainer.config import (
     redact,
     registered_classes,
 )
-from jax_trainer.optimizer import GroupConfig
+from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers classes that `describe` lists
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
@@ -38,19 +36,8 @@ from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleC
 Which = int | Literal["best", "latest"]
 
 
-def version() -> str:
-    """The installed version of the package."""
-    try:
-        return installed_version("jax-trainer")
-    except PackageNotFoundError:  # a source tree on the path, not installed
-        return "0.0.0"
-
-
 def test(args: argparse.Namespace) -> Outcome:
-    """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
-
-    The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.
-    """
+    """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint."""
     changes, source = changes_of(args), select_run(args, "best")
     loaded, folder = stored(source, changes), source.folder
     if not CheckpointStore(folder.checkpoints).infos():
@@ -71,10 +58,7 @@ def test(args: argparse.Namespace) -> Outcome:
 
 
 def check(args: argparse.Namespace) -> Outcome:
-    """Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
-
-    Reports all configuration errors at once, or the parameters, shapes and classes. Writes no files.
-    """
+    """Validate a configuration without training: load the data, build the trainer, and trace one step."""
     changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
@@ -84,10 +68,7 @@ def check(args: argparse.Namespace) -> Outcome:
 
 
 def describe(args: argparse.Namespace) -> Outcome:
-    """Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
-
-    Your own classes are listed if their files are imported: `jax-trainer describe MyModel my_models.py`.
-    """
+    """Show a class that a configuration can name, with its keys; without NAME, an index of all classes."""
     names = [word for word in args.names if not word.endswith(".py")]
     _import([*args.imports, *(word for word in args.names if word.endswith(".py"))])
     if len(names) > 1:
@@ -116,10 +97,7 @@ def _sections() -> Iterator[Described]:
 
 
 def schema(args: argparse.Namespace) -> Outcome:
-    """Print the JSON Schema of configuration files, for validation and completion in editors.
-
-    It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.
-    """
+    """Print the JSON Schema of configuration files, for validation and completion in editors."""
     _import(args.imports)
     document = json_schema(Experiment)
     return Outcome(document, lambda console: console.print_json(data=document))

@@ -1,4 +1,4 @@
-"""Several processes on the command line: options to join the others, and the command `launch`, which starts them."""
+"""Several processes on the command line: joining and leaving the others; the command `launch`, which starts them."""
 
 import argparse
 import io
@@ -18,31 +18,12 @@ from typing import IO, Any
 import jax
 
 from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.core.output import SafeStream
-from jax_trainer.multihost import HEARTBEAT, Job, JoinError, detect_launcher, join, leave, process_group
+from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, process_group
+from jax_trainer.output import SafeStream
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2
 _GPUS = Path("/proc/driver/nvidia/gpus")
-
-
-# joining
-
-
-def add_join_options(one: argparse.ArgumentParser) -> None:
-    """Adds the options that describe the process group."""
-    group = one.add_argument_group(
-        "multiple processes", "run the same command in each process; on one machine, see `jax-trainer launch`"
-    )
-    group.add_argument("--distributed", choices=("auto", "on", "off"), default="auto",
-                       help="call `jax.distributed.initialize`: on (SLURM, Open MPI, Kubernetes, TPU), off, or auto "
-                       "(only under SLURM and Open MPI; default)")  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
-    group.add_argument("--heartbeat", type=_seconds, default=HEARTBEAT, metavar="SECONDS",
-                       help="timeout after which a process without heartbeats is considered dead, and the others exit "
-                       f"(default: {HEARTBEAT:g})")  # fmt: skip
 
 
 def join_others(args: argparse.Namespace) -> None:
@@ -85,42 +66,8 @@ def leave_others(timeout: float) -> bool:
     return has_others
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 2 <= float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
-
-
-# launching
-
-
-def add_launch_options(one: argparse.ArgumentParser) -> None:
-    """Adds the options of `launch`."""
-    one.add_argument("--processes", type=_count, required=True, metavar="N", help="number of processes to start")
-    one.add_argument("--devices", type=_count, metavar="D",
-                     help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
-                     "devices (default: 1)")  # fmt: skip
-    one.add_argument("--restarts", type=_count, default=0, metavar="K",
-                     help="if a process fails or is killed, restart all and resume the run, up to K times "
-                     "(default: 0)")  # fmt: skip
-    one.add_argument("--heartbeat", type=_seconds, default=HEARTBEAT, metavar="SECONDS",
-                     help="timeout after which a process without heartbeats is considered dead "
-                     f"(default: {HEARTBEAT:g})")  # fmt: skip
-
-
-def _count(text: str) -> int:
-    if text.isdigit() and 0 <= int(text) <= 1024:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer from 0 to 1024, found {text[:40]!r}.")
-
-
 def launch(args: argparse.Namespace) -> Outcome:
-    """Start N processes on this machine that train one experiment together, each running `train`.
-
-    The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
-    with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.
-    """
+    """Start N processes on this machine that train one experiment together, each running `train`."""
     if not args.processes:
         raise WrongInput("`--processes` must be at least 1.")
     changes, text = list(args.changes), ""

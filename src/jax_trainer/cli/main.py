@@ -1,147 +1,41 @@
-"""The command line: the parser, exit codes, and how outcomes and errors are printed."""
+"""The command line: exit codes, and how outcomes and errors are printed.
+
+What needs no JAX to be known, such as a help text, a wrong command or a file that cannot be read, is said before JAX is
+imported, which takes a second or more.
+"""
 
 import argparse
 import errno
-import inspect
 import json
 import logging
 import math
 import os
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-import jax_trainer.cli.checkpoints as checkpoints
-import jax_trainer.cli.commands as commands
-import jax_trainer.cli.launch as launching
-import jax_trainer.cli.training as training
-import jax_trainer.cli.tuning as tuning
-from jax_trainer.checkpoint.lock import RunInUseError
-from jax_trainer.checkpoint.store import CheckpointError, SaveError
-from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, Outcome, WrongInput
-from jax_trainer.cli.tables import tame
+from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
+from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
-from jax_trainer.core import NonFiniteError
-from jax_trainer.core.indices import IndexRangeError
-from jax_trainer.core.output import SafeStream, flush_output, reserve_standard_streams
-from jax_trainer.datasets import DataError
+from jax_trainer.config.files import read_tree
+from jax_trainer.config.problems import Problems
+from jax_trainer.output import SafeStream, flush_output, reserve_standard_streams, tame
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
 
+__all__ = ["main", "parser"]
+
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
+_RUNNING = "jax_trainer.cli.running"
 _TRAINING_COMMANDS = ("train", "resume", "launch", "tune")
-
-_DESCRIPTION = """\
-Train, test and resume experiments, each described by one YAML file.
-
-  jax-trainer train configs/digits.yaml                            train, then test the best checkpoint
-  jax-trainer train configs/digits.yaml trainer.train_epochs=3     override a value of the file
-  jax-trainer train mine.yaml my_models.py                         import your own classes
-  jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
-  jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
-  jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
-  jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
-  jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
-  jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
-                                                                   search hyperparameters
-  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
-  jax-trainer describe                                             list all classes
-  jax-trainer describe AdamW                                       show the keys of a class
-"""
-_EXIT_CODES = """\
-exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 hang detected (HangMonitor),
-130 Ctrl-C, 143 SIGTERM
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Keeps line breaks in help texts, and raises `WrongInput` for wrong commands."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kind = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, **{"formatter_class": kind, "allow_abbrev": False, **kwargs})
-
-    def error(self, message: str) -> NoReturn:
-        raise WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    root = _Parser(prog="jax-trainer", description=_DESCRIPTION, epilog=_EXIT_CODES)
-    root.add_argument("--version", action="version", version=f"jax-trainer {commands.version()}")
-    subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, run: Callable[..., Outcome], help: str) -> argparse.ArgumentParser:
-        description = inspect.cleandoc(run.__doc__ or "")
-        one = subparsers.add_parser(name, help=help, description=description, epilog=_EXIT_CODES)
-        one.set_defaults(run=run, error=one.error, secrets=set())
-        one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                         help="import a module or .py file that registers your own classes; repeatable")  # fmt: skip
-        one.add_argument("-q", "--quiet", action="store_true", help="print errors only")
-        one.add_argument("--json", action="store_true", help="print the result as one JSON object")
-        return one
-
-    train = command("train", training.train, "train the experiment of a YAML file, then test it")
-    check = command("check", commands.check, "dry run: validate a configuration, show parameters, shapes and classes")
-    test = command("test", commands.test, "evaluate a checkpoint of a run on the test set")
-    resume = command("resume", training.resume, "resume a run from a checkpoint")
-    ckpt = command("ckpt", checkpoints.ckpt, "list and verify the checkpoints of a run")
-    describe = command("describe", commands.describe, "list the classes that a file can name, and their keys")
-    command("schema", commands.schema, "print the JSON Schema of configuration files, for editors")
-    launch = command("launch", launching.launch, "train in several processes on this machine")
-    tune = command("tune", tuning.tune, "search hyperparameters with Optuna")
-    for one in (train, check, tune, launch):
-        one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, resume, ckpt):
-        one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
-    overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    for one in (train, check, test, resume, tune, launch):
-        example = "dataset.global_batch_size=256" if one is test else "trainer.train_epochs=3"
-        more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
-        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
-                         help=overrides.format(example) + more)  # fmt: skip
-    for one, default in ((test, "best"), (resume, "latest")):
-        which = f"checkpoint to load: best, latest, or a step number (default: {default})"
-        one.add_argument("--which", type=_which, help=which)
-    resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
-    ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
-    tuning.add_options(tune)
-    launching.add_launch_options(launch)
-    for one in (train, resume, test):
-        launching.add_join_options(one)
-    named = "a class, or an interface such as Callback; .py files that register your own classes"
-    describe.add_argument("names", nargs="*", default=[], metavar="NAME | FILE.py", help=named)
-    return root
-
-
-def _which(text: str) -> str | int:
-    if text in ("best", "latest"):
-        return text
-    if re.fullmatch(r"[0-9]{1,18}", text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected best, latest or a step, found {text[:40]!r}.")
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args, rest = parser().parse_known_args(arguments)
-    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
-    positional = next((getattr(args, name) for name in ("changes", "names") if hasattr(args, name)), None)
-    if unknown or (rest and positional is None):
-        hint = " To override a value of the file, write `trainer.train_epochs=3`." if hasattr(args, "changes") else ""
-        if unknown[:1] == ["--config"]:
-            hint = " Pass the file without an option: `jax-trainer train experiment.yaml`."
-        args.error(f"unknown option {unknown[0]}.{hint}" if unknown else f"unexpected argument: {len(rest)} too many.")
-    if rest and positional is not None:  # argparse collects only consecutive positional arguments
-        positional += rest
-    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,19 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _exit_code(next(iter(words), ""), _run(words), out)
     if arguments is not None:
         return code
-    was_stopped = code in (CTRL_C, TERMINATED)
+    was_stopped, running = code in (CTRL_C, TERMINATED), sys.modules.get(_RUNNING)
     # all processes were stopped; or this one failed, and a barrier with the others may never be reached
-    has_left = bool(code) and launching.leave_others(15.0 if was_stopped else 2.0)
+    has_left = bool(code) and running is not None and running.leave_others(15.0 if was_stopped else 2.0)
     return _exit_now(code) if was_stopped or has_left else code
 
 
 def _run(arguments: Sequence[str]) -> int:
     args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
-        args = _parse(arguments)
-        launching.join_others(args)
+        args = parsed(arguments)
+        _check_readable(args)
+        from jax_trainer.cli import running  # imports JAX
+
+        running.join_others(args)
         with _one_line_messages(args):
-            outcome = args.run(args)
+            outcome = running.run(args)
     except (Interrupted, KeyboardInterrupt) as end:
         code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
         return _report_error(args, code, str(end) or "Interrupted.", status="interrupted", run=run)
@@ -178,14 +75,13 @@ def _run(arguments: Sequence[str]) -> int:
         return _report_error(args, WRONG_INPUT, str(error), heading, problems=problems)
     except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
         return _report_error(args, WRONG_INPUT, str(error))
-    except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
-        return _report_error(args, FAILED, _with_notes(error, str(error)))
-    except (Failure, CheckpointError, RunInUseError) as error:
+    except Failure as error:
         return _report_error(args, FAILED, str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""
-            return _report_error(args, FAILED, _with_notes(error, f"{error.strerror}{where}."))
+            notes = getattr(error, "__notes__", ())
+            return _report_error(args, FAILED, " ".join((f"{error.strerror}{where}.", *notes)))
         sys.stderr.write(_without_secrets(args, traceback.format_exc()))
         return _report_error(args, FAILED, f"{type(error).__name__}: {error}")
     if args.json:
@@ -197,8 +93,14 @@ def _run(arguments: Sequence[str]) -> int:
     return FAILED if outcome.problem else DONE
 
 
-def _with_notes(error: Exception, text: str) -> str:
-    return " ".join((text, *getattr(error, "__notes__", ())))
+def _check_readable(args: argparse.Namespace) -> None:
+    """Raises now what reading the file would raise: it is missing, not YAML, or includes such a file."""
+    joins = getattr(args, "process", None) is not None or getattr(args, "distributed", "") == "on"
+    if joins or any(name.startswith(("SLURM_", "OMPI_")) for name in os.environ):
+        return  # after joining the others: only the primary process prints
+    file = Path(getattr(args, "config", __file__).replace("\0", "?"))
+    if hasattr(args, "config") and (file.is_file() or not file.exists()):  # a pipe can be read only once
+        read_tree(Path(args.config), (), Problems())
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from jax_trainer.config import Described
+from jax_trainer.output import tame
 from jax_trainer.runs import Best
 from jax_trainer.settings import written
 from jax_trainer.trainer import DryRun
@@ -113,11 +114,6 @@ def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence
         console.print(table)
     for note in notes:
         _line(console, tame(note))
-
-
-def tame(text: str) -> str:
-    """`text` with control characters escaped: names of files may contain terminal escape sequences."""
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def _below(console: Console, text: str, indent: int) -> None:

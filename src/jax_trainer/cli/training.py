@@ -17,19 +17,13 @@ from jax_trainer.trainer import TrainResults, load_experiment
 
 
 def train(args: argparse.Namespace) -> Outcome:
-    """Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
-
-    With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.
-    """
+    """Train the experiment of a YAML file, then test the checkpoint with the best validation metric."""
     changes, source = without_resume(commands.changes_of(args))
     return _trained(args, load_experiment(args.config, changes), source)
 
 
 def resume(args: argparse.Namespace) -> Outcome:
-    """Resume a run from one of its checkpoints, until the limits of its configuration.
-
-    Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer.
-    """
+    """Resume a run from one of its checkpoints, until the limits of its configuration."""
     changes, source = commands.changes_of(args), select_run(args, "latest")
     loaded = commands.stored(source, changes)
     return _trained(args, loaded, source, fork=args.fork)

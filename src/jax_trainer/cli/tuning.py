@@ -1,7 +1,6 @@
 """The command `tune` and its options."""
 
 import argparse
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from jax_trainer.config.problems import Problems
 from jax_trainer.redaction import secret_values
 from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as run_study
-from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 from jax_trainer.tuning.result import RESULTS
 from jax_trainer.tuning.storage import secrets_of
 from jax_trainer.tuning.tuning import folder_of, name_of
@@ -25,29 +23,6 @@ from jax_trainer.tuning.tuning import folder_of, name_of
 _OPTIONS = (
     *("trials", "storage", "name", "folder", "monitor", "mode", "sampler", "pruner", "startup", "seed", "timeout"),
 )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tune`."""
-
-    def option(name: str, help: str, **more: object) -> None:
-        parser.add_argument(name, help=help, **more)  # type: ignore[arg-type]
-
-    option("--space", "the search space: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
-    option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
-    option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
-    option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")
-    option("--folder", "folder for the results (default: runs/tune/NAME)", metavar="DIR")
-    option("--monitor", "the metric to optimize (default: that of ModelCheckpoint, or val/loss)", metavar="METRIC")
-    option(
-        "--mode", "minimize or maximize it; auto: by ModelCheckpoint or its name (default)",
-        choices=("auto", "min", "max"),
-    )  # fmt: skip
-    option("--sampler", "how values are sampled (default: tpe)", choices=SAMPLERS)
-    option("--pruner", "how unpromising trials are stopped early (default: median)", choices=PRUNERS)
-    option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
-    option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
-    option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
 
 
 def tune(args: argparse.Namespace) -> Outcome:
@@ -93,25 +68,3 @@ def _show(console: Console, result: TuneResult, following: str) -> None:
         lines = [best, f"Next: `{following}`, or read {RESULTS} in the same folder."]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"expected an integer, found {text[:40]!r}.")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not _count(text):
-        raise argparse.ArgumentTypeError("expected an integer of at least 1, found 0.")
-    return _count(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text[:40]!r}.")
-    return seconds

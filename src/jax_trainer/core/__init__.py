@@ -3,6 +3,7 @@
 Independent of epochs, files and model libraries. Imports no other package of this library.
 """
 
+from jax_trainer.core.compilation_cache import loaded_notice, set_compilation_cache
 from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
@@ -31,7 +32,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.optional_import import lazy_import
+from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
@@ -122,11 +123,12 @@ __all__ = [
     "copy_state",
     "explaining",
     "failpoint",
+    "from_extra",
     "grad_of",
     "kinds_of",
-    "lazy_import",
     "leaf_path",
     "leaf_statistics",
+    "loaded_notice",
     "loss_and_metrics",
     "make_eval_step",
     "make_mesh",
@@ -141,6 +143,7 @@ __all__ = [
     "reported_in",
     "resized",
     "resolve_layout",
+    "set_compilation_cache",
     "step_of",
     "stream",
     "streams",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_trainer.core.compilation_cache import use_compilation_cache
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.layout import Layout
@@ -50,6 +51,7 @@ class CompiledProgram(ProgramSetup):
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
+        use_compilation_cache()
         super().__init__(program, layout, debug=debug)
         self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}
         self._donate, self._edits = donate, OrderedDict[Any, tuple[Any, Callable[..., Any]]]()

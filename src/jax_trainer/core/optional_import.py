@@ -1,23 +1,14 @@
-"""Lazy imports of optional packages."""
+"""Imports of optional packages, in the functions that need them."""
 
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_ALLOWED = ("orbax.checkpoint", "etils.epath", "tensorboardX", "wandb", "optuna", "matplotlib.figure", "PIL.Image")
 
-
-def lazy_import(name: str, *, extra: str = "") -> ModuleType:
-    """The package `name`; if it is missing, the error names the extra of `jax-trainer` that installs it.
-
-    An import at the top of a file would slow down every start (orbax takes half a second; tensorboardX imports torch if
-    installed) and make configurations that name a tool unreadable without it. Only the names in `_ALLOWED` can be
-    loaded.
-    """
-    if name not in _ALLOWED:
-        raise ValueError(f"{name!r} is not one of the lazily imported packages: {', '.join(_ALLOWED)}.")
+@contextmanager
+def from_extra(extra: str) -> Iterator[None]:
+    """Around the import of an optional package: if it is missing, the error names the extra that installs it."""
     try:
-        return __import__(name, fromlist=("",))  # with a list it returns the module itself, not its top-level package
+        yield
     except ModuleNotFoundError as missing:
-        if missing.name != name or not extra:
-            raise
-        hint = f"{name} is not installed; run `pip install 'jax-trainer[{extra}]'`."
-        raise ModuleNotFoundError(hint, name=name) from None
+        hint = f"{missing.name} is not installed; run `pip install 'jax-trainer[{extra}]'`."
+        raise ModuleNotFoundError(hint, name=missing.name) from None

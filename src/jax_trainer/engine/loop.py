@@ -15,6 +15,7 @@ from jax_trainer.core import (
     NonFiniteError,
     TrainState,
     failpoint,
+    loaded_notice,
     step_of,
 )
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
@@ -315,6 +316,8 @@ class _Training:
         self._has_notified = True
         raw = "" if self._program.info.transforms else self._data_source.transforms_notice
         yield from self._notices(self._data_source.replay_notice, raw, self._dispatcher.notice)
+        if loaded := loaded_notice():
+            yield Notice(*self._at, loaded, logging.INFO)
 
     def _notices(self, *texts: str) -> Iterator[Event]:
         for text in texts:

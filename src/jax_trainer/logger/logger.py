@@ -12,12 +12,12 @@ import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
 from jax_trainer.core import placement
-from jax_trainer.core.output import reserve_standard_streams
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords, Entry
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_step, sync
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
+from jax_trainer.output import reserve_standard_streams
 from jax_trainer.settings import AtLeast, Settings
 
 LOG_FILE = "run.log"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 from jax_trainer.logger.values import bins_of, finite, png_of, png_size
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
@@ -141,5 +141,6 @@ class _WithoutTorch:
 
 def _tensorboardx() -> Any:
     """tensorboardX, without its import of torch for annotations, which takes two seconds."""
-    with _WithoutTorch():
-        return lazy_import("tensorboardX", extra="tensorboard")
+    with _WithoutTorch(), from_extra("tensorboard"):
+        import tensorboardX
+    return tensorboardX

@@ -12,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 from jax_trainer.logger.jsonl import write_atomically
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of, png_of
@@ -65,7 +65,7 @@ class WandBToolLogger(ToolLoggerInterface):
 
     def __init__(self, config: WandBConfig, folder: Path) -> None:
         super().__init__(config, folder)
-        self._wandb = lazy_import("wandb", extra="wandb")
+        self._wandb = _wandb()
         self._known: set[str] = set()
         if config.mode != "disabled":
             self._silence()
@@ -87,7 +87,7 @@ class WandBToolLogger(ToolLoggerInterface):
     @classmethod
     def require(cls) -> None:
         """Raises `ImportError` if wandb is missing."""
-        lazy_import("wandb", extra="wandb")
+        _wandb()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         for name in values.keys() - self._known:
@@ -101,8 +101,9 @@ class WandBToolLogger(ToolLoggerInterface):
 
     def figure(self, step: int, name: str, png: bytes) -> None:
         """Logs the figure as an image. Needs pillow, which comes with the extra `plots`."""
-        image = lazy_import("PIL.Image", extra="plots").open(io.BytesIO(png))  # wandb would rescale bare numbers
-        self.write(step, {name: self._wandb.Image(image)})
+        with from_extra("plots"):
+            from PIL import Image
+        self.write(step, {name: self._wandb.Image(Image.open(io.BytesIO(png)))})  # it would rescale bare numbers
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         bins = bins_of(values)
@@ -172,11 +173,17 @@ def _run_id(folder: Path) -> str:
     return new_id
 
 
+def _wandb() -> Any:
+    with from_extra("wandb"):
+        import wandb
+    return wandb
+
+
 class ActiveWandb:
     """Logs to the active run, which the user starts and finishes."""
 
     def __init__(self) -> None:
-        self._run = lazy_import("wandb", extra="wandb").run
+        self._run = _wandb().run
         if self._run is None:
             raise ValueError("`log_to_wandb=True` needs an active run of wandb: call `wandb.init(…)` before training.")
 

@@ -1,12 +1,12 @@
 """Optimizers, learning rate schedules and gradient transforms, each with its configuration.
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
-rate, which `learning_rate(opt_state)` reads. `named` has the other optimizers of optax.
+rate, which `learning_rate(opt_state)` reads. `named`, imported when a file is loaded, has the other
+optimizers of optax.
 """
 
-from jax_trainer.optimizer import named, optimizer, scheduler, transforms
+from jax_trainer.optimizer import optimizer, scheduler, transforms
 from jax_trainer.optimizer.groups import GroupConfig
-from jax_trainer.optimizer.named import NAMED
 from jax_trainer.optimizer.optimizer import (
     SGD,
     AdamW,
@@ -48,7 +48,6 @@ from jax_trainer.optimizer.transforms import (
 
 __all__ = [
     "DEFAULT",
-    "NAMED",
     "SGD",
     "AdamW",
     "AdamWConfig",
@@ -84,7 +83,6 @@ __all__ = [
     "checked_optimizer",
     "learning_rate",
     "learning_rates",
-    "named",
     "optimizer",
     "scheduler",
     "transforms",

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jax_trainer.core import PyTree, TrainState
-from jax_trainer.core.output import OUT
 from jax_trainer.core.steps import global_norm
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
+from jax_trainer.output import OUT
 
 Metrics = Mapping[str, float]
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_trainer.callbacks import merged_names
-from jax_trainer.core import PyTree, lazy_import
+from jax_trainer.core import PyTree, from_extra
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate, predictions
@@ -114,9 +114,10 @@ class FitResult:
 @cache
 def _figure_class() -> Any:
     """A matplotlib figure class that notebooks display, whether or not `pyplot` was imported."""
-    figure = lazy_import("matplotlib.figure", extra="plots")
+    with from_extra("plots"):
+        from matplotlib.figure import Figure
 
-    class Picture(figure.Figure):
+    class Picture(Figure):
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
             self.savefig(file, format="png")

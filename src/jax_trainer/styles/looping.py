@@ -24,11 +24,11 @@ from jax_trainer.core import (
     readable_bytes,
     resolve_layout,
 )
-from jax_trainer.core.output import OUT
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import EvalEnd, Event, LoopState, Plan, eval_events
+from jax_trainer.output import OUT
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps

@@ -76,6 +76,8 @@ class TrainerConfig(Settings):
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
         sharding: how parameters are sharded over the mesh.
+        compilation_cache: folder in which compiled programs are kept for the next process, or "off"; null: the one that
+            the environment variable JAX_TRAINER_COMPILATION_CACHE names, or the user's cache folder.
     """
 
     train_epochs: Size | None = None
@@ -115,6 +117,7 @@ class TrainerConfig(Settings):
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file

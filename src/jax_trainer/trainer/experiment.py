@@ -70,13 +70,19 @@ class Experiment(StoredRun):
 
 def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[Experiment]:
     """The experiment in a YAML file, with overrides such as `trainer.train_epochs=3`."""
-    loaded = load_config(file, Experiment, overrides)
+    loaded = _loaded(file, Experiment, overrides)
     has_seed = loaded.tree.at("seed") is not None
     for name in ("trainer", "dataset"):
         part = getattr(loaded.value, name)
         if has_seed and hasattr(part, "seed") and loaded.tree.at(f"{name}.seed") is None:
             part.seed = loaded.value.seed
     return loaded
+
+
+def _loaded(file: str | Path, root: type[Any], overrides: Sequence[str], *, may_include: bool = True) -> Loaded[Any]:
+    from jax_trainer.optimizer import named  # noqa: F401 - registers 40 classes, which a trainer in Python need not wait for
+
+    return load_config(file, root, overrides, may_include=may_include)
 
 
 def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[StoredRun]:
@@ -88,7 +94,7 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
     if style is not None and not style.is_section:
         text = f"{folder.path} is a run of `{style.data()}`, started in Python. Resume it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
-    loaded = load_config(folder.config_file, StoredRun, overrides, may_include=False)
+    loaded = _loaded(folder.config_file, StoredRun, overrides, may_include=False)
     named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.location.line]  # overrides have no line
     found = [(path, displaced(one.value)) for path, one in named if isinstance(one.value, str)]
     displaced_names = [

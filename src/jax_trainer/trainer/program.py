@@ -29,6 +29,7 @@ from jax_trainer.core import (
     explaining,
     kinds_of,
     noting,
+    set_compilation_cache,
     stream,
 )
 from jax_trainer.core.extra_args import by_signature, clipped
@@ -103,6 +104,8 @@ class ProgramBuilder:
         if transform is not None:
             adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
             program = with_transforms(program, adapted)
+        if config.compilation_cache is not None:
+            set_compilation_cache(config.compilation_cache)
         options = {"debug": config.debug, "eval_seed": config.seed_eval}
         return compile_program(config.program_options.wrap(program), layout=self._layout, **options)
 

@@ -19,10 +19,10 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
-from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, evaluate, predictions
 from jax_trainer.logger import Logger, run_path_parts
+from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.config.problems import shown
-from jax_trainer.core.output import safe_console
+from jax_trainer.output import safe_console
 from jax_trainer.tuning.objectives import Objective
 from jax_trainer.tuning.space import Space, Values, as_text
 from jax_trainer.tuning.study import Study, TrialRecord

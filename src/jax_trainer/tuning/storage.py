@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from jax_trainer.config import redact_text
-from jax_trainer.core import lazy_import
+from jax_trainer.core import from_extra
 from jax_trainer.redaction import environment_secrets
 
 JOURNAL = "study.journal"
@@ -36,8 +36,10 @@ class StorageError(RuntimeError):
 
 
 def optuna() -> Any:
-    """The module `optuna`, imported lazily."""
-    return lazy_import("optuna", extra="tune")
+    """The module `optuna`."""
+    with from_extra("tune"):
+        import optuna
+    return optuna
 
 
 def open_storage(storage: str | Path) -> Any:

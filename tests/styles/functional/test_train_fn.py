@@ -3,6 +3,7 @@ import logging
 import os
 import re
 import signal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 from functional_runs import KEY, STEPS, TX, Calls, arrays, data, fresh, straight, train_step, trained, val_step
 
 from jax_trainer.adapters import flax_nnx, nnx_program
-from jax_trainer.core import NonFiniteError, compile_program, lazy_import
+from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import DataError
 from jax_trainer.engine import Plan, run
 from jax_trainer.styles.checkpointer import get_default_checkpointer
@@ -41,7 +42,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    wandb = lazy_import("wandb")
+    wandb = import_module("wandb")
     wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True))
     yield wandb
     wandb.finish()

@@ -85,6 +85,11 @@ def safe_console(*, stderr: bool = True, **options: Any) -> Console:
     return Console(file=ERR if stderr else OUT, **options)  # type: ignore[arg-type] - implements the methods that rich uses
 
 
+def tame(text: str) -> str:
+    """`text` with control characters escaped: names of files may contain terminal escape sequences."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
 def flush_output() -> None:
     """Flushes both streams if possible; call it before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jax_trainer.core.output import ERR, SafeStream, reserve_standard_streams, safe_console
+from jax_trainer.output import ERR, SafeStream, reserve_standard_streams, safe_console
 
 
 def test_a_failed_write_is_dropped_and_recorded():

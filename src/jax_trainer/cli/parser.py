@@ -1,0 +1,249 @@
+"""The parser of the command line. It imports nothing that needs JAX, whose import takes longer than a help text may."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from typing import Any, NoReturn
+
+from jax_trainer.cli.outcomes import WrongInput
+
+# of `jax_trainer.multihost` and `jax_trainer.tuning`, which need JAX
+HEARTBEAT = 30.0
+SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
+
+_DESCRIPTION = """\
+Train, test and resume experiments, each described by one YAML file.
+
+  jax-trainer train configs/digits.yaml                            train, then test the best checkpoint
+  jax-trainer train configs/digits.yaml trainer.train_epochs=3     override a value of the file
+  jax-trainer train mine.yaml my_models.py                         import your own classes
+  jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
+  jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
+  jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
+  jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
+  jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
+  jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
+                                                                   search hyperparameters
+  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
+  jax-trainer describe                                             list all classes
+  jax-trainer describe AdamW                                       show the keys of a class
+"""
+_EXIT_CODES = """\
+exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 hang detected (HangMonitor),
+130 Ctrl-C, 143 SIGTERM
+"""
+
+
+_DESCRIPTIONS = {
+    "train": """\
+Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
+
+With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.""",
+    "check": """\
+Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
+
+Reports all configuration errors at once, or the parameters, shapes and classes. Writes no files.""",
+    "test": """\
+Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
+
+The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.""",
+    "resume": """\
+Resume a run from one of its checkpoints, until the limits of its configuration.
+
+Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer.""",
+    "ckpt": """\
+List the checkpoints of a run: metrics, size on disk, and whether they are complete.
+
+Without --verify only names and sizes are checked; with it, every byte is compared with its digest.""",
+    "describe": """\
+Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
+
+Your own classes are listed if their files are imported: `jax-trainer describe MyModel my_models.py`.""",
+    "schema": """\
+Print the JSON Schema of configuration files, for validation and completion in editors.
+
+It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.""",
+    "launch": """\
+Start N processes on this machine that train one experiment together, each running `train`.
+
+The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
+with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.""",
+    "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
+}
+
+
+def version() -> str:
+    """The installed version of the package."""
+    try:
+        return installed_version("jax-trainer")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0.0.0"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps line breaks in help texts, and raises `WrongInput` for wrong commands."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kind = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **{"formatter_class": kind, "allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    root = _Parser(prog="jax-trainer", description=_DESCRIPTION, epilog=_EXIT_CODES)
+    root.add_argument("--version", action="version", version=f"jax-trainer {version()}")
+    subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=_EXIT_CODES)
+        one.set_defaults(command=name, error=one.error, secrets=set())
+        one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
+                         help="import a module or .py file that registers your own classes; repeatable")  # fmt: skip
+        one.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+        one.add_argument("--json", action="store_true", help="print the result as one JSON object")
+        return one
+
+    train = command("train", "train the experiment of a YAML file, then test it")
+    check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
+    test = command("test", "evaluate a checkpoint of a run on the test set")
+    resume = command("resume", "resume a run from a checkpoint")
+    ckpt = command("ckpt", "list and verify the checkpoints of a run")
+    describe = command("describe", "list the classes that a file can name, and their keys")
+    command("schema", "print the JSON Schema of configuration files, for editors")
+    launch = command("launch", "train in several processes on this machine")
+    tune = command("tune", "search hyperparameters with Optuna")
+    for one in (train, check, tune, launch):
+        one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
+    for one in (test, resume, ckpt):
+        one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
+    overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
+    for one in (train, check, test, resume, tune, launch):
+        example = "dataset.global_batch_size=256" if one is test else "trainer.train_epochs=3"
+        more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
+        one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
+                         help=overrides.format(example) + more)  # fmt: skip
+    for one, default in ((test, "best"), (resume, "latest")):
+        which = f"checkpoint to load: best, latest, or a step number (default: {default})"
+        one.add_argument("--which", type=_which, help=which)
+    resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
+    ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    _add_tune(tune)
+    _add_launch(launch)
+    for one in (train, resume, test):
+        _add_processes(one)
+    named = "a class, or an interface such as Callback; .py files that register your own classes"
+    describe.add_argument("names", nargs="*", default=[], metavar="NAME | FILE.py", help=named)
+    return root
+
+
+def _which(text: str) -> str | int:
+    if text in ("best", "latest"):
+        return text
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected best, latest or a step, found {text[:40]!r}.")
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; raises `WrongInput` for wrong ones."""
+    args, rest = parser().parse_known_args(arguments)
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]  # values may be secrets
+    positional = next((getattr(args, name) for name in ("changes", "names") if hasattr(args, name)), None)
+    if unknown or (rest and positional is None):
+        hint = " To override a value of the file, write `trainer.train_epochs=3`." if hasattr(args, "changes") else ""
+        if unknown[:1] == ["--config"]:
+            hint = " Pass the file without an option: `jax-trainer train experiment.yaml`."
+        args.error(f"unknown option {unknown[0]}.{hint}" if unknown else f"unexpected argument: {len(rest)} too many.")
+    if rest and positional is not None:  # argparse collects only consecutive positional arguments
+        positional += rest
+    return args
+
+
+def _add_processes(one: argparse.ArgumentParser) -> None:
+    group = one.add_argument_group(
+        "multiple processes", "run the same command in each process; on one machine, see `jax-trainer launch`"
+    )
+    group.add_argument("--distributed", choices=("auto", "on", "off"), default="auto",
+                       help="call `jax.distributed.initialize`: on (SLURM, Open MPI, Kubernetes, TPU), off, or auto "
+                       "(only under SLURM and Open MPI; default)")  # fmt: skip
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
+    group.add_argument("--heartbeat", type=_heartbeat, default=HEARTBEAT, metavar="SECONDS",
+                       help="timeout after which a process without heartbeats is considered dead, and the others exit "
+                       f"(default: {HEARTBEAT:g})")  # fmt: skip
+
+
+def _heartbeat(text: str) -> float:
+    with suppress(ValueError):
+        if 2 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
+
+
+def _add_launch(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--processes", type=_processes, required=True, metavar="N", help="number of processes to start")
+    one.add_argument("--devices", type=_processes, metavar="D",
+                     help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
+                     "devices (default: 1)")  # fmt: skip
+    one.add_argument("--restarts", type=_processes, default=0, metavar="K",
+                     help="if a process fails or is killed, restart all and resume the run, up to K times "
+                     "(default: 0)")  # fmt: skip
+    one.add_argument("--heartbeat", type=_heartbeat, default=HEARTBEAT, metavar="SECONDS",
+                     help="timeout after which a process without heartbeats is considered dead "
+                     f"(default: {HEARTBEAT:g})")  # fmt: skip
+
+
+def _processes(text: str) -> int:
+    if text.isdigit() and 0 <= int(text) <= 1024:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected an integer from 0 to 1024, found {text[:40]!r}.")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    def option(name: str, help: str, **more: object) -> None:
+        parser.add_argument(name, help=help, **more)  # type: ignore[arg-type]
+
+    option("--space", "the search space: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
+    option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
+    option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
+    option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")
+    option("--folder", "folder for the results (default: runs/tune/NAME)", metavar="DIR")
+    option("--monitor", "the metric to optimize (default: that of ModelCheckpoint, or val/loss)", metavar="METRIC")
+    option(
+        "--mode", "minimize or maximize it; auto: by ModelCheckpoint or its name (default)",
+        choices=("auto", "min", "max"),
+    )  # fmt: skip
+    option("--sampler", "how values are sampled (default: tpe)", choices=SAMPLERS)
+    option("--pruner", "how unpromising trials are stopped early (default: median)", choices=PRUNERS)
+    option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
+    option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
+    option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"expected an integer, found {text[:40]!r}.")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError("expected an integer of at least 1, found 0.")
+    return _count(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text[:40]!r}.")
+    return seconds

@@ -1,0 +1,32 @@
+"""Runs a parsed command; imports JAX and all commands."""
+
+import argparse
+from collections.abc import Callable
+
+from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.store import CheckpointError, SaveError
+from jax_trainer.cli.checkpoints import ckpt
+from jax_trainer.cli.commands import check, describe, schema, test
+from jax_trainer.cli.launch import join_others, launch, leave_others
+from jax_trainer.cli.outcomes import Failure, Outcome
+from jax_trainer.cli.training import resume, train
+from jax_trainer.cli.tuning import tune
+from jax_trainer.core import NonFiniteError
+from jax_trainer.core.indices import IndexRangeError
+from jax_trainer.datasets import DataError
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
+    command.__name__: command for command in (train, check, test, resume, ckpt, describe, schema, launch, tune)
+}
+
+__all__ = ["COMMANDS", "join_others", "leave_others", "run"]
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Runs the command; an error that explains itself is raised as a `Failure`, which is shown without a traceback."""
+    try:
+        return COMMANDS[args.command](args)
+    except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
+        raise Failure(" ".join((str(error), *getattr(error, "__notes__", ())))) from error
+    except (CheckpointError, RunInUseError) as error:
+        raise Failure(str(error)) from error
