@@ -68,8 +68,6 @@ def leave_others(timeout: float) -> bool:
 
 def launch(args: argparse.Namespace) -> Outcome:
     """Start N processes on this machine that train one experiment together, each running `train`."""
-    if not args.processes:
-        raise WrongInput("`--processes` must be at least 1.")
     changes, text = list(args.changes), ""
     for attempt in range(args.restarts + 1):
         exit_codes, output = _run_all(args, changes)

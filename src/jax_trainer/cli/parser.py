@@ -188,8 +188,8 @@ def _heartbeat(text: str) -> float:
 
 
 def _add_launch(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--processes", type=_processes, required=True, metavar="N", help="number of processes to start")
-    one.add_argument("--devices", type=_processes, metavar="D",
+    one.add_argument("--processes", type=_some, required=True, metavar="N", help="number of processes to start")
+    one.add_argument("--devices", type=_some, metavar="D",
                      help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
                      "devices (default: 1)")  # fmt: skip
     one.add_argument("--restarts", type=_processes, default=0, metavar="K",
@@ -198,6 +198,12 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
     one.add_argument("--heartbeat", type=_heartbeat, default=HEARTBEAT, metavar="SECONDS",
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
+
+
+def _some(text: str) -> int:
+    if not _processes(text):
+        raise argparse.ArgumentTypeError("expected an integer of at least 1, found 0.")
+    return int(text)
 
 
 def _processes(text: str) -> int:
