@@ -2,7 +2,8 @@
 
 Executables are shared: functions that lower to the same text are compiled once per process. A model, a loss and an
 optimizer created again for another seed, fold or trial are new functions to JAX, which would compile them again,
-although their lowered text is identical.
+although their lowered text is identical. A function can be compiled ahead, by a thread and from shapes; its first call
+then waits for that.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
 import jax
@@ -34,7 +36,8 @@ _OPTIONS = (  # of JAX that change compilation without showing in the lowered te
     "jax_exec_time_optimization_effort",
     "jax_memory_fitting_effort",
 )
-_kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # least recently used first
+# least recently used first; a future, because a thread may be compiling it
+_kept: "OrderedDict[Hashable, Future[Callable[..., Any]]]" = OrderedDict()
 _lock = threading.Lock()
 
 # (state, metric buffer, batch, number) -> (new state or None, new buffer, anything else). The number is that of the
@@ -62,13 +65,17 @@ def copied(arrays: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, arrays)
 
 
-def computed_state(name: str, make: Callable[..., TrainState], *args: Any, shardings: Any = None) -> TrainState:
-    """The result of `make`, compiled, after waiting for it: running out of memory shows only then."""
+def state_function(make: Callable[..., TrainState], shardings: Any = None) -> "SharedFunction":
+    """`make`, compiled; its result has these shardings."""
+    return SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
+
+
+def computed_state(name: str, make: "SharedFunction", *args: Any) -> TrainState:
+    """The result of `make`, after waiting for it: running out of memory shows only then."""
     try:
-        shared = SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
-        return jax.block_until_ready(shared(*args))
+        return jax.block_until_ready(make(*args))
     except jax.errors.JaxRuntimeError as error:
-        raise explain_oom(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
+        raise explain_oom(error, name, make.shapes(*args), None)  # noqa: B904 - the same error, or one from it
 
 
 def traced_for(layout: Layout | None, step: Callable[[TrainState, Batch], Any]) -> Any:
@@ -133,6 +140,16 @@ class CompiledStep:
             return MetricBuffer(rows, fmt), more
         return FlatState(leaves, structure), MetricBuffer(rows, fmt), more
 
+    def compile_ahead(
+        self, pool: Executor, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None
+    ) -> None:
+        """Traces the step for such arguments, and has it compiled by `pool`; a call with them waits for that.
+
+        The leaves of `flat` may be shapes, with a sharding if those of the call will be committed.
+        """
+        shared = self._select(flat.structure, buffer.format)
+        shared.compile_ahead(pool, flat.leaves, buffer.rows, batch, number)
+
     def start_data(self) -> None:
         """Starts a new data set, whose batches may differ in kind from those before."""
         self._guard.start_data()
@@ -143,15 +160,18 @@ class CompiledStep:
         """The number of signatures compiled so far."""
         return self._guard.compilations
 
+    def _select(self, structure: Any, fmt: Any) -> "SharedFunction":
+        if (structure, fmt) not in self._by_static:
+            # a function for each: JAX caches traces by function
+            jitted = jax.jit(self._on_leaves(structure, fmt), donate_argnums=self._donated)
+            self._by_static[structure, fmt] = SharedFunction(jitted)
+        return self._by_static[structure, fmt]
+
     def _run(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Any:
         """Selects the executable for these arguments, runs it, and reports if it had to be compiled."""
         if flat.structure is not self._structure or buffer.format is not self._format:
-            self._structure, self._format = static = flat.structure, buffer.format
-            if static not in self._by_static:
-                # a function for each: JAX caches traces by function
-                jitted = jax.jit(self._on_leaves(*static), donate_argnums=self._donated)
-                self._by_static[static] = SharedFunction(jitted)
-            self._shared = self._by_static[static]
+            self._structure, self._format = flat.structure, buffer.format
+            self._shared = self._select(flat.structure, buffer.format)
         shared, compilations = self._shared, self._shared.compilations
         with self._guard.watching(flat, buffer, batch, number):
             started = time.perf_counter()
@@ -178,6 +198,7 @@ class SharedFunction:
     def __init__(self, jitted: Any, out_shardings: Any = None) -> None:
         self._jitted, self._outputs, self._is_shared = jitted, out_shardings, True
         self._by_kind: dict[Any, Callable[..., Any]] = {}
+        self._ahead: dict[Any, Future[Callable[..., Any]]] = {}
 
     @property
     def compilations(self) -> int:
@@ -201,7 +222,7 @@ class SharedFunction:
             kind = kind_of(*args)
             executable = self._by_kind.get(kind)
             if executable is None:
-                executable = self._by_kind[kind] = shared_executable(self._jitted, *args, out_shardings=self._outputs)
+                executable = self._by_kind[kind] = self._compiled(kind, *args)
                 self._is_shared = executable is not self._jitted
             if self._is_shared and executable is not only:
                 try:
@@ -210,31 +231,61 @@ class SharedFunction:
                     pass
         return self._jitted(*args)
 
+    def shapes(self, *args: Any) -> Any:
+        """The shapes of the results."""
+        return jax.eval_shape(self._jitted, *args)
 
-def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Callable[..., Any]:
+    def compile_ahead(self, pool: Executor, *args: Any) -> None:
+        """Traces the function for such arguments, or their shapes, and has it compiled by `pool`."""
+        kind = kind_of(*args)
+        if not self._is_shared or kind in self._by_kind or kind in self._ahead:
+            return
+        found = shared_executable(self._jitted, *args, out_shardings=self._outputs, pool=pool)
+        if found is not None:
+            self._ahead[kind] = found
+
+    def _compiled(self, kind: Any, *args: Any) -> Callable[..., Any]:
+        if kind in self._ahead:
+            try:
+                return self._ahead.pop(kind).result()
+            except (CancelledError, Exception):
+                pass  # compiled again below, where it fails as without a thread
+        found = shared_executable(self._jitted, *args, out_shardings=self._outputs)
+        return self._jitted if found is None else found.result()
+
+
+def shared_executable(
+    jitted: Any, *args: Any, out_shardings: Any = None, pool: Executor | None = None
+) -> "Future[Callable[..., Any]] | None":
     """The executable of a `jax.jit` function for such arguments, shared with functions of the same lowered text.
 
     It raises a TypeError or ValueError for other arguments than those of the function that was compiled first. Returns
-    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, several processes.
+    None for what cannot be shared: callbacks, NaN debugging, large constants, several processes.
+
+    Args:
+        jitted: the function.
+        args: its arguments, or their shapes, with a sharding if the arguments will be committed.
+        out_shardings: of the results.
+        pool: compiles it in another thread; None: it is compiled when this returns.
     """
     config: Any = jax.config
     debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
     if debugs or jax.process_count() > 1:
-        return jitted
+        return None
     traced = jitted.trace(*args)
     constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
     if traced.jaxpr.effects or constants > MOST_CONSTANT_BYTES:
-        return jitted
+        return None
     lowered = traced.lower()
     text = lowered.as_text()
     # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
     if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
-        return jitted
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+        return None
+    shardings = [sharding for leaf in jax.tree.leaves(args) if (sharding := _committed(leaf))]
     options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
     digest = hashlib.sha256(text.encode()).digest()
     outputs = jax.tree.leaves(out_shardings)
-    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered)
+    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered, pool)
 
 
 def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
@@ -247,21 +298,33 @@ def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
 
 
 def _committed(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # of an array that will be committed, if it has a sharding
+        return leaf.sharding or False
     return getattr(leaf, "committed", False) and leaf.sharding
 
 
-def _shared(key: Hashable, lowered: Any) -> Callable[..., Any]:
+def _shared(key: Hashable, lowered: Any, pool: Executor | None) -> "Future[Callable[..., Any]]":
     with _lock:
         found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
-    compiled = lowered.compile()
-    with _lock:
-        _kept[key] = compiled
-        while len(_kept) > MOST:
-            _kept.popitem(last=False)
-    return compiled
+        if found is None or _has_failed(found):
+            # inside the lock, so that another thread waits for this one instead of compiling the same
+            found = own = _kept[key] = Future() if pool is None else pool.submit(lowered.compile)
+            while len(_kept) > MOST:
+                _kept.popitem(last=False)
+        else:
+            own = None
+        _kept.move_to_end(key)
+    if own is not None and pool is None:
+        try:
+            own.set_result(lowered.compile())
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+    return found
+
+
+def _has_failed(found: "Future[Any]") -> bool:
+    return found.cancelled() or (found.done() and found.exception() is not None)
 
 
 class DebugStep:
