@@ -7,17 +7,19 @@ then waits for that.
 """
 
 import hashlib
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from concurrent.futures import CancelledError, Executor, Future
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.initialisation import Split, split
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
@@ -26,7 +28,8 @@ from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.tracing import tracing_for
 
-MOST = 64  # executables in the cache
+MOST = 256  # executables in the cache
+THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))  # that compile
 MOST_CONSTANT_BYTES = 1 << 24  # of constants in the code: larger ones are not worth comparing
 _OPTIONS = (  # of JAX that change compilation without showing in the lowered text
     "jax_default_device",
@@ -65,12 +68,61 @@ def copied(arrays: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, arrays)
 
 
-def state_function(make: Callable[..., TrainState], shardings: Any = None) -> "SharedFunction":
-    """`make`, compiled; its result has these shardings."""
-    return SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
+class StateFunction:
+    """A function that returns a new state, compiled in pieces by several threads; see `initialisation`.
+
+    Args:
+        make: the function, always called with arguments of the same kind.
+        shardings: of its result.
+    """
+
+    def __init__(self, make: Callable[..., TrainState], shardings: Any = None) -> None:
+        self._make, self._shardings = make, shardings
+        self._whole = SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
+        self._pieces: list[tuple[SharedFunction, tuple[int, ...]]] | None = None
+        self._split: Split | None = None
+
+    def __call__(self, *args: Any) -> TrainState:
+        """The state."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            values = self.compile_ahead(pool, *args)
+            if self._split is None:
+                return self._whole(*args)
+            leaves = [program(*(values[number] for number in inputs))[0] for program, inputs in self._pieces or ()]
+            return self._split.structure.unflatten(leaves)
+
+    def compile_ahead(self, pool: Executor, *args: Any) -> Sequence[Any]:
+        """Traces the function, and has `pool` compile its pieces; returns the values that they are computed from."""
+        if self._pieces is None:
+            self._split, self._pieces = self._traced(*args)
+        if self._split is None:
+            self._whole.compile_ahead(pool, *args)
+            return ()
+        values = self._split.keys(*args)
+        for program, inputs in self._pieces:
+            program.compile_ahead(pool, *(values[number] for number in inputs))
+        return values
+
+    def _traced(self, *args: Any) -> tuple[Split | None, list[tuple["SharedFunction", tuple[int, ...]]]]:
+        found = None if jax.process_count() > 1 else split(self._make, *args)
+        if found is None:
+            return None, []
+        shardings = [None] * len(found.pieces) if self._shardings is None else jax.tree.leaves(self._shardings)
+        programs: dict[Any, SharedFunction] = {}
+        for piece, sharding in zip(found.pieces, shardings, strict=True):
+            if (piece.kind, sharding) not in programs:
+                results = None if sharding is None else [sharding]
+                jitted = jax.jit(piece.function, out_shardings=results)
+                programs[piece.kind, sharding] = SharedFunction(jitted, results)
+        pairs = zip(found.pieces, shardings, strict=True)
+        return found, [(programs[piece.kind, sharding], piece.inputs) for piece, sharding in pairs]
+
+    def shapes(self, *args: Any) -> Any:
+        """The shapes of the state."""
+        return jax.eval_shape(self._make, *args)
 
 
-def computed_state(name: str, make: "SharedFunction", *args: Any) -> TrainState:
+def computed_state(name: str, make: StateFunction, *args: Any) -> TrainState:
     """The result of `make`, after waiting for it: running out of memory shows only then."""
     try:
         return jax.block_until_ready(make(*args))
@@ -231,10 +283,6 @@ class SharedFunction:
                     pass
         return self._jitted(*args)
 
-    def shapes(self, *args: Any) -> Any:
-        """The shapes of the results."""
-        return jax.eval_shape(self._jitted, *args)
-
     def compile_ahead(self, pool: Executor, *args: Any) -> None:
         """Traces the function for such arguments, or their shapes, and has it compiled by `pool`."""
         kind = kind_of(*args)
@@ -288,7 +336,7 @@ def shared_executable(
     return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered, pool)
 
 
-def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
+def kind_of(first: Any = None, *more: Any) -> tuple[Any, ...]:
     """The shapes and shardings of arguments. All arrays of a list `first`, a state, are on the same devices."""
     kind: list[Any] = [_committed(first[0] if type(first) is list else first)]
     for leaf in jax.tree.leaves(more):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.compile import SharedFunction, computed_state, copied, state_function, traced_for
+from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
@@ -38,7 +38,7 @@ class ProgramSetup:
         self._train_traces: dict[Any, TrainTrace] = {}
         self._eval_formats: dict[Any, MetricBufferFormat] = {}
         self._blanks: dict[tuple[MetricBufferFormat, int], MetricBuffer] = {}
-        self._inits: dict[Any, SharedFunction] = {}
+        self._inits: dict[Any, StateFunction] = {}
         self._traced: tuple[jax.Array, Batch, TrainState] | None = None  # key, example and shapes of the last trace
 
     # states
@@ -81,11 +81,11 @@ class ProgramSetup:
         assert self._traced is not None
         return self._traced[1]
 
-    def _init_function(self, key: jax.Array, example: Batch) -> SharedFunction:
+    def _init_function(self, key: jax.Array, example: Batch) -> StateFunction:
         kind = _kinds(key, example)
         if kind not in self._inits:
             init = self._program.init
-            self._inits[kind] = state_function(init, self._shardings(init, key, example))
+            self._inits[kind] = StateFunction(init, self._shardings(init, key, example))
         return self._inits[kind]
 
     def init_from_params(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
@@ -104,7 +104,7 @@ class ProgramSetup:
             targets = (shardings.rng, shardings.params, shardings.model_state)
             key, params, model_state = device_put((key, params, model_state), targets)
         # a compiled function returns new arrays, so the caller's are not donated later
-        return computed_state("init_from_params", state_function(init, shardings), key, params, model_state)
+        return computed_state("init_from_params", StateFunction(init, shardings), key, params, model_state)
 
     def _shardings(self, make: Callable[..., TrainState], *args: Any) -> Any:
         return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))

@@ -1,18 +1,16 @@
 """Compiling ahead: what a run will need is compiled at once, in threads, while its state is created."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 from jax_trainer.core import CompiledProgram, TrainState
+from jax_trainer.core.compile import THREADS
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, common_transforms, transforms_of
 from jax_trainer.engine.batches import place_fn_for, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.evaluation import EVAL_WINDOW
 from jax_trainer.engine.plan import Every, Plan
-
-THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
 @contextmanager
