@@ -112,8 +112,7 @@ class StateFunction:
         for piece, sharding in zip(found.pieces, shardings, strict=True):
             if (piece.kind, sharding) not in programs:
                 results = None if sharding is None else [sharding]
-                jitted = jax.jit(piece.function, out_shardings=results)
-                programs[piece.kind, sharding] = SharedFunction(jitted, results)
+                programs[piece.kind, sharding] = SharedFunction(jax.jit(piece.init, out_shardings=results), results)
         pairs = zip(found.pieces, shardings, strict=True)
         return found, [(programs[piece.kind, sharding], piece.inputs) for piece, sharding in pairs]
 
@@ -241,6 +240,7 @@ class CompiledStep:
             state, buffer, more = self._function(structure.unflatten(leaves), MetricBuffer(rows, fmt), batch, number)
             return None if state is None else _leaves(state, structure), buffer.rows, more
 
+        traced.__name__ = self._name  # in profiles and messages of JAX
         return traced
 
 

@@ -22,10 +22,10 @@ MOST_REPEATED = 3  # the operations of all arrays, relative to those of one prog
 
 
 class Piece(NamedTuple):
-    """The computation of one array: `function` of the values at the positions `inputs`. Equal kinds share programs."""
+    """The computation of one array: `init` of the values at the positions `inputs`. Equal kinds share programs."""
 
     kind: Any
-    function: Callable[..., Sequence[jax.Array]]
+    init: Callable[..., Sequence[jax.Array]]
     inputs: tuple[int, ...]
 
 
@@ -89,8 +89,12 @@ def _piece(result: Any, producers: dict[Any, Any], numbers: dict[Any, int], jaxp
     kind.append(_operand(result, names, inputs, numbers))
     kind += [str(variable.aval) for variable in inputs]
     body = _part(jaxpr, equations, inputs, [result])
-    function = jaxpr_as_fun(ClosedJaxpr(body, []))
-    return Piece(tuple(kind), function, tuple(numbers[one] for one in inputs)), len(equations)
+    evaluate = jaxpr_as_fun(ClosedJaxpr(body, []))
+
+    def init(*values: Any) -> Sequence[jax.Array]:  # its name is that of the program
+        return evaluate(*values)
+
+    return Piece(tuple(kind), init, tuple(numbers[one] for one in inputs)), len(equations)
 
 
 def _operand(variable: Any, names: dict[Any, int], inputs: list[Any], numbers: dict[Any, int]) -> Any:
