@@ -13,12 +13,21 @@ from flax import nnx
 from jax_trainer import models
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.config import keys_of
-from jax_trainer.core import Program, compile_program
+from jax_trainer.core import (
+    Layout,
+    Partitioning,
+    Program,
+    compile,
+    compile_program,
+    initialisation,
+    make_mesh,
+    with_ema,
+)
 from jax_trainer.core.precision import cast_floats
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, model_mode
-from jax_trainer.testing import EventRecorder, linen_loss, nnx_loss
+from jax_trainer.testing import EventRecorder, assert_same_bits, linen_loss, nnx_loss
 
 RNG = np.random.default_rng(0)
 IMAGES = {"x": RNG.normal(size=(16, 8, 8, 1)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
@@ -122,3 +131,18 @@ def test_with_bfloat16_weights_everything_is_multiplied_in_bfloat16(config: Base
 @pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
 def test_each_of_its_keys_is_explained(config: BaseModelConfig, batch: dict[str, Any]):
     assert all(key.help for key in keys_of(type(config)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
+def test_initialised_in_pieces_each_has_the_bits_of_one_program(config, batch, mesh, monkeypatch):
+    monkeypatch.setattr(initialisation, "MOST_KINDS", 1)
+    layout = Layout(mesh=make_mesh(data=2, fsdp=4), param_spec=Partitioning(smallest=1)) if mesh else None
+    program = with_ema(program_of(config, batch), 0.9)
+    assert initialisation.split(program.init, jax.random.key(1), batch) is not None
+    pieces = compile_program(program, layout=layout).init(jax.random.key(1), batch)
+    monkeypatch.setattr(compile, "split", lambda *_: None)
+    whole = compile_program(program, layout=layout).init(jax.random.key(1), batch)
+    assert_same_bits(pieces, whole)
+    assert [x.sharding for x in jax.tree.leaves(pieces)] == [x.sharding for x in jax.tree.leaves(whole)]

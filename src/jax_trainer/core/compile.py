@@ -2,20 +2,24 @@
 
 Executables are shared: functions that lower to the same text are compiled once per process. A model, a loss and an
 optimizer created again for another seed, fold or trial are new functions to JAX, which would compile them again,
-although their lowered text is identical.
+although their lowered text is identical. A function can be compiled ahead, by a thread and from shapes; its first call
+then waits for that.
 """
 
 import hashlib
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.initialisation import Split, split
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
@@ -24,7 +28,8 @@ from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.tracing import tracing_for
 
-MOST = 64  # executables in the cache
+MOST = 256  # executables in the cache
+THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))  # that compile
 MOST_CONSTANT_BYTES = 1 << 24  # of constants in the code: larger ones are not worth comparing
 _OPTIONS = (  # of JAX that change compilation without showing in the lowered text
     "jax_default_device",
@@ -34,7 +39,8 @@ _OPTIONS = (  # of JAX that change compilation without showing in the lowered te
     "jax_exec_time_optimization_effort",
     "jax_memory_fitting_effort",
 )
-_kept: "OrderedDict[Hashable, Any]" = OrderedDict()  # least recently used first
+# least recently used first; a future, because a thread may be compiling it
+_kept: "OrderedDict[Hashable, Future[Callable[..., Any]]]" = OrderedDict()
 _lock = threading.Lock()
 
 # (state, metric buffer, batch, number) -> (new state or None, new buffer, anything else). The number is that of the
@@ -62,13 +68,65 @@ def copied(arrays: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, arrays)
 
 
-def computed_state(name: str, make: Callable[..., TrainState], *args: Any, shardings: Any = None) -> TrainState:
-    """The result of `make`, compiled, after waiting for it: running out of memory shows only then."""
+class StateFunction:
+    """A function that returns a new state, compiled in pieces by several threads; see `initialisation`.
+
+    Args:
+        make: the function, always called with arguments of the same kind.
+        shardings: of its result.
+    """
+
+    def __init__(self, make: Callable[..., TrainState], shardings: Any = None) -> None:
+        self._make, self._shardings = make, shardings
+        self._whole = SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
+        self._pieces: list[tuple[SharedFunction, tuple[int, ...]]] | None = None
+        self._split: Split | None = None
+
+    def __call__(self, *args: Any) -> TrainState:
+        """The state."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            values = self.compile_ahead(pool, *args)
+            if self._split is None:
+                return self._whole(*args)
+            leaves = [program(*(values[number] for number in inputs))[0] for program, inputs in self._pieces or ()]
+            return self._split.structure.unflatten(leaves)
+
+    def compile_ahead(self, pool: Executor, *args: Any) -> Sequence[Any]:
+        """Traces the function, and has `pool` compile its pieces; returns the values that they are computed from."""
+        if self._pieces is None:
+            self._split, self._pieces = self._traced(*args)
+        if self._split is None:
+            self._whole.compile_ahead(pool, *args)
+            return ()
+        values = self._split.keys(*args)
+        for program, inputs in self._pieces:
+            program.compile_ahead(pool, *(values[number] for number in inputs))
+        return values
+
+    def _traced(self, *args: Any) -> tuple[Split | None, list[tuple["SharedFunction", tuple[int, ...]]]]:
+        found = None if jax.process_count() > 1 else split(self._make, *args)
+        if found is None:
+            return None, []
+        shardings = [None] * len(found.pieces) if self._shardings is None else jax.tree.leaves(self._shardings)
+        programs: dict[Any, SharedFunction] = {}
+        for piece, sharding in zip(found.pieces, shardings, strict=True):
+            if (piece.kind, sharding) not in programs:
+                results = None if sharding is None else [sharding]
+                programs[piece.kind, sharding] = SharedFunction(jax.jit(piece.init, out_shardings=results), results)
+        pairs = zip(found.pieces, shardings, strict=True)
+        return found, [(programs[piece.kind, sharding], piece.inputs) for piece, sharding in pairs]
+
+    def shapes(self, *args: Any) -> Any:
+        """The shapes of the state."""
+        return jax.eval_shape(self._make, *args)
+
+
+def computed_state(name: str, make: StateFunction, *args: Any) -> TrainState:
+    """The result of `make`, after waiting for it: running out of memory shows only then."""
     try:
-        shared = SharedFunction(jax.jit(make, out_shardings=shardings), shardings)
-        return jax.block_until_ready(shared(*args))
+        return jax.block_until_ready(make(*args))
     except jax.errors.JaxRuntimeError as error:
-        raise explain_oom(error, name, jax.eval_shape(make, *args), None)  # noqa: B904 - the same error, or one from it
+        raise explain_oom(error, name, make.shapes(*args), None)  # noqa: B904 - the same error, or one from it
 
 
 def traced_for(layout: Layout | None, step: Callable[[TrainState, Batch], Any]) -> Any:
@@ -133,6 +191,16 @@ class CompiledStep:
             return MetricBuffer(rows, fmt), more
         return FlatState(leaves, structure), MetricBuffer(rows, fmt), more
 
+    def compile_ahead(
+        self, pool: Executor, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None
+    ) -> None:
+        """Traces the step for such arguments, and has it compiled by `pool`; a call with them waits for that.
+
+        The leaves of `flat` may be shapes, with a sharding if those of the call will be committed.
+        """
+        shared = self._select(flat.structure, buffer.format)
+        shared.compile_ahead(pool, flat.leaves, buffer.rows, batch, number)
+
     def start_data(self) -> None:
         """Starts a new data set, whose batches may differ in kind from those before."""
         self._guard.start_data()
@@ -143,15 +211,18 @@ class CompiledStep:
         """The number of signatures compiled so far."""
         return self._guard.compilations
 
+    def _select(self, structure: Any, fmt: Any) -> "SharedFunction":
+        if (structure, fmt) not in self._by_static:
+            # a function for each: JAX caches traces by function
+            jitted = jax.jit(self._on_leaves(structure, fmt), donate_argnums=self._donated)
+            self._by_static[structure, fmt] = SharedFunction(jitted)
+        return self._by_static[structure, fmt]
+
     def _run(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Any:
         """Selects the executable for these arguments, runs it, and reports if it had to be compiled."""
         if flat.structure is not self._structure or buffer.format is not self._format:
-            self._structure, self._format = static = flat.structure, buffer.format
-            if static not in self._by_static:
-                # a function for each: JAX caches traces by function
-                jitted = jax.jit(self._on_leaves(*static), donate_argnums=self._donated)
-                self._by_static[static] = SharedFunction(jitted)
-            self._shared = self._by_static[static]
+            self._structure, self._format = flat.structure, buffer.format
+            self._shared = self._select(flat.structure, buffer.format)
         shared, compilations = self._shared, self._shared.compilations
         with self._guard.watching(flat, buffer, batch, number):
             started = time.perf_counter()
@@ -169,6 +240,7 @@ class CompiledStep:
             state, buffer, more = self._function(structure.unflatten(leaves), MetricBuffer(rows, fmt), batch, number)
             return None if state is None else _leaves(state, structure), buffer.rows, more
 
+        traced.__name__ = self._name  # in profiles and messages of JAX
         return traced
 
 
@@ -178,6 +250,7 @@ class SharedFunction:
     def __init__(self, jitted: Any, out_shardings: Any = None) -> None:
         self._jitted, self._outputs, self._is_shared = jitted, out_shardings, True
         self._by_kind: dict[Any, Callable[..., Any]] = {}
+        self._ahead: dict[Any, Future[Callable[..., Any]]] = {}
 
     @property
     def compilations(self) -> int:
@@ -201,7 +274,7 @@ class SharedFunction:
             kind = kind_of(*args)
             executable = self._by_kind.get(kind)
             if executable is None:
-                executable = self._by_kind[kind] = shared_executable(self._jitted, *args, out_shardings=self._outputs)
+                executable = self._by_kind[kind] = self._compiled(kind, *args)
                 self._is_shared = executable is not self._jitted
             if self._is_shared and executable is not only:
                 try:
@@ -210,34 +283,60 @@ class SharedFunction:
                     pass
         return self._jitted(*args)
 
+    def compile_ahead(self, pool: Executor, *args: Any) -> None:
+        """Traces the function for such arguments, or their shapes, and has it compiled by `pool`."""
+        kind = kind_of(*args)
+        if not self._is_shared or kind in self._by_kind or kind in self._ahead:
+            return
+        found = shared_executable(self._jitted, *args, out_shardings=self._outputs, pool=pool)
+        if found is not None:
+            self._ahead[kind] = found
 
-def shared_executable(jitted: Any, *args: Any, out_shardings: Any = None) -> Callable[..., Any]:
+    def _compiled(self, kind: Any, *args: Any) -> Callable[..., Any]:
+        if kind in self._ahead:
+            try:
+                return self._ahead.pop(kind).result()
+            except (CancelledError, Exception):
+                pass  # compiled again below, where it fails as without a thread
+        found = shared_executable(self._jitted, *args, out_shardings=self._outputs)
+        return self._jitted if found is None else found.result()
+
+
+def shared_executable(
+    jitted: Any, *args: Any, out_shardings: Any = None, pool: Executor | None = None
+) -> "Future[Callable[..., Any]] | None":
     """The executable of a `jax.jit` function for such arguments, shared with functions of the same lowered text.
 
     It raises a TypeError or ValueError for other arguments than those of the function that was compiled first. Returns
-    `jitted` itself for what cannot be shared: callbacks, NaN debugging, large constants, devices of other processes.
+    None for what cannot be shared: callbacks, NaN debugging, large constants, devices of other processes.
+
+    Args:
+        jitted: the function.
+        args: its arguments, or their shapes, with a sharding if the arguments will be committed.
+        out_shardings: of the results.
+        pool: compiles it in another thread; None: it is compiled when this returns.
     """
     config: Any = jax.config
     debugs = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array) and leaf.committed]
+    shardings = [sharding for leaf in jax.tree.leaves(args) if (sharding := _committed(leaf))]
     outputs = jax.tree.leaves(out_shardings)
     if debugs or not all(sharding.is_fully_addressable for sharding in (*shardings, *outputs)):
-        return jitted
+        return None
     traced = jitted.trace(*args)
     constants = sum(getattr(const, "nbytes", 0) for const in traced.jaxpr.consts)
     if traced.jaxpr.effects or constants > MOST_CONSTANT_BYTES:
-        return jitted
+        return None
     lowered = traced.lower()
     text = lowered.as_text()
     # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
     if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
-        return jitted
+        return None
     options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
     digest = hashlib.sha256(text.encode()).digest()
-    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered)
+    return _shared((digest, lowered.in_tree, lowered.out_tree, *shardings, *outputs, *options), lowered, pool)
 
 
-def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
+def kind_of(first: Any = None, *more: Any) -> tuple[Any, ...]:
     """The shapes and shardings of arguments. All arrays of a list `first`, a state, are on the same devices."""
     kind: list[Any] = [_committed(first[0] if type(first) is list else first)]
     for leaf in jax.tree.leaves(more):
@@ -247,21 +346,33 @@ def kind_of(first: Any, *more: Any) -> tuple[Any, ...]:
 
 
 def _committed(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # of an array that will be committed, if it has a sharding
+        return leaf.sharding or False
     return getattr(leaf, "committed", False) and leaf.sharding
 
 
-def _shared(key: Hashable, lowered: Any) -> Callable[..., Any]:
+def _shared(key: Hashable, lowered: Any, pool: Executor | None) -> "Future[Callable[..., Any]]":
     with _lock:
         found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
-    compiled = lowered.compile()
-    with _lock:
-        _kept[key] = compiled
-        while len(_kept) > MOST:
-            _kept.popitem(last=False)
-    return compiled
+        if found is None or _has_failed(found):
+            # inside the lock, so that another thread waits for this one instead of compiling the same
+            found = own = _kept[key] = Future() if pool is None else pool.submit(lowered.compile)
+            while len(_kept) > MOST:
+                _kept.popitem(last=False)
+        else:
+            own = None
+        _kept.move_to_end(key)
+    if own is not None and pool is None:
+        try:
+            own.set_result(lowered.compile())
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+    return found
+
+
+def _has_failed(found: "Future[Any]") -> bool:
+    return found.cancelled() or (found.done() and found.exception() is not None)
 
 
 class DebugStep:

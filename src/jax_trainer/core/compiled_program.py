@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, get_args
 
@@ -141,14 +142,33 @@ class CompiledProgram(ProgramSetup):
                 self._edits.popitem(last=False)
         return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
 
+    # compiled ahead of the first call, from the shapes of a state
+
+    def compile_train_ahead(
+        self, pool: Executor, state: TrainState, buffer: MetricBuffer, batch: Batch, steps: int | None
+    ) -> None:
+        """Has a step, or a chunk with `steps` steps, compiled by `pool`."""
+        step: Any = self.flat_train_step if steps is None else self._train_chunk
+        number = None if steps is None else self._chunk_number(batch, steps)
+        step.compile_ahead(pool, FlatState.of(state), buffer, batch, number)
+
+    def compile_eval_ahead(self, pool: Executor, state: TrainState, buffer: MetricBuffer, batch: Batch) -> None:
+        """Has an evaluation step compiled by `pool`."""
+        step: Any = self.flat_eval_step
+        step.compile_ahead(pool, FlatState.of(state), buffer, batch)
+
     # steps on a flat state, besides `flat_train_step` and `flat_eval_step`
 
     def flat_train_chunk(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`train_chunk` on a `FlatState`."""
+        return self._train_chunk(flat, buffer, batches, self._chunk_number(batches, steps))
+
+    @staticmethod
+    def _chunk_number(batches: Batch, steps: int) -> Any:
         # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much
         # as a small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
         is_static = steps == _length(batches) and jax.default_backend() != "cpu"
-        return self._train_chunk(flat, buffer, batches, None if is_static else np.int32(steps))
+        return None if is_static else np.int32(steps)
 
     def flat_train_one_by_one(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`flat_train_chunk` with one dispatch per step."""

@@ -127,6 +127,8 @@ class RecompileGuard:
 
         Nothing was compiled or donated yet, so the caller's state is intact.
         """
+        if not self._args:  # compiled ahead of the first call
+            return
         found = self._difference(self._signature())
         batch = self._batch_signature()
         changed = changes(self._reference or batch, batch)

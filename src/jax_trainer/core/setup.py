@@ -1,12 +1,14 @@
 """What happens before the first step: states are created, mistakes found by tracing, arrays placed on devices."""
 
 from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.compile import computed_state, copied, traced_for
+from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
@@ -36,6 +38,8 @@ class ProgramSetup:
         self._train_traces: dict[Any, TrainTrace] = {}
         self._eval_formats: dict[Any, MetricBufferFormat] = {}
         self._blanks: dict[tuple[MetricBufferFormat, int], MetricBuffer] = {}
+        self._inits: dict[Any, StateFunction] = {}
+        self._traced: tuple[jax.Array, Batch, TrainState] | None = None  # key, example and shapes of the last trace
 
     # states
 
@@ -53,7 +57,36 @@ class ProgramSetup:
         if self.debug or not self.info.init_is_traced:
             return self._placed(init(key, example))
         example = jax.tree.map(jnp.asarray, example)
-        return computed_state("init", init, key, example, shardings=self._shardings(init, key, example))
+        return computed_state("init", self._init_function(key, example), key, example)
+
+    def init_ahead(self, pool: Executor) -> TrainState | None:
+        """Has `init` compiled by `pool`, as it was last traced by `shapes`; returns the shapes of its result.
+
+        None if the state is not computed by a compiled function from a key and an example.
+        """
+        if self._traced is None or self.debug or self._placement is not None or not self.info.init_is_traced:
+            return None
+        if self.layout is not None and self.info.initial_variables is not None:
+            return None
+        key, example, state = self._traced
+        example = jax.tree.map(jnp.asarray, example)
+        self._init_function(key, example).compile_ahead(pool, key, example)
+        if self.layout is None:
+            return state
+        return jax.tree.map(_sharded, state, self.layout.state_shardings(state))
+
+    @property
+    def example(self) -> Batch:
+        """The example batch of the last trace by `shapes`."""
+        assert self._traced is not None
+        return self._traced[1]
+
+    def _init_function(self, key: jax.Array, example: Batch) -> StateFunction:
+        kind = _kinds(key, example)
+        if kind not in self._inits:
+            init = self._program.init
+            self._inits[kind] = StateFunction(init, self._shardings(init, key, example))
+        return self._inits[kind]
 
     def init_from_params(self, key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
         """A new state with copies of these weights; with a layout, sharded by it."""
@@ -71,7 +104,7 @@ class ProgramSetup:
             targets = (shardings.rng, shardings.params, shardings.model_state)
             key, params, model_state = device_put((key, params, model_state), targets)
         # a compiled function returns new arrays, so the caller's are not donated later
-        return computed_state("init_from_params", init, key, params, model_state, shardings=shardings)
+        return computed_state("init_from_params", StateFunction(init, shardings), key, params, model_state)
 
     def _shardings(self, make: Callable[..., TrainState], *args: Any) -> Any:
         return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
@@ -97,6 +130,7 @@ class ProgramSetup:
             trained = train_metrics(jax.eval_shape(self._train_step, state, example)[1])
             if not self.debug:
                 check_range(self._indices_in(self._train_step, state, example), example)
+        self._traced = key, example, state
         return state, trained, self.eval_shapes(state, example)
 
     def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
@@ -166,6 +200,13 @@ class ProgramSetup:
             return self._placement.replicate(arrays)
         return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
 
+    def stored_shapes(self, arrays: PyTree) -> PyTree:
+        """The shapes of what `store` returns, in one process."""
+        shapes = jax.eval_shape(lambda x: x, arrays)
+        return (
+            shapes if self.layout is None else jax.tree.map(partial(_sharded, sharding=self.layout.replicated), shapes)
+        )
+
     def _blank(self, fmt: MetricBufferFormat, length: int) -> MetricBuffer:
         """An empty buffer, always the same one: steps do not donate it, so it is never overwritten."""
         if (fmt, length) not in self._blanks:
@@ -193,6 +234,10 @@ class TrainTrace(NamedTuple):
     def out_of_range(self, batch: Batch) -> str:
         """The error message about indices in `batch` that are out of range; empty if none are."""
         return out_of_range(self.indices, batch)
+
+
+def _sharded(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
 def train_metrics(report: Any) -> Metrics:

@@ -3,6 +3,7 @@
 The loops write no files and print nothing; side effects belong into observers of their events.
 """
 
+from jax_trainer.engine.ahead import compiling_ahead
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predictions
@@ -56,6 +57,7 @@ __all__ = [
     "StopTraining",
     "Waiting",
     "checked_evals",
+    "compiling_ahead",
     "drive",
     "driving",
     "eval_events",

@@ -2,6 +2,9 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +23,15 @@ from jax_trainer.core import (
     NonFiniteError,
     PyTree,
     ResidentBatch,
+    TrainState,
     TrainTrace,
     WindowAccumulator,
+    batch_weight,
     resized,
     with_user_frame,
 )
 from jax_trainer.core.placement import all_rows
+from jax_trainer.core.resident import map_stacked
 from jax_trainer.datasets import (
     ArrayLoader,
     BatchIterator,
@@ -38,7 +44,7 @@ from jax_trainer.datasets import (
     resident_loader,
 )
 from jax_trainer.datasets.foreign import as_arrays, check_batch
-from jax_trainer.engine.batches import PlaceFn, check_divides, step_batches, steps_per_call, train_batches
+from jax_trainer.engine.batches import PlaceFn, check_divides, place_fn_for, step_batches, steps_per_call, train_batches
 from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
 
@@ -57,7 +63,7 @@ class StepDispatcher:
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
-        self._resident = None if self._loader is None else program.store(self._loader.arrays)
+        self._resident: PyTree = None  # on the devices, from the first dispatch on
         if self._loader is not None:
             self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
         self._trace: TrainTrace | None = None
@@ -104,6 +110,45 @@ class StepDispatcher:
         reader.record(buffer, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(buffer)
         return flat_state, grads
+
+    def compile_ahead(self, pool: Executor, state: TrainState, example: Batch) -> None:
+        """Has `pool` compile what the first `dispatch` calls, if the form of its batch is known without reading data.
+
+        Args:
+            pool: compiles it.
+            state: the shapes of the state.
+            example: a batch of the training data.
+        """
+        step_batch = self._first_form(example)
+        if step_batch is None:
+            return
+        batch, steps, stacked = step_batch[:3]
+        sample = self._sample(step_batch)
+        trace = self._program.trace_train_step(state, sample)
+        buffer = self._program.train_buffer(state, sample, self._every + self._chunk - 1)
+        if stacked and trace.runs_one_by_one:
+            batch, stacked = map_stacked(lambda x: x[0], batch), False
+        if self._loader is not None:
+            batch = ResidentBatch(batch, self._program.stored_shapes(self._loader.arrays))
+        self._program.compile_train_ahead(pool, state, buffer, batch, steps if stacked else None)
+
+    def _first_form(self, example: Batch) -> StepBatch | None:
+        """Batches of the form of the first dispatch, placed on the devices; None if that is not known."""
+        plan, source = self._plan, self._data_source
+        depth = self._rows.prefetch(self._chunk, is_sharded=self._program.layout is not None)
+        place = place_fn_for(self._program, str, ahead=depth > 0)
+        if plan.overfit_batches:
+            return None
+        if isinstance(self._train_data, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
+            opened = partial(self._rows.open, 1)
+            with closing(step_batches(opened, plan, 0, 0, source.length, self._chunk, place)) as batches:
+                return next(batches, None)
+        if source.full_batch is None or source.full_batch != batch_weight(example):
+            return None
+        steps = min(self._chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
+        stacks = steps > 1
+        batch = jax.tree.map(lambda x: np.zeros((self._chunk, *np.shape(x)), x.dtype), example) if stacks else example
+        return place(StepBatch(batch, steps, stacks, 0, None))
 
     @property
     def last_dispatched(self) -> jax.Array:
@@ -183,6 +228,8 @@ class StepDispatcher:
 
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
+        if self._loader is not None:
+            self._resident = self._program.store(self._loader.arrays)
         batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
         self._trace = self._program.trace_train_step(flat_state.state, batch)

@@ -26,6 +26,7 @@ from jax_trainer.engine import (
     Plan,
     SavePoint,
     StepEnd,
+    compiling_ahead,
     driving,
     eval_events,
     train_events,
@@ -109,7 +110,7 @@ class Run:
         """Opens the store and the logger, creates the callbacks, and restores or initialises the state."""
         spec, recording = self.spec, self.spec.recording
         if recording is None or self.target is None:
-            self.state = spec.init()
+            self.state = self._initial()
             found = None if spec.restore is None else spec.restore(self.state)
         else:
             folder = self.target.folder
@@ -122,7 +123,7 @@ class Run:
             self.callbacks = CallbackList(callbacks, {**logs, "run/history": self.history})
             self.context = self._context(recording, self.logger)
             callbacks.update(recording.callbacks(self.context))
-            self.state = spec.init()
+            self.state = self._initial()
             found = self._restored(recording, self.logger)
             for name, text in recording.files.items():
                 self.target.write_text(name, text)
@@ -130,6 +131,10 @@ class Run:
             self.state, self.at = found
         self.is_resumed = found is not None
         spec.on_open(self)
+
+    def _initial(self) -> TrainState:
+        with compiling_ahead(self.spec.program, self.spec.data, self.plan):
+            return self.spec.init()
 
     def _restored(self, recording: Recording, logger: Logger) -> Restored | None:
         assert self.target is not None

@@ -20,7 +20,7 @@ from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
-from jax_trainer.engine import Edit, Plan, evaluate, predictions
+from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
@@ -374,8 +374,9 @@ class TrainerModule(BaseTrainer):
             evals, tests = self._checked(program, evals, tests, plan)
             where = run_path_parts(self.config.logger, self.model_name)
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
-            self._start(program, resume=target.resumes is not None)
-        data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
+            data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
+            with compiling_ahead(program, data, plan):
+                self._start(program, resume=target.resumes is not None)
         spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)
         try:

@@ -1,0 +1,56 @@
+"""Compiling ahead: what a run will need is compiled at once, in threads, while its state is created."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+
+from jax_trainer.core import CompiledProgram, TrainState
+from jax_trainer.core.compile import THREADS
+from jax_trainer.datasets import ArrayLoader, Data, DataSource, common_transforms, transforms_of
+from jax_trainer.engine.batches import place_fn_for, train_source, with_data_transforms
+from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
+from jax_trainer.engine.evaluation import EVAL_WINDOW
+from jax_trainer.engine.plan import Every, Plan
+
+
+@contextmanager
+def compiling_ahead(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[None]:
+    """Has `init`, the first training step and the first evaluation compiled in threads; create the state inside.
+
+    All of it is traced here, from the shapes that `program.shapes` has found. The first call of each then waits for its
+    thread, instead of compiling after the others. What cannot be known without reading data is left to the first call,
+    and so is every error, which shows there with the batch and the user's line.
+    """
+    pool = ThreadPoolExecutor(THREADS, "compile-ahead")
+    try:
+        with suppress(Exception):
+            _submit(pool, program, data, plan.resolved())
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown(wait=False)  # the first calls wait for what they need, and the end of the process for the rest
+
+
+def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) -> None:
+    state = program.init_ahead(pool)
+    if state is None:
+        return
+    if program.info.transforms is None:
+        program = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
+    kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
+    kind(program, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
+    if plan.eval_every != Every() or plan.eval_at_start or plan.eval_at_end or plan.sanity_batches:
+        for name, source in data.evals.items():
+            if isinstance(source, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
+                _submit_eval(pool, program, state, DataSource(source, name, may_be_empty=True))
+
+
+def _submit_eval(pool: Executor, program: CompiledProgram, state: TrainState, data_source: DataSource) -> None:
+    program = with_data_transforms(program, data_source.transforms)
+    depth = data_source.prefetch(is_sharded=program.layout is not None)
+    with closing(data_source.open(1)) as epoch_iterator:
+        step_batch = epoch_iterator.take(1)
+    if step_batch is not None:
+        batch = place_fn_for(program, str, ahead=depth > 0)(step_batch).batch
+        program.compile_eval_ahead(pool, state, program.eval_buffer(state, batch, EVAL_WINDOW), batch)
