@@ -21,7 +21,7 @@ from jax_trainer.datasets.order import Order
 from jax_trainer.engine import Plan
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import AtLeast, Settings, SettingsError
-from jax_trainer.testing import TinyNNX, numbered_loader
+from jax_trainer.testing import TinyNNX, cross_entropy, numbered_loader
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 from jax_trainer.tuning.space import read_space
 
@@ -93,7 +93,7 @@ def test_a_trainer_takes_them_and_stores_plain_numbers(tmp_path: Path, monkeypat
             return batch["x"]
 
         def loss_function(self, model, batch, train=True):
-            return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean(), {}
+            return cross_entropy(model(batch["x"]), batch["y"]).mean(), {}
 
     monkeypatch.chdir(tmp_path)
     example = next(iter(numbered_loader(32)))

@@ -109,7 +109,9 @@ def test_21_examples_are_evaluated_exactly(devices, size):
     found, each = pair(devices)[0]["evaluated"][size], expected_losses()
     assert (found["size"], found["ids"]) == (21, list(range(21)))
     np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
-    assert found == alone(2 * devices)["evaluated"][size]
+    expected = alone(2 * devices)["evaluated"][size]  # whose mean may be added up in another order
+    assert {**found, "loss": 0.0} == {**expected, "loss": 0.0}
+    assert found["loss"] == pytest.approx(expected["loss"], rel=BOUND)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -14,6 +14,7 @@ from jax_trainer import TrainerModule
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import fit, train_fn
+from jax_trainer.testing import cross_entropy
 
 Batch = dict[str, Any]
 
@@ -34,7 +35,7 @@ STEPS: list[int] = []
 
 
 def loss_of(model: Any, batch: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+    return cross_entropy(model(batch["x"]), batch["y"]).mean()
 
 
 class Watched:

@@ -114,7 +114,7 @@ def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_n
     ("kind", "flavour", "options"),
     [
         (Guide, "linen", {}),
-        (OwnStep, "nnx", {"ema": 0.9, "on_nonfinite": "skip"}),
+        pytest.param(OwnStep, "nnx", {"ema": 0.9, "on_nonfinite": "skip"}, marks=pytest.mark.slow),
         pytest.param(OwnStep, "linen", {"ema": 0.9, "on_nonfinite": "skip"}, marks=pytest.mark.slow),
     ],
 )

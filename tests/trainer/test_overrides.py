@@ -269,7 +269,7 @@ def test_between_the_loop_and_the_loss_is_only_what_is_overridden(tmp_path):
                 return super().loss_function(model, batch, train)
 
         kind = type("Overriding", (Looking,), overrides)
-        trainer = plain_for("nnx", tmp_path, kind=kind, debug=True, max_steps=1, **ONE_EPOCH)
+        trainer = plain_for("nnx", tmp_path, kind=kind, max_steps=1, **ONE_EPOCH)
         trainer.train_model(numbered_loader(32))
         return found[-1]
 
