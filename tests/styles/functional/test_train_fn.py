@@ -27,7 +27,7 @@ def test_it_does_what_the_engine_does_with_the_same_loss_bit_for_bit():
     compiled = compile_program(nnx_program(Net(nnx.Rngs(0)), nnx_loss, TX))
     state = run(compiled, compiled.init(KEY, next(iter(data()))), data(), Plan(max_steps=STEPS))
     weights, _, step = straight()
-    assert_same_bits({"norm": {}, **weights}["hidden"], jax.tree.map(np.asarray, state.params["hidden"]))
+    assert_same_bits({"norm": {}, **weights}["out"], jax.tree.map(np.asarray, state.params["out"]))
     assert_same_bits(weights["norm"]["mean"], np.asarray(state.model_state["norm"]["mean"]))
     assert step == STEPS
 
