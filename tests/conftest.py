@@ -66,12 +66,10 @@ def quick_weights() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def drawn_weights() -> Iterator[None]:
-    """For modules that test initial weights, or what depends on them: they are drawn, as outside of the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initializers, "random", jax.random)
-        yield
+@pytest.fixture
+def drawn_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of initial weights, or of what depends on them: they are drawn, as outside of the tests."""
+    monkeypatch.setattr(initializers, "random", jax.random)
 
 
 @pytest.fixture

@@ -98,8 +98,9 @@ def test_a_trainer_takes_them_and_stores_plain_numbers(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     example = next(iter(numbered_loader(32)))
     keywords: dict[str, Any] = {"seed": np.int64(3), "max_steps": np.int64(1), "enable_progress_bar": False}
-    trainer = Own(model=lambda rngs: nnx.Linear(8, 4, rngs=rngs), optimizer_config=SGDConfig(learning_rate=np.float32(0.5)),
-                  exmp_input=example, other_configs={"seed": np.int64(3)}, **keywords)  # fmt: skip
+    parts = {"model": lambda rngs: nnx.Linear(8, 4, rngs=rngs), "exmp_input": example}
+    optimizer = SGDConfig(learning_rate=np.float32(0.5))
+    trainer = Own(**parts, optimizer_config=optimizer, other_configs={"seed": np.int64(3)}, **keywords)
     trainer.train_model(numbered_loader(32), num_epochs=np.int64(1))
     assert trainer.folder is not None
     stored = json.loads((trainer.folder.path / "hparams.json").read_text())
