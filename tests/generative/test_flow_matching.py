@@ -53,6 +53,13 @@ def test_the_best_velocity_makes_data_of_noise(bell, sampler):
     assert abs(float(samples.std()) / bell.std - 1) < 0.03
 
 
+def test_a_sampler_takes_as_many_steps_as_it_is_told():
+    objective = FlowMatching(FlowMatchingConfig(sampler="euler", steps=4))
+    velocities = (lambda x, t, condition: 0 * x, lambda x, t, condition: 0 * x + t[:, None])
+    noise, moved = (objective.sample(jax.random.key(0), velocity, (2, 1)) for velocity in velocities)
+    np.testing.assert_allclose(moved - noise, (0 + 0.25 + 0.5 + 0.75) / 4, rtol=1e-5)
+
+
 def test_a_velocity_is_also_a_denoiser(bell):
     x, sigma = jnp.asarray([[1.0], [-3.0], [10.0]]), jnp.asarray([0.01, 1.0, 60.0])
     np.testing.assert_allclose(flow_denoiser(bell.velocity)(x, sigma, None), bell.denoised(x, sigma), rtol=1e-4)
