@@ -14,7 +14,6 @@ from jax_trainer import TrainerModule
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import fit, train_fn
-from jax_trainer.testing import cross_entropy
 
 Batch = dict[str, Any]
 
@@ -35,7 +34,7 @@ STEPS: list[int] = []
 
 
 def loss_of(model: Any, batch: Any) -> jax.Array:
-    return cross_entropy(model(batch["x"]), batch["y"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
 class Watched:

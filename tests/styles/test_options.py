@@ -58,7 +58,7 @@ USUAL, ALONE = (
     ("fit, linen", "train_fn", "TrainLoop"),
     [name for name in OPTIONS if name not in ("nothing", "together")],
 )
-LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("together", "mesh")]
+LINEAR = [pytest.param(name, "together", True) for name in USUAL]
 FULL = [
     pytest.param(name, option, False, marks=pytest.mark.slow)
     for name in STYLES
