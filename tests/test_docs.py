@@ -1,5 +1,7 @@
 """The code in README and docs runs as it stands, top to bottom; links, anchors and toctrees are right."""
 
+import ast
+import importlib
 import importlib.util
 import re
 import runpy
@@ -20,18 +22,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAGES = [ROOT / "README.md", *SITE]
-# the first pages that a reader meets, with every style, and those of which nearly nothing is compiled
-USUAL = (
-    "README",
-    "index",
-    "first-training",
-    "choosing-a-style",
-    "functional",
-    "loops",
-    "resume",
-    "log-metrics",
-    "profile",
-)
+# the first pages that a reader meets, and those of which nearly nothing is compiled
+USUAL = ("README", "index", "loops", "resume", "log-metrics", "profile")
 WITH_CODE = [
     pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.slow)
     for page in PAGES
@@ -52,6 +44,18 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for block in blocks:
         exec(compile(block, f"{page.name}", "exec"), namespace)
     assert blocks
+
+
+def test_what_the_code_of_all_pages_imports_is_there():
+    missing = []
+    for page in PAGES:
+        trees = [ast.parse(block) for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+        imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        for node in imports:
+            names = [alias.name for alias in node.names if (node.module or "").startswith("jax_trainer")]
+            found = importlib.import_module(node.module) if names and node.module else None
+            missing += [(name_of(page), node.module, name) for name in names if not hasattr(found, name)]
+    assert missing == []
 
 
 WITH_EXPERIMENTS = [page for page in PAGES if "```yaml" in page.read_text() and "\ntrainer:" in page.read_text()]

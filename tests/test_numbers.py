@@ -19,9 +19,9 @@ from jax_trainer.config import ConfigError, config_from, dump_config, load_confi
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.order import Order
 from jax_trainer.engine import Plan
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import AtLeast, Settings, SettingsError
-from jax_trainer.testing import TinyNNX, numbered_loader
+from jax_trainer.testing import cross_entropy, numbered_loader
 from jax_trainer.trainer import TrainerConfig, TrainerModule
 from jax_trainer.tuning.space import read_space
 
@@ -93,13 +93,14 @@ def test_a_trainer_takes_them_and_stores_plain_numbers(tmp_path: Path, monkeypat
             return batch["x"]
 
         def loss_function(self, model, batch, train=True):
-            return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean(), {}
+            return cross_entropy(model(batch["x"]), batch["y"]).mean(), {}
 
     monkeypatch.chdir(tmp_path)
     example = next(iter(numbered_loader(32)))
     keywords: dict[str, Any] = {"seed": np.int64(3), "max_steps": np.int64(1), "enable_progress_bar": False}
-    trainer = Own(model=lambda rngs: TinyNNX(rngs=rngs), optimizer_config=AdamWConfig(learning_rate=np.float32(0.5)),
-                  exmp_input=example, other_configs={"seed": np.int64(3)}, **keywords)  # fmt: skip
+    parts = {"model": lambda rngs: nnx.Linear(8, 4, rngs=rngs), "exmp_input": example}
+    optimizer = SGDConfig(learning_rate=np.float32(0.5))
+    trainer = Own(**parts, optimizer_config=optimizer, other_configs={"seed": np.int64(3)}, **keywords)
     trainer.train_model(numbered_loader(32), num_epochs=np.int64(1))
     assert trainer.folder is not None
     stored = json.loads((trainer.folder.path / "hparams.json").read_text())

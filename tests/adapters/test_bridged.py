@@ -14,6 +14,7 @@ from jax_trainer.adapters import nnx_program
 from jax_trainer.adapters.nnx import lacks_variables
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import fit, train_fn
+from jax_trainer.testing import cross_entropy
 
 X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int32)
 DATA = [(X, Y)]
@@ -44,7 +45,7 @@ MODELS = {
 
 
 def loss(logits: Any, labels: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return cross_entropy(logits, labels).mean()
 
 
 class Classifier(TrainerModule):

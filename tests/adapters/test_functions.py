@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from jax_trainer.adapters import function_program, stateful_program
-from jax_trainer.testing import numbered_data, numbered_loader, short_run
+from jax_trainer.testing import cross_entropy, numbered_data, numbered_loader, short_run
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 
@@ -19,7 +19,7 @@ def test_a_loss_of_plain_parameters_trains_like_a_hand_written_loop():
         return {"w": jnp.zeros((batch["x"].shape[-1], 4))}
 
     def loss(params, batch, *, rng, train):
-        return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"]).mean()
+        return cross_entropy(batch["x"] @ params["w"], batch["y"]).mean()
 
     params: Any = init(None, EXAMPLE)
     opt_state = tx.init(params)
@@ -64,7 +64,7 @@ def test_an_equinox_module_trains():
 
     def loss(params, batch, *, rng, train):
         logits = jax.vmap(eqx.combine(params, static))(batch["x"])
-        value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+        value = cross_entropy(logits, batch["y"]).mean()
         return value, {"acc": (logits.argmax(-1) == batch["y"]).mean()}
 
     state, seen = short_run(function_program(init, loss, optax.sgd(0.5)), 30)

@@ -21,7 +21,7 @@ from jax_trainer.adapters import (
 )
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.core import TrainState, compile_program
-from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, numbered_data, short_run
+from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, cross_entropy, numbered_data, short_run
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 WIDTH, CLASSES = EXAMPLE["x"].shape[-1], 4
@@ -54,12 +54,12 @@ class Net(eqx.Module):
 
 
 def loss(model: Any, batch: Any, train: bool) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+    return cross_entropy(model(batch["x"]), batch["y"]).mean()
 
 
 def keyed(model: Any, batch: Any, train: bool, rng: jax.Array) -> Any:
     logits = model(batch["x"], key=rng)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return cross_entropy(logits, batch["y"]).mean()
 
 
 KINDS: dict[str, tuple[Any, type[ModelHandle]]] = {
@@ -83,7 +83,7 @@ def test_a_handle_predicts_what_the_bound_model_returns(kind):
 
     def of_model(model: Any, batch: Any, train: bool, rng: jax.Array, step: jax.Array) -> Any:
         outputs = handle.apply(model, batch["x"], train=False)
-        return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"]).mean(), {}
+        return cross_entropy(outputs, batch["y"]).mean(), {}
 
     program = compile_program(handle.program(handle.calling(of_model), TX))
     state = program.init(handle.key, EXAMPLE)

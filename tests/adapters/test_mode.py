@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from jax_trainer import TrainLoop, TrainTask, fit
+from jax_trainer import TrainLoop, TrainTask, fit, testing
 from jax_trainer.adapters.mode import mode_flags
 
 X, Y = np.ones((8, 4), np.float32), np.arange(8) % 3
@@ -37,7 +37,7 @@ class Deterministic(nn.Module):
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return testing.cross_entropy(logits, labels).mean()
 
 
 @pytest.mark.parametrize("kind", [Training, IsTraining, Deterministic])

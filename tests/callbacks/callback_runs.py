@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_trainer.adapters import function_program, linen_program, nnx_program
+from jax_trainer.adapters import function_program, linen_program
 from jax_trainer.callbacks import Callback, RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
@@ -21,7 +21,14 @@ from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.optimizer import SGD, LinearScheduleConfig, SGDConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale
-from jax_trainer.testing import TinyLinen, TinyNNX, numbered_data, numbered_loader, tiny_program
+from jax_trainer.testing import (
+    TinyLinen,
+    cross_entropy,
+    linear_program,
+    numbered_data,
+    numbered_loader,
+    tiny_program,
+)
 from jax_trainer.testing.models import CLASSES
 
 STEPS = 4  # per epoch
@@ -36,11 +43,13 @@ def _tx() -> optax.GradientTransformation:
 
 @cache
 def program_of(flavour: str) -> CompiledProgram:
-    return compile_program(tiny_program(flavour, _tx()), on_recompile="ignore")
+    """Of a linear model without an interface ("functions"), or of the tiny model in linen or nnx."""
+    program = linear_program(_tx()) if flavour == "functions" else tiny_program(flavour, _tx())
+    return compile_program(program, on_recompile="ignore")
 
 
 def _evaluated(logits: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    loss = cross_entropy(logits, batch["y"]).mean()
     pairs = jax.nn.one_hot(batch["y"], CLASSES).T @ jax.nn.one_hot(logits.argmax(-1), CLASSES)
     return loss, {"conf_matrix": {"value": pairs, "mode": "sum", "log_mode": "eval"}}
 
@@ -51,17 +60,10 @@ def _linen_loss(params: Any, state: Any, batch: Any, rng: Any, train: bool) -> A
     return loss, (mutable, metrics)
 
 
-def _nnx_loss(model: Any, batch: Any, train: bool) -> Any:
-    return _evaluated(model(batch["x"]), batch)
-
-
 @cache
-def matrix_program(flavour: str) -> CompiledProgram:
-    """Like `program_of`; evaluations report a confusion matrix besides."""
-    if flavour == "linen":
-        program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
-    else:
-        program = nnx_program(lambda rngs: TinyNNX(rngs), _nnx_loss, _tx())
+def matrix_program() -> CompiledProgram:
+    """Of the tiny model, with statistics and dropout; evaluations report a confusion matrix besides."""
+    program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
     return compile_program(with_learning_rate_scale(program), on_recompile="ignore")  # as `ReduceLROnPlateau` needs
 
 
@@ -85,7 +87,7 @@ def scripted(losses: Sequence[float], norms: Sequence[float] | None = None, batc
 
 def fit(
     *observers: object,
-    flavour: str = "linen",
+    flavour: str = "functions",
     plan: Plan | None = None,
     evals: dict | None = None,
     program: CompiledProgram | None = None,

@@ -113,7 +113,7 @@ def test_the_state_in_a_validation_hook_is_the_one_that_was_evaluated():
     evaluated = [call for call in spy.calls if len(call) == 2 and isinstance(call[1], dict)]
     assert [int(state.step) for state, _ in evaluated] == [3, 6]
     for state, metrics in evaluated:
-        again = evaluate(program_of("linen"), state, {"val": numbered_loader(64)})["val"]
+        again = evaluate(program_of("functions"), state, {"val": numbered_loader(64)})["val"]
         assert {f"val/{name}": value for name, value in again.items()} == metrics
 
 
@@ -139,7 +139,7 @@ def test_there_is_no_state_outside_a_hook():
 
 
 def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
-    witness, program = Witness(WitnessConfig()), program_of("linen")
+    witness, program = Witness(WitnessConfig()), program_of("functions")
     state = program.init(jax.random.key(0), EXAMPLE)
     at = Event(7, 3, FlatState.of(state))
     for event in eval_events(program, at, {"test": numbered_loader(64)}, Plan(max_steps=0)):
@@ -149,7 +149,7 @@ def test_an_evaluation_of_a_test_set_calls_the_test_hooks():
 
 
 def test_several_test_sets_are_one_test():
-    witness, program = Witness(WitnessConfig()), program_of("linen")
+    witness, program = Witness(WitnessConfig()), program_of("functions")
     at = Event(7, 3, FlatState.of(program.init(jax.random.key(0), EXAMPLE)))
     sets = {"test_near": numbered_loader(32), "test_far": numbered_loader(64)}
     for _ in range(2):

@@ -108,7 +108,7 @@ def test_a_run_draws_what_it_evaluated(tmp_path):
         gallery = Gallery()
         callback = ConfusionMatrixCallback(ConfusionMatrixConfig(normalize=False), replace(run, logger=gallery))
         plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
-        fit(callback, program=matrix_program("linen"), plan=plan, evals={"val": numbered_loader(64)})
+        fit(callback, program=matrix_program(), plan=plan, evals={"val": numbered_loader(64)})
     assert [(name, step) for name, _, step in gallery.shown] == [
         ("val/confusion_matrix", 4),
         ("val/confusion_matrix", 8),

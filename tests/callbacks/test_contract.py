@@ -89,18 +89,17 @@ def test_every_registered_callback_is_in_the_contract():
 
 
 @cache
-def state_without_callbacks(flavour: str) -> TrainState:
+def state_without_callbacks() -> TrainState:
     """The trained state without callbacks."""
-    return fit(program=matrix_program(flavour), plan=PLAN)
+    return fit(program=matrix_program(), plan=PLAN)
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "DisableGC"])  # it touches no state
-def test_it_changes_no_trained_bit(tmp_path, flavour, name):
+def test_it_changes_no_trained_bit(tmp_path, name):
     callback = MAKERS[name]()
     with run_in(tmp_path) as run:
         callback.attach(run)
-        assert_same_bits(fit(callback, program=matrix_program(flavour), plan=PLAN), state_without_callbacks(flavour))
+        assert_same_bits(fit(callback, program=matrix_program(), plan=PLAN), state_without_callbacks())
 
 
 class StopAndSave:
@@ -142,7 +141,7 @@ def run_once(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Ca
     callback = make()
     with run_in(folder) as run:
         callback.attach(run)
-        fit(callback, program=matrix_program("linen"), plan=plan)
+        fit(callback, program=matrix_program(), plan=plan)
         return callback, logged(folder, run)
 
 
@@ -152,7 +151,7 @@ def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step
     stop = StopAndSave(first, step)
     with run_in(folder) as before:
         first.attach(before)
-        fit(first, stop, program=matrix_program("linen"), plan=plan)
+        fit(first, stop, program=matrix_program(), plan=plan)
     saved = stop.saved
     assert saved is not None
     second = make()
@@ -161,7 +160,7 @@ def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step
     with run_in(folder) as run:
         second.attach(run)
         second.load_state_dict(json.loads(saved.states))
-        fit(second, program=matrix_program("linen"), plan=plan, state=saved.state, at=saved.position)
+        fit(second, program=matrix_program(), plan=plan, state=saved.state, at=saved.position)
         return second, logged(folder, before, run)
 
 
@@ -201,7 +200,7 @@ def test_a_second_run_of_a_callback_logs_the_same_as_the_first(tmp_path, name):
     for folder in (tmp_path / "first", tmp_path / "second"):
         with run_in(folder) as run:
             callback.attach(run)
-            fit(callback, program=matrix_program("linen"), plan=PLAN)
+            fit(callback, program=matrix_program(), plan=PLAN)
             results.append((logged(folder, run), callback.state_dict()))
     assert results[0] == results[1]
 
@@ -251,10 +250,10 @@ def test_every_callback_is_finalized_once_however_the_run_ends(tmp_path, ending)
         observers = [*list(callbacks.values())[:6], LambdaCallback(**hooks), *list(callbacks.values())[6:]]
         plan = Plan(max_epochs=1, eval_every=Every(epochs=1))
         if error is None:
-            fit(*observers, program=matrix_program("linen"), plan=plan)
+            fit(*observers, program=matrix_program(), plan=plan)
         else:
             with fault("step:raise:2" if ending == "failed in a step" else "never:raise:1"), pytest.raises(error):
-                fit(*observers, program=matrix_program("linen"), plan=plan)
+                fit(*observers, program=matrix_program(), plan=plan)
         for callback in callbacks.values():
             callback.attach(run)  # an error if the callback were still attached to the run
     assert ends == [(name, STATUS.get(ending, ending)) for name in callbacks]
@@ -264,7 +263,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
     with run_in(tmp_path) as run:
         monitor = ThroughputMonitor(run=run)
         with pytest.raises(ZeroDivisionError, match="mine") as failure:
-            fit(LambdaCallback(on_training_epoch_end=raises), monitor, program=matrix_program("linen"), plan=PLAN)
+            fit(LambdaCallback(on_training_epoch_end=raises), monitor, program=matrix_program(), plan=PLAN)
     names = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
     assert names[-1] == "raises"
     assert failure.value.__cause__ is None
@@ -273,5 +272,5 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
 def test_a_callback_that_stops_the_run_does_not_prevent_the_save(tmp_path):
     with run_in(tmp_path) as run:
         saver = ModelCheckpoint(run=run)
-        fit(LambdaCallback(on_validation_epoch_end=stops), saver, program=matrix_program("linen"), plan=PLAN)
+        fit(LambdaCallback(on_validation_epoch_end=stops), saver, program=matrix_program(), plan=PLAN)
     assert [step for step, _, _ in run.checkpoints.kept] == [STEPS]  # type: ignore[union-attr]

@@ -50,11 +50,11 @@ def test_training_ends_when_the_metric_says_so(values, options, stop):
 def test_the_reason_is_reported_and_logged(caplog):
     callback = EarlyStopping(EarlyStoppingConfig(patience=1))
     evaluated(callback, {"loss": 0.25}, step=4)
-    message = "EarlyStopping after step 8: `val/loss` has not improved in 1 validations in a row; the best was 0.25."
     with caplog.at_level(logging.INFO, "jax_trainer"), pytest.raises(StopTraining) as stopped:
         evaluated(callback, {"loss": 0.5}, step=8)
-    assert str(stopped.value) == message
-    assert [record.message for record in caplog.records] == [message]
+    (message,) = [record.message for record in caplog.records]
+    assert message == str(stopped.value)
+    assert all(word in message for word in ("EarlyStopping", "step 8", "`val/loss`", "0.25"))
 
 
 def test_an_unknown_monitor_is_an_error_that_lists_what_there_is():

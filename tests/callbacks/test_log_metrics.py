@@ -76,7 +76,7 @@ def test_evaluations_are_rows_with_their_arrays_and_a_file_per_set_has_the_lates
     logger, seen = Logger(LoggerConfig(log_steps_every=0), tmp_path), EventRecorder()
     evals = {"val_near": numbered_loader(32), "val_far": numbered_loader(64)}
     plan = Plan(max_epochs=2, eval_every=Every(epochs=1))
-    program = matrix_program("linen")
+    program = matrix_program()
     fit(*logger_observers(logger), seen, program=program, plan=plan, evals=evals)
     logger.close("completed")
     assert sorted(path.name for path in (tmp_path / "metrics").iterdir()) == ["val_far.json", "val_near.json"]

@@ -78,12 +78,12 @@ def test_a_value_out_of_bounds_is_refused(keys, words):
 def test_a_language_model_writes_while_it_is_trained_and_no_trained_bit_changes(tmp_path):
     (tmp_path / "sea.txt").write_text("the whale and the sea. " * 60)
     data = TextDataset(TextConfig(data_dir=str(tmp_path), path="sea.txt", context=16, global_batch_size=16))
-    model = GPTConfig(vocab_size=11, layers=1, heads=1, width=4, dropout=0.1)
+    model = GPTConfig(vocab_size=11, layers=1, heads=1, width=4)
     found = []
     for callbacks in ({}, {"text": SampleTextConfig(every_n_steps=3, prompt="sea", length=13, top_k=3)}):
         logger = LoggerConfig(log_dir=str(tmp_path / str(len(callbacks))))
         config = LanguageModelTrainerConfig(
-            train_epochs=1, enable_progress_bar=False, logger=logger, callbacks=callbacks, ema=0.9
+            train_epochs=1, enable_progress_bar=False, logger=logger, callbacks=callbacks
         )
         trainer = LanguageModelTrainer(config, model, SGDConfig(learning_rate=0.1), data.train[:16], dataset=data)
         trainer.train_model(data.train_loader)

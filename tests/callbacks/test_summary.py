@@ -50,7 +50,7 @@ def test_a_table_that_cannot_be_made_does_not_cost_the_run(folder_run, caplog):
 
 @pytest.mark.parametrize("step", [0, STEPS])
 def test_a_resumed_run_logs_nothing_again(folder_run, step):
-    state = program_of("linen").init(jax.random.key(0), {"x": jax.numpy.zeros((32, FEATURES))})
+    state = program_of("functions").init(jax.random.key(0), {"x": jax.numpy.zeros((32, FEATURES))})
     state = state.replace(step=jax.numpy.asarray(step, state.step.dtype))
     fit(ModelSummary(run=folder_run), plan=Plan(max_steps=step), state=state)
     assert len(rows(folder_run)) == (step == 0)

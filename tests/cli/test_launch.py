@@ -115,6 +115,7 @@ def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_resum
     assert launched(long, "tiny.yaml", "paced.py", "resume=auto", "--restarts", "1").code == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code_2(tmp_path):
     tiny_file(tmp_path, TINY.replace("hidden: [16]", "hiden: [16]"))
     result = launched(tmp_path, "tiny.yaml")

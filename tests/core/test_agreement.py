@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from jax_trainer import testing
 from jax_trainer.adapters import linen_program, nnx_program
 from jax_trainer.core import Layout, Partitioning, Program, TrainState, compile_program, make_mesh, with_ema
 from jax_trainer.models import GPT, GPTConfig
@@ -86,7 +87,7 @@ class PlainNNX(nnx.Module):
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return testing.cross_entropy(logits, labels).mean()
 
 
 @cache

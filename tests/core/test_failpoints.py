@@ -86,6 +86,7 @@ def test_a_bad_spec_is_an_error_that_names_the_actions(spec):
         arm(spec)
 
 
+@pytest.mark.slow  # the tests of edits kill a run by it
 def test_the_environment_can_kill_a_process():
     code = (
         "from jax_trainer.core.failpoints import failpoint\nfailpoint('x'); print('once', flush=True)\nfailpoint('x')"

@@ -23,7 +23,7 @@ def flax_state(**collections: Any) -> FlaxState:
 
 @cache
 def start(flavour: str) -> TrainState:
-    return jax.jit(tiny_program(flavour).init)(jax.random.key(0), numbered_data(4))
+    return jax.jit(tiny_program(flavour, optax.sgd(0.1)).init)(jax.random.key(0), numbered_data(4))
 
 
 def test_a_state_is_data_only(flavour):

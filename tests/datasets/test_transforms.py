@@ -494,16 +494,14 @@ def test_micro_batches_see_the_images_of_the_complete_batch():
     assert_close(grads(3), grads(1), atol=1e-6)
 
 
-def test_a_model_is_initialised_from_the_images_it_will_see(flavour):
-    plain, wrapped = tiny_program(flavour), with_transforms(tiny_program(flavour), small())
+def test_a_model_is_initialised_from_the_images_it_will_see():
+    plain, wrapped = tiny_program("nnx"), with_transforms(tiny_program("nnx"), small())
     features = {"x": np.zeros((16, 8), np.float32), "y": SMALL["y"]}
     assert_same_bits(compile_program(wrapped).init(KEY, SMALL), compile_program(plain).init(KEY, features))
 
 
-def test_predictions_are_made_of_the_images_that_evaluations_see(flavour):
-    plain, wrapped = (
-        compile_program(p) for p in (tiny_program(flavour), with_transforms(tiny_program(flavour), small()))
-    )
+def test_predictions_are_made_of_the_images_that_evaluations_see():
+    plain, wrapped = (compile_program(p) for p in (tiny_program("nnx"), with_transforms(tiny_program("nnx"), small())))
     state = wrapped.init(KEY, SMALL)
     plain.init(KEY, {**SMALL, "x": np.zeros((16, 8), np.float32)})
     scaled = {**SMALL, "x": ((SMALL["x"] / 255 - 0.5) / 0.25).astype(np.float32).reshape(16, 8)}
@@ -566,8 +564,8 @@ def test_the_key_of_a_step_is_found_by_name_and_number():
     assert codes_of(transforms, (0, 7)) == [by_hand]
 
 
-def test_no_transforms_leave_the_program_itself(flavour):
-    program = tiny_program(flavour)
+def test_no_transforms_leave_the_program_itself():
+    program = linear_program()
     assert with_transforms(program, DeviceTransforms()) is program
 
 

@@ -212,9 +212,8 @@ def test_training_works_outside_the_main_thread():
     assert ends.status == ["completed"]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
 def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
     script = f"""
     import itertools, os, jax, jax.numpy as jnp, numpy as np, optax

@@ -12,7 +12,7 @@ from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import EvalRoundEnd, Every, Plan, SavePoint, StepEnd, run
 from jax_trainer.init_mesh import init_ddp_mesh
 from jax_trainer.multihost import ProcessFailedError, leave
-from jax_trainer.testing import numbered_data, tiny_program
+from jax_trainer.testing import linear_program, numbered_data
 
 index, what = jax.process_index(), sys.argv[4]
 
@@ -41,7 +41,7 @@ class CallbackList:
                 report(f"saved {event.step} {type(event.reason).__name__}")
 
 
-program = compile_program(tiny_program("linen"), layout=Layout(mesh=init_ddp_mesh()))
+program = compile_program(linear_program(), layout=Layout(mesh=init_ddp_mesh()))
 loader = ArrayLoader(numbered_data(1024), 32, shuffle=True)
 state = program.init(jax.random.key(0), next(iter(loader)))
 minutes = Every(minutes=0.02) if what == "time" else Every()

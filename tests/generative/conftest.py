@@ -16,8 +16,8 @@ class Bell:
 
     mean, std = 0.7, 0.3
 
-    def data(self, key: jax.Array, count: int, size: int = 2) -> jax.Array:
-        return self.mean + self.std * jax.random.normal(key, (count, size))
+    def data(self, seed: int, count: int, size: int = 2) -> np.ndarray:
+        return np.random.default_rng(seed).normal(self.mean, self.std, (count, size)).astype(np.float32)
 
     def velocity(self, x: jax.Array, t: jax.Array, condition: Any = None) -> jax.Array:
         """E[data − noise | (1 − t) · noise + t · data = x]."""

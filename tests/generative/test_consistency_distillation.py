@@ -38,7 +38,7 @@ def test_a_step_of_the_teacher_follows_the_flow(bell):
 
 
 def test_with_an_exact_teacher_the_exact_function_has_hardly_any_loss(bell, exact):
-    x = bell.data(jax.random.key(0), BATCH)
+    x = bell.data(0, BATCH)
 
     def loss(scale, levels):
         network = lambda x, t, condition: scale * exact(x, t)

@@ -35,7 +35,7 @@ def test_fewer_levels_at_the_end_than_at_the_beginning_are_refused():
 
 
 def test_progress_may_be_traced_and_none_is_the_end(bell):
-    objective, x = ConsistencyTraining(), bell.data(jax.random.key(0), 8)
+    objective, x = ConsistencyTraining(), bell.data(0, 8)
     network = lambda x, t, condition: jnp.sin(x)
     loss = jax.jit(lambda progress: objective.loss(jax.random.key(1), network, x, progress=progress))
     np.testing.assert_allclose(loss(1.0), loss(None), rtol=1e-4)
@@ -61,7 +61,7 @@ def test_the_exact_function_is_almost_at_rest(bell, inside):
         lambda x, sigma: bell.landed(x, sigma, config.sigma_min),
         lambda sigma: consistency_preconditioning(sigma, config),
     )
-    x = bell.data(jax.random.key(0), BATCH)
+    x = bell.data(0, BATCH)
 
     def loss(scale):
         trained = lambda x, t, condition: scale * exact(x, t)
@@ -94,7 +94,7 @@ def test_student_and_target_drop_out_the_same_units_and_the_batch_is_counted_onc
 
 
 def test_the_target_is_not_trained(bell):
-    x = bell.data(jax.random.key(0), 16)
+    x = bell.data(0, 16)
     config = ConsistencyTrainingConfig(huber=1e3)
 
     def loss(weight, frozen):

@@ -169,7 +169,10 @@ def test_numbers_are_on_the_disk_before_the_end(tmp_path):
     tool.close("completed")
 
 
-def test_writing_for_tensorboard_does_not_import_torch(tmp_path):
+@pytest.mark.parametrize(
+    "afterwards", ["", pytest.param("import torch  # can be imported as well", marks=pytest.mark.slow)]
+)
+def test_writing_for_tensorboard_does_not_import_torch(tmp_path, afterwards):
     code = f"""
 import sys
 from pathlib import Path
@@ -179,7 +182,7 @@ tool.write(1, {{"x": 1.0}})
 tool.hparams(1, {{"rate": 0.1}}, {{"loss": 2.0}})
 tool.close("completed")
 print("torch" in sys.modules)
-import torch  # can be imported afterwards
+{afterwards}
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["False"]
@@ -188,10 +191,9 @@ import torch  # can be imported afterwards
 def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     logger = logger_with(tmp_path, TensorboardConfig())
-    assert [record.message for record in caplog.records] == [  # before anything is logged
-        "TensorboardToolLogger failed: ModuleNotFoundError: tensorboardX is not installed; run "
-        "`pip install 'jax-trainer[tensorboard]'`. Training continues; metrics.jsonl has all metrics."
-    ]
+    (message,) = [record.message for record in caplog.records]  # before anything is logged
+    assert all(word in message for word in ("TensorboardToolLogger", "tensorboardX", "jax-trainer[tensorboard]"))
+    assert "metrics.jsonl" in message
     logger.write(1, {"x": 1.0})
     assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]
     logger.close("completed")

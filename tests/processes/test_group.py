@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from typing import Any
+
 import pairs
 
 from jax_trainer.multihost import ProcessGroup
@@ -12,7 +16,15 @@ def test_a_single_process_gets_its_own_values_without_waiting():
 
 
 JOB = """
-from jax_trainer.multihost import ProcessGroupError, process_group
+import os, sys
+# the network library writes to standard output from several threads: discard that
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+index, port = sys.argv[1:]
+os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
+os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
+from jax_trainer.multihost import ProcessGroupError, join, process_group
+join(heartbeat=20)
 group = process_group()
 for number in range(3):
     print(group.all_gather("greeting", f"{group.index} sends {number}"))
@@ -36,8 +48,13 @@ group.all_gather("end")
 """
 
 
-def test_processes_exchange_values_in_order_and_fail_together():
-    primary, other = (pairs.lines(one) for one in pairs.run(JOB))
+def test_the_processes_of_a_slurm_job_find_each_other_exchange_values_in_order_and_fail_together():
+    port, environment = pairs.free_port(), pairs.environment(1, JAX_PLATFORMS="cpu")
+    commands = [[sys.executable, "-c", JOB, str(index), port] for index in (0, 1)]
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ended = pairs.ended([subprocess.Popen(command, **options) for command in commands])
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.err for one in ended)
+    primary, other = map(pairs.lines, ended)
     expected = [f"['0 sends {number}', '1 sends {number}']" for number in range(3)]
     assert primary[:4] == other[:4] == [*expected, "here"]
     assert primary[4] == "OSError disk full"

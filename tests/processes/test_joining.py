@@ -1,8 +1,3 @@
-import subprocess
-import sys
-from typing import Any
-
-import pairs
 import pytest
 
 from jax_trainer.multihost import Job, JoinError, detect_launcher, join
@@ -39,23 +34,3 @@ def test_the_launcher_is_detected_from_the_environment(environment, launcher):
 def test_without_other_processes_the_error_names_the_options():
     with pytest.raises(JoinError, match=r"(?s)--coordinator host:port --processes N --process I"):
         join()
-
-
-SLURM = """
-import os, sys
-index, port = sys.argv[1:]
-os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
-os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
-from jax_trainer.multihost import join, process_group
-join(heartbeat=20)
-print(process_group().all_gather("names", f"process {process_group().index}"))
-"""
-
-
-def test_the_processes_of_a_slurm_job_find_each_other():
-    port, environment = pairs.free_port(), pairs.environment(1, JAX_PLATFORMS="cpu")
-    commands = [[sys.executable, "-c", SLURM, str(index), port] for index in (0, 1)]
-    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for one in pairs.ended([subprocess.Popen(command, **options) for command in commands]):
-        assert one.code == 0, one.err
-        assert "['process 0', 'process 1']" in one.out

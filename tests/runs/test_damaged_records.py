@@ -31,7 +31,7 @@ from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.runs import History, loop_state_of
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.target import check_data_state, resumable
-from jax_trainer.testing import FaultInjected, TinyLinen, fault, numbered_data
+from jax_trainer.testing import FaultInjected, TinyLinen, cross_entropy, fault, numbered_data
 
 CONFIGS = {
     "EarlyStopping": EarlyStoppingConfig(monitor="val/loss", mode="min"),
@@ -68,7 +68,7 @@ def run(tmp_path_factory) -> tuple[Path, TrainState]:
             TinyLinen(),
             arrays,
             arrays,
-            loss_fn=optax.softmax_cross_entropy_with_integer_labels,
+            loss_fn=cross_entropy,
             optimizer=optax.adam(1e-2),
             num_epochs=3,
             batch_size=16,

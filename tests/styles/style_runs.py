@@ -18,7 +18,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState
+from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.logger import LoggerConfig
@@ -58,7 +58,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return testing.cross_entropy(logits, labels).mean()
 
 
 def failing(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -23,12 +23,16 @@ OPTIONS = {
     "guard": ProgramOptions(on_nonfinite="skip"),
     "mesh": ProgramOptions(mesh={"data": -1}),
 }
-TOGETHER = {
-    "accumulation, clipping": ProgramOptions(accumulate=2, clip_norm=0.05),
-    "EMA, statistics, guard": ProgramOptions(ema=0.9, param_stats=("mean",), grad_stats=("max",), on_nonfinite="skip"),
-}
-OPTIONS |= TOGETHER
-CHANGING = {"bf16", "accumulation", "clipping", "accumulation, clipping", "mesh"}  # options that change the weights
+OPTIONS["together"] = ProgramOptions(
+    precision="bf16",
+    accumulate=2,
+    clip_norm=0.05,
+    ema=0.9,
+    param_stats=("mean",),
+    grad_stats=("max",),
+    on_nonfinite="skip",
+)
+CHANGING = {"bf16", "accumulation", "clipping", "together", "mesh"}  # options that change the weights
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
@@ -50,8 +54,11 @@ def outcome(tmp_path_factory):
 
 # Each way that options go into a program is in USUAL; with every option alone, and the model that has everything, this
 # takes minutes
-USUAL, ALONE = ("fit, linen", "train_fn", "TrainLoop"), [name for name in OPTIONS if name not in ("nothing", *TOGETHER)]
-LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("bf16", "mesh", *TOGETHER)]
+USUAL, ALONE = (
+    ("fit, linen", "train_fn", "TrainLoop"),
+    [name for name in OPTIONS if name not in ("nothing", "together")],
+)
+LINEAR = [pytest.param(name, "together", True) for name in USUAL]
 FULL = [
     pytest.param(name, option, False, marks=pytest.mark.slow)
     for name in STYLES

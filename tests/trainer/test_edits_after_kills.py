@@ -20,10 +20,9 @@ KILLS = {  # the first edit is after step 8, after the fourth batch of evaluatio
 }
 
 
-def outcome(folder: Path, fault: str = "") -> int:
-    """How the job ends, in a process of its own."""
-    folder.mkdir(exist_ok=True)
-    environment = {**os.environ, **({"JAXTRAINER_FAILPOINT": fault} if fault else {})}
+def exit_code(folder: Path, fault: str) -> int:
+    """How the job ends with the fault, in a process of its own."""
+    environment = {**os.environ, "JAXTRAINER_FAILPOINT": fault}
     return subprocess.run([sys.executable, reduced_job.__file__, str(folder)], env=environment, check=False).returncode
 
 
@@ -48,7 +47,7 @@ def test_the_run_has_edits(whole):
     [pytest.param(name, marks=[] if name == "when it is applied" else pytest.mark.slow) for name in KILLS],
 )
 def test_a_run_that_is_killed_around_an_edit_is_the_same_run(whole, tmp_path, name):
-    assert outcome(tmp_path, KILLS[name]) == -signal.SIGKILL
+    assert exit_code(tmp_path, KILLS[name]) == -signal.SIGKILL
     assert not (tmp_path / "result.json").exists()
-    assert outcome(tmp_path) == 0
+    reduced_job.main(tmp_path)
     assert result(tmp_path) == whole

@@ -73,7 +73,10 @@ def train(trainer: Any, **options: Any) -> Any:
     return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if "function" in kind and "Eq" in kind else ()) for kind in KINDS],
+)
 def test_a_function_model_is_trained_bound_tabulated_and_saved(kind, tmp_path):
     saver = {"saver": ModelCheckpointConfig()}
     trainer = trainer_of(KINDS[kind], tmp_path, callbacks=saver, ema=0.9)
@@ -165,7 +168,8 @@ class EquinoxNet(BaseModelFunction):
     config: EquinoxNetConfig
 
     def init(self, key: jax.Array, *inputs: jax.Array) -> eqx.nn.Linear:
-        return eqx.nn.Linear(inputs[0][0].size, self.config.classes, key=key)
+        layer = jax.eval_shape(lambda: eqx.nn.Linear(inputs[0][0].size, self.config.classes, key=key))
+        return jax.tree.map(lambda leaf: 0.01 * waves(key, leaf.shape), layer)
 
     def apply(self, params: Any, x: jax.Array) -> jax.Array:
         return jax.vmap(params)(x.reshape(len(x), -1))

@@ -8,7 +8,7 @@ from trainer_runs import settings
 from jax_trainer.datasets.examples import TextConfig, TextDataset
 from jax_trainer.models.gpt import GPTConfig
 from jax_trainer.models.rnnlm import RNNLMConfig
-from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
 
@@ -22,7 +22,7 @@ def text(tmp_path):
 def trainer_on(data, folder, vocab_size: int, model: Any = None) -> LanguageModelTrainer:
     config = LanguageModelTrainerConfig(**settings(folder, train_epochs=4))
     model = model or GPTConfig(vocab_size=vocab_size, layers=1, heads=1, width=8)
-    return LanguageModelTrainer(config, model, AdamWConfig(learning_rate=0.01), data.train[:16], dataset=data)
+    return LanguageModelTrainer(config, model, SGDConfig(learning_rate=0.3), data.train[:16], dataset=data)
 
 
 @pytest.mark.slow
@@ -77,9 +77,8 @@ def test_what_cannot_be_written_is_an_error(writer):
 
 
 def test_a_model_of_linen_is_trained_but_does_not_write(text, tmp_path):
-    trainer = trainer_on(
-        text, tmp_path, 11, RNNLMConfig(vocab_size=11, d_model=8, n_layers=1, dropout_rate=0.0, rnn_type="simple")
-    )
+    model = RNNLMConfig(vocab_size=11, d_model=8, n_layers=1, dropout_rate=0.0, rnn_type="simple")
+    trainer = trainer_on(text, tmp_path, 11, model)
     found = trainer.eval_model(text.val_loader)
     assert found["val/bits"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
     assert 0 <= found["val/acc"] <= 1

@@ -117,7 +117,10 @@ def test_masked_examples_count_for_nothing_in_an_evaluation(name, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, alone)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("linen", 1), ("nnx", 2), ("augmented", 2), ("text", 2)])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [("linen", 1), pytest.param("nnx", 2, marks=pytest.mark.slow), ("augmented", 2), ("text", 2)],
+)
 def test_masked_examples_count_for_nothing_in_a_step(name, accumulate, tmp_path):
     masked, few = batches(name)
     weights = []

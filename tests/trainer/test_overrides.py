@@ -266,10 +266,10 @@ def test_between_the_loop_and_the_loss_is_only_what_is_overridden(tmp_path):
             def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
                 codes = [frame.frame.f_code for frame in inspect.stack(0)]
                 found.append({code.co_name for code in codes if "jax_trainer/trainer/" in code.co_filename})
-                return super().loss_function(model, batch, train)
+                return (model.out.bias[...] ** 2).sum(), {}  # every operation is compiled alone
 
         kind = type("Overriding", (Looking,), overrides)
-        trainer = plain_for("nnx", tmp_path, kind=kind, debug=True, max_steps=1, **ONE_EPOCH)
+        trainer = plain_for("nnx", tmp_path, kind=kind, debug=True, log_grad_norm=False, max_steps=1, **ONE_EPOCH)
         trainer.train_model(numbered_loader(32))
         return found[-1]
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from compoconf import register
 from flax import linen as nn
 from flax import nnx
@@ -25,7 +24,7 @@ from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.models import SimpleClassifierConfig, SimpleClassifierLinenConfig
 from jax_trainer.optimizer import SGDConfig, WarmupCosineDecayScheduleConfig
-from jax_trainer.testing import numbered_data, numbered_loader
+from jax_trainer.testing import cross_entropy, numbered_data, numbered_loader
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
     ImgClassifierTrainerConfig,
@@ -175,7 +174,7 @@ class Plain(TrainerModule):
         return loss, (mutable, metrics)
 
     def _evaluate(self, logits: jax.Array, batch: Any) -> Any:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        losses = cross_entropy(logits, batch["y"])
         return losses.mean(), {"acc": (logits.argmax(-1) == batch["y"]).mean()}
 
 

@@ -34,6 +34,7 @@ dataset:
   class_name: DigitsDataset
   global_batch_size: 32
 """
+QUICK = TINY.replace("AdamW", "SGD").replace("  weight_decay: 1e-4\n", "")  # compiled in half the time
 RATE = "optimizer.learning_rate.peak_value"
 RATES = {RATE: [1e-5, 1e-1]}  # few: each of them is compiled once
 LINE = {"x": {"low": 0.0, "high": 1.0}}

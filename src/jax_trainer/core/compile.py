@@ -104,7 +104,8 @@ class StateFunction:
         return values
 
     def _traced(self, *args: Any) -> tuple[Split | None, list[tuple["SharedFunction", tuple[int, ...]]]]:
-        found = None if jax.process_count() > 1 else split(self._make, *args)
+        is_local = all(sharding.is_fully_addressable for sharding in jax.tree.leaves(self._shardings))
+        found = split(self._make, *args) if is_local else None
         if found is None:
             return None, []
         shardings = [None] * len(found.pieces) if self._shardings is None else jax.tree.leaves(self._shardings)

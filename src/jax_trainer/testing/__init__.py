@@ -11,6 +11,7 @@ from jax_trainer.testing.assertions import (
 from jax_trainer.testing.models import (
     TinyLinen,
     TinyNNX,
+    cross_entropy,
     linear_program,
     linen_loss,
     nnx_loss,
@@ -28,6 +29,7 @@ __all__ = [
     "assert_finite",
     "assert_no_implicit_transfers",
     "assert_same_bits",
+    "cross_entropy",
     "digest",
     "failpoint",
     "fault",

@@ -16,14 +16,14 @@ from jax_trainer.adapters import FunctionModel, linen_program
 from jax_trainer.core import FlaxState, TrainState, compile_program
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.styles.fit_program import FitTarget, fit_target
-from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, linen_loss, tiny_program
+from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, cross_entropy, linen_loss, tiny_program
 
 RNG = np.random.default_rng(0)
 BATCH = (RNG.normal(size=(6, 8)).astype(np.float32), RNG.integers(4, size=6))
 TX = optax.sgd(0.1)
 MODEL = TinyLinen()
 VARIABLES = jax.jit(MODEL.init)(jax.random.key(1), BATCH[0])
-entropy = optax.softmax_cross_entropy_with_integer_labels
+entropy = cross_entropy
 
 
 def loss_fn(logits, labels):

@@ -16,11 +16,11 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import Every
 from jax_trainer.styles.fitting import fit
-from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, fault, tiny_program
+from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, cross_entropy, fault, tiny_program
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(19, 8)).astype(np.float32), RNG.integers(4, size=19)
-loss_fn = optax.softmax_cross_entropy_with_integer_labels
+loss_fn = cross_entropy
 
 
 def fitted(folder, model=None, **options):

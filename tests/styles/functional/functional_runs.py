@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from jax_trainer.styles.functional import train_fn
-from jax_trainer.testing import TinyNNX, nnx_loss, numbered_loader
+from jax_trainer.testing import nnx_loss, numbered_loader
 
 KEY = jax.random.key(3)
 STEPS = 10
@@ -25,9 +25,20 @@ def val_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
     return nnx_loss(model, batch, False)
 
 
+class Net(nnx.Module):
+    """The smallest classifier with BatchNorm and Dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.dropout = nnx.BatchNorm(8, momentum=0.9, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.dropout(self.norm(x)))
+
+
 def fresh() -> Trained:
     """A model with BatchNorm and Dropout, and its optimizer."""
-    model = TinyNNX(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from functional_runs import TX, Calls, Trained, arrays, data, fresh, straight, train_step, trained
+from functional_runs import TX, Calls, Net, Trained, arrays, data, fresh, straight, train_step, trained
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.styles.checkpointer import get_default_checkpointer
 from jax_trainer.styles.ema import get_ema_hook
-from jax_trainer.testing import TinyNNX, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -136,7 +136,7 @@ def test_the_best_is_the_one_with_the_lowest_loss_of_its_own_step(tmp_path):
         return train_step(model, rng_key, batch)
 
     def counter() -> Trained:
-        model: Any = TinyNNX(nnx.Rngs(0))
+        model: Any = Net(nnx.Rngs(0))
         model.count = nnx.Variable(jax.numpy.zeros((), jax.numpy.int32))
         return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -163,7 +163,7 @@ def test_a_relative_folder_is_fine_and_an_optimizer_that_knows_its_model_is_enou
     monkeypatch.chdir("/")
     trained(n_steps=2, hooks=[save])
     assert steps_in(tmp_path / "checkpoints") == [2]
-    model = TinyNNX(nnx.Rngs(1))
+    model = Net(nnx.Rngs(1))
     optimizer = nnx.ModelAndOptimizer(model, TX)
     assert restore_last(optimizer) is optimizer
     assert_same_bits(arrays((model, optimizer)), arrays(trained(n_steps=2)))

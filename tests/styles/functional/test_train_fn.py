@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from functional_runs import KEY, STEPS, TX, Calls, arrays, data, fresh, straight, train_step, trained, val_step
+from functional_runs import KEY, STEPS, TX, Calls, Net, arrays, data, fresh, straight, train_step, trained, val_step
 
 from jax_trainer.adapters import flax_nnx, nnx_program
 from jax_trainer.core import NonFiniteError, compile_program
@@ -21,14 +21,14 @@ from jax_trainer.engine import Plan, run
 from jax_trainer.styles.checkpointer import get_default_checkpointer
 from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.styles.functional import train_fn
-from jax_trainer.testing import TinyNNX, assert_same_bits, nnx_loss
+from jax_trainer.testing import assert_same_bits, nnx_loss
 
 
 def test_it_does_what_the_engine_does_with_the_same_loss_bit_for_bit():
-    compiled = compile_program(nnx_program(TinyNNX(nnx.Rngs(0)), nnx_loss, TX))
+    compiled = compile_program(nnx_program(Net(nnx.Rngs(0)), nnx_loss, TX))
     state = run(compiled, compiled.init(KEY, next(iter(data()))), data(), Plan(max_steps=STEPS))
     weights, _, step = straight()
-    assert_same_bits({"norm": {}, **weights}["hidden"], jax.tree.map(np.asarray, state.params["hidden"]))
+    assert_same_bits({"norm": {}, **weights}["out"], jax.tree.map(np.asarray, state.params["out"]))
     assert_same_bits(weights["norm"]["mean"], np.asarray(state.model_state["norm"]["mean"]))
     assert step == STEPS
 
@@ -122,7 +122,7 @@ def test_steps_are_counted_by_the_optimizer_and_a_finished_training_warns(caplog
 
 @pytest.mark.parametrize("kind", [nnx.ModelAndOptimizer, flax_nnx.Optimizer])
 def test_an_optimizer_that_knows_its_model_is_enough(kind):
-    model = TinyNNX(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     optimizer = kind(model, TX)
     train = train_fn(fns=(train_step, val_step), n_steps=STEPS, eval_every_n_steps=4, n_eval_batches=2, progress=False)
     train(KEY, optimizer, data(), data())

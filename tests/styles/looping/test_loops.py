@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import linen as nn
 
+from jax_trainer import testing
 from jax_trainer.adapters import linen_program
 from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, SupervisedBatch
@@ -71,7 +72,7 @@ class Net(nn.Module):
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return testing.cross_entropy(logits, labels).mean()
 
 
 def loader() -> ArrayLoader:
