@@ -1,6 +1,7 @@
 """The commands `test`, `check`, `describe` and `schema`; which run and checkpoint a command selects."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,14 @@ from jax_trainer.config import (
     redact,
     registered_classes,
 )
+from jax_trainer.core.preflight import parse_bytes
 from jax_trainer.optimizer import GroupConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
 Which = int | Literal["best", "latest"]
@@ -73,14 +76,52 @@ def test(args: argparse.Namespace) -> Outcome:
 def check(args: argparse.Namespace) -> Outcome:
     """Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
 
-    Reports all configuration errors at once, or the parameters, shapes and classes. Writes no files.
+    Reports all configuration errors at once, or the parameters, shapes, FLOPs and classes. With --compile, the step is
+    compiled as well, but not run: memory, FLOPs and estimated time; exit code 1 if it does not fit. Writes no files.
     """
     changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
-        report = built(loaded).dry_run()
-    return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
+        trainer = built(loaded, mesh=None if args.devices is None else described_mesh(loaded.value, args.devices))
+        report = trainer.dry_run()
+        data: dict[str, Any] = {"status": "completed", **report.data()}
+        if not (args.compile or args.find_batch or args.suggest):
+            return Outcome(data, lambda console: tables.dry_run(console, report))
+        options = {"memory": args.memory, "find_batch": args.find_batch, "suggest": args.suggest or None}
+        found = trainer.preflight(**options)
+
+    def show(console: Any) -> None:
+        tables.dry_run(console, report)
+        tables.preflight(console, found)
+
+    return Outcome({**data, "preflight": found.data()}, show, found.problem)
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `check`."""
+    help = "compile the training step without running it: memory, FLOPs and estimated time"
+    parser.add_argument("--compile", action="store_true", help=help)
+    help = "--compile, and find the largest batch that fits, confirmed by one step"
+    parser.add_argument("--find-batch", action="store_true", help=help)
+    help = "--compile, and what changes would need: micro-batches, remat, precision, fsdp (default: if it does not fit)"
+    parser.add_argument("--suggest", action="store_true", help=help)
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory of a device, such as 80GB or 4GiB")
+    help = "compile for this many devices like those of this machine, which need not exist"
+    parser.add_argument("--devices", type=_devices, metavar="N", help=help)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _devices(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError(f"expected a number of devices, found {text[:40]!r}.")
+    return int(text)
 
 
 def describe(args: argparse.Namespace) -> Outcome:
@@ -237,10 +278,10 @@ def located_errors(args: argparse.Namespace, loaded: Loaded[Any]) -> Iterator[No
         raise loaded.error(error) from None
 
 
-def built(loaded: Loaded[Any], folder: RunFolder | None = None) -> Any:
-    """The trainer of a configuration, with its dataset."""
+def built(loaded: Loaded[Any], folder: RunFolder | None = None, mesh: Any = None) -> Any:
+    """The trainer of a configuration, with its dataset; `mesh`: see `build`."""
     try:
-        return build(loaded.value, folder=folder)
+        return build(loaded.value, folder=folder, mesh=mesh)
     except OSError as error:  # a file of the dataset
         raise Failure(str(error)) from None
 

@@ -49,6 +49,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer train mine.yaml my_models.py                         import your own classes
   jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
   jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
+  jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--which", type=_which, help=which)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    commands.add_check_options(check)
     tuning.add_options(tune)
     launching.add_options(launch)
     for one in (train, resume, test):

@@ -139,14 +139,18 @@ class CompiledProgram(ProgramSetup):
                 self._edits.popitem(last=False)
         return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
 
+    def lowered_train(self, state: TrainState, buffer: MetricBuffer, batch: Batch, steps: int | None = None) -> Any:
+        """The training step (of a chunk of `steps`, if it is not None) as XLA gets it; arguments may be shapes."""
+        flat = FlatState.of(state)
+        if steps is None:
+            return self.flat_train_step.lowered(flat, buffer, batch)  # type: ignore[attr-defined]
+        return self._train_chunk.lowered(flat, buffer, batch, _chunk_number(batch, steps))
+
     # steps on a flat state, besides `flat_train_step` and `flat_eval_step`
 
     def flat_train_chunk(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`train_chunk` on a `FlatState`."""
-        # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much
-        # as a small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
-        is_static = steps == _length(batches) and jax.default_backend() != "cpu"
-        return self._train_chunk(flat, buffer, batches, None if is_static else np.int32(steps))
+        return self._train_chunk(flat, buffer, batches, _chunk_number(batches, steps))
 
     def flat_train_one_by_one(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`flat_train_chunk` with one dispatch per step."""
@@ -278,6 +282,13 @@ def compile_program(
         on_recompile=on_recompile,
         eval_seed=eval_seed,
     )
+
+
+def _chunk_number(batches: Batch, steps: int) -> np.int32 | None:
+    # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much as a
+    # small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
+    is_static = steps == _length(batches) and jax.default_backend() != "cpu"
+    return None if is_static else np.int32(steps)
 
 
 def _length(batches: Batch) -> int:
