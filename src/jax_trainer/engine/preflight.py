@@ -188,6 +188,7 @@ class _Step:
         examples = train.schedule.examples if isinstance(train, Ordered) else (self._source.length or 0) * self.size
         examples = examples or LARGEST
         fixed = _shard_bytes(self.program.state_shape(self._key, self._example))
+        fixed += 0 if self._loader is None else tree_bytes(self._loader.arrays)
         size, tried = largest_batch(needed, self.size, report.limit, fixed=fixed, multiple=ways, largest=examples)
         seconds = self._confirmed(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
         return FoundBatch(
