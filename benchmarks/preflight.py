@@ -5,8 +5,9 @@
 For each model, `trainer.preflight` predicts what a device needs at the configured batch size, and finds the largest
 batch that fits, without running a step. Then fresh processes train a few steps: at the configured batch size, at the
 largest one, and at 1.1 times that one. Measured is `memory_stats()["peak_bytes_in_use"]` at the end of the process. The
-data is synthetic and resident on the device. The processes share a compilation cache, so that each step is compiled
-once. Needs a GPU; `--smoke` tries the script on a CPU, with tiny models. A report, not a test.
+data is synthetic and resident on the device (not with `--only resnet50-stream`). The processes share a compilation
+cache, so that each step is compiled once. Needs a GPU; `--smoke` tries the script on a CPU, with tiny models. A report,
+not a test.
 """
 
 import argparse
@@ -52,6 +53,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]  # of an example: an image, or a text
     examples: int
     smoke: tuple[str, ...]  # overrides that make it tiny
+    resident: bool = True
 
 
 TINY_GPT = ("model.layers=1", "model.heads=2", "model.width=16", "model.vocab_size=64", "trainer.steps_per_call=2")
@@ -64,6 +66,9 @@ CASES = {  # those that take longest to compile first
     "dit-b/2": Case("cifar10_dit.yaml", (WARMUP,), 256, (32, 32, 3), 16_384, ("model.size=small", "model.patch=8")),
     "mlp": Case(CLASSIFIER.format(precision="f32", model=MLP), (), 4096, (28, 28, 1), 262_144, ("model.hidden=[8]",)),
 }
+# not by default: batches of images go to the device while others wait there for their step
+CASES["resnet50-stream"] = CASES["resnet50"]._replace(resident=False)
+BY_DEFAULT = [name for name in CASES if CASES[name].resident]
 
 
 def trainer_for(case: Case, batch: int, folder: str, *, smoke: bool) -> Any:
@@ -73,9 +78,11 @@ def trainer_for(case: Case, batch: int, folder: str, *, smoke: bool) -> Any:
         file = Path(folder, "case.yaml")
         file.write_text(case.source)
     overrides = [*case.overrides, *(case.smoke if smoke else ()), f"trainer.logger.log_dir={folder}"]
-    run = load_experiment(file, [*overrides, "trainer.resident=true", "trainer.enable_progress_bar=false"]).value
+    run = load_experiment(
+        file, [*overrides, f"trainer.resident={case.resident}".lower(), "trainer.enable_progress_bar=false"]
+    ).value
     steps = run.trainer.steps_per_call
-    run.trainer.callbacks, run.trainer.max_steps = {}, steps if steps > 1 else 4
+    run.trainer.callbacks, run.trainer.max_steps = {}, steps if steps > 1 else 4 if case.resident else 60
     shape, count = case.shape, 256 if smoke else case.examples
     if smoke:
         shape = (32, 32, shape[-1]) if len(shape) == 3 else (64,)
@@ -155,7 +162,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try the script on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    names = args.only or list(CASES)
+    names = args.only or BY_DEFAULT
     if args.child:
         with tempfile.TemporaryDirectory() as folder:
             options: Any = {"smoke": args.smoke}

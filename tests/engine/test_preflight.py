@@ -1,12 +1,14 @@
 """What a preflight reports is what XLA reports of the step that a run compiles."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 from jax_trainer import ArrayLoader, Data, DataError, Layout, Plan, compile_program, make_mesh, run
-from jax_trainer.core import MetricBuffer, ResidentBatch
+from jax_trainer.core import CompiledProgram, MetricBuffer, ResidentBatch
 from jax_trainer.core.preflight import MARGIN
 from jax_trainer.engine import preflight
 from jax_trainer.testing import assert_same_bits, linear_program, numbered_data, numbered_loader, tiny_program
@@ -15,7 +17,7 @@ KEY, EXAMPLE = jax.random.key(0), numbered_data(32)
 PLAN = Plan(max_epochs=2, metrics_every=5)
 
 
-def checked(program, loader=None, plan=PLAN, **options):
+def checked(program: CompiledProgram, loader: Any = None, plan: Plan = PLAN, **options: Any) -> Any:
     loader = numbered_loader(32 * 4) if loader is None else loader
     return preflight(program, Data(loader), plan, EXAMPLE, KEY, **options)
 
@@ -50,6 +52,7 @@ def test_the_numbers_are_those_of_xla(case):
     report = preflight(program, Data(loader, resident=resident), plan, EXAMPLE, KEY)
     compiled = own_compilation(program, chunk, loader.arrays if resident else None)
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory is not None and cost is not None
     found = report.cost
     assert (found.argument_bytes, found.output_bytes) == (memory.argument_size_in_bytes, memory.output_size_in_bytes)
     assert (found.alias_bytes, found.temp_bytes) == (memory.alias_size_in_bytes, memory.temp_size_in_bytes)

@@ -1,5 +1,6 @@
 import json
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,11 +57,11 @@ def test_a_model_that_can_rematerialise_is_compiled_so(tmp_path):
     model = GPTConfig(vocab_size=32, context=64, layers=1, heads=2, width=16, dropout=0.0)
     trainer = LanguageModelTrainer(config, model, SGD, batch)
     report = trainer.preflight([batch] * 2, memory=1000)
-    by_name = {one.name: one for one in report.variants}
+    by_name: dict[str, Any] = {one.name: one for one in report.variants}
     assert by_name["model.remat=true"].seconds.compute > report.seconds.compute  # the CPU saves no memory by it
     assert by_name["trainer.accumulate=4"].needed_bytes < by_name["trainer.accumulate=2"].needed_bytes
+    assert all((one.needed_bytes or 0) < report.needed_bytes for one in report.suggestions)
     assert report.suggestions
-    assert report.suggestions[0].needed_bytes < report.needed_bytes
     assert trainer.model_config.remat is False
 
 

@@ -65,18 +65,17 @@ def dry_run(console: Console, report: DryRun) -> None:
 
 
 def modules(console: Console, report: DryRun) -> None:
-    """The parameters and FLOPs of each module; modules with neither are left out."""
-    total = sum(one.forward + one.backward for one in report.modules) + report.other_flops
-    table = Table(
-        Column("module", overflow="fold"), "parameters", "forward", "backward", "share", title="FLOPs of a step"
-    )
-    for one in report.modules:
-        name = escape(one.path) if one.path else "(model, loss)"
-        share = (one.forward + one.backward) / total if total else 0.0
-        table.add_row(name, f"{one.parameters:,}", scaled(one.forward), scaled(one.backward), f"{share:.1%}")
-    rest = report.other_flops
-    table.add_row("(update, transforms)", "", scaled(rest), "", f"{rest / total if total else 0.0:.1%}")
-    table.add_row("total", f"{report.parameter_count:,}", scaled(total), "", "")
+    """The parameters and FLOPs of each module, without those of its submodules."""
+    passes = [(one, one.forward + one.backward) for one in report.modules]
+    total = sum(flops for _, flops in passes) + report.other_flops
+    share = lambda flops: f"{flops / total:.1%}" if total else ""
+    names = ("parameters", "forward", "backward", "FLOPs", "share")
+    table = Table(Column("module", overflow="fold"), *names, title="FLOPs of a step")
+    for one, flops in passes:
+        cells = (f"{one.parameters:,}", scaled(one.forward), scaled(one.backward), scaled(flops), share(flops))
+        table.add_row(escape(one.path) if one.path else "(model, loss)", *cells)
+    table.add_row("(update, transforms)", "", "", "", scaled(report.other_flops), share(report.other_flops))
+    table.add_row("total", f"{report.parameter_count:,}", "", "", scaled(total), "")
     console.print(table)
 
 

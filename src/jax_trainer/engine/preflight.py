@@ -88,6 +88,11 @@ def preflight(
         raise ValueError(
             "`debug` is True: steps run without compilation, and XLA cannot analyse them. Set it to False."
         )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"A preflight runs in one process, and there are {jax.process_count()}. Run it in one, for described "
+            "devices: `jax-trainer check FILE --compile --devices N`."
+        )
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     step = _Step(program, data, plan, example, key, beside or {})
     report = step.report(memory)
@@ -211,6 +216,8 @@ class _Step:
         one = _shard_bytes(self._arguments(size)[2])
         ahead = self._source.prefetch(self._chunk, is_sharded=is_sharded)
         queued = 0 if is_cpu else self._plan.max_in_flight if len(self.devices) > 1 else QUEUED
+        if self.program.info.keeps_batches:  # until their metrics are read, one window later
+            queued = max(queued, 2 * MAX_UNCHECKED_STEPS)
         # one of them is an argument of the step that runs
         return {"prefetched batches": ahead * one, "batches of queued steps": max(0, queued - 1) * one, **self._beside}
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import optax
 import pytest
@@ -19,8 +21,8 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_dry_run_reports_what_a_training_needs_and_writes_nothing(kind, tmp_path):
     loss, model = optax.softmax_cross_entropy_with_integer_labels, MODELS[kind]()
-    options = {"optimizer": optax.sgd(0.1), "num_epochs": 2, "log_dir": tmp_path / "runs", "dry_run": True}
-    report = fit(model, DATA, DATA, loss_fn=loss, **options)
+    options: Any = {"optimizer": optax.sgd(0.1), "num_epochs": 2, "log_dir": tmp_path / "runs", "dry_run": True}
+    report: Any = fit(model, DATA, DATA, loss_fn=loss, **options)
     assert isinstance(report, Preflight)
     assert (report.batch_size, report.steps, report.fits) == (32, 6, True)
     assert report.cost.argument_bytes >= 32 * (8 + 1) * 4
@@ -31,5 +33,6 @@ def test_a_dry_run_reports_what_a_training_needs_and_writes_nothing(kind, tmp_pa
 
 def test_the_mesh_of_a_dry_run_is_that_of_the_training(tmp_path):
     loss = optax.softmax_cross_entropy_with_integer_labels
-    options = {"optimizer": optax.sgd(0.1), "log_dir": tmp_path, "mesh": {"fsdp": 8}, "dry_run": True}
-    assert fit(MODELS["nnx"](), DATA, loss_fn=loss, **options).devices == "8 × cpu"
+    options: Any = {"optimizer": optax.sgd(0.1), "log_dir": tmp_path, "mesh": {"fsdp": 8}, "dry_run": True}
+    report: Any = fit(MODELS["nnx"](), DATA, loss_fn=loss, **options)
+    assert report.devices == "8 × cpu"
