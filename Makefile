@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -82,6 +82,9 @@ bench-scaling: $(VENV)/installed
 
 bench-presets: $(VENV)/installed
 	$(BIN)/python benchmarks/presets.py  # needs a large GPU, and `make data`
+
+bench-preflight: $(VENV)/installed
+	$(BIN)/python benchmarks/preflight.py  # needs a large GPU; takes some minutes
 
 measure: $(VENV)/installed
 	$(BIN)/python scripts/measure_architecture.py --write  # writes docs/architecture.md

@@ -17,12 +17,12 @@ _EXPORTS = {
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Program ProgramOptions "
-        "RecompileError RecompileWarning TrainState compile_program make_mesh set_compilation_cache with_ema "
-        "with_finite_guard"
+        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
+        "ProgramOptions RecompileError RecompileWarning TrainState compile_program make_mesh set_compilation_cache "
+        "with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
-    "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions run train_events",
+    "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "

@@ -214,6 +214,38 @@ def test_devices_that_are_not_there_are_reported_with_their_line(tmp_path: Path)
     assert "trainer.mesh: " in result.err and "fsdp: 3" in result.err and "multiple of 3" in result.err
 
 
+def test_checking_compiles_the_step_on_request(tmp_path: Path):
+    result = run_command("check", tiny_file(tmp_path), "--find-batch", "--memory", "100MB", folder=tmp_path)
+    assert (result.code, result.err) == (0, "")
+    lines = dict(line.strip().split(": ", 1) for line in result.out.splitlines() if ": " in line)
+    assert lines["memory"].endswith("fits")
+    assert {"compiled for", "of the step", "time", "rates", "largest batch"} <= lines.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_checking_fails_if_the_training_does_not_fit(tmp_path: Path):
+    options = ("--compile", "--memory", "1kB", "--json")
+    result = run_command("check", tiny_file(tmp_path), *options, folder=tmp_path)
+    found = result.data["preflight"]
+    assert (result.code, found["fits"], found["limit"], found["found"]) == (1, False, 1000, None)
+    assert "does not fit" in result.err
+    assert {"trainer.accumulate=2", "trainer.mesh.fsdp=8"} <= {one["name"] for one in found["variants"]}
+
+
+def test_checking_compiles_for_more_devices(tmp_path: Path):
+    result = run_command("check", tiny_file(tmp_path), "--compile", "--devices", "4", "--json", folder=tmp_path)
+    assert result.data["preflight"]["devices"] == "4 × cpu"
+    result = run_command("check", tiny_file(tmp_path), "--devices", "64", folder=tmp_path)
+    assert (result.code, "64 devices" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("option", [("--memory", "4 apples"), ("--devices", "none")])
+def test_checking_refuses_wrong_sizes(tmp_path: Path, option: tuple[str, str]):
+    result = run_command("check", tiny_file(tmp_path), *option, folder=tmp_path)
+    assert result.code == 2
+    assert all(word in result.err for word in option)
+
+
 def test_checking_trains_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TrainerModule, "train_model", lambda *_, **__: pytest.fail("it trains"))
     monkeypatch.setattr(Plan, "__init__", lambda *_, **__: pytest.fail("it plans to train"))

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
@@ -61,6 +62,7 @@ class ModelHandle(ABC):
         mode: the name of the library's kind of models.
         loss_name: the method of `TrainerModule` that computes the loss.
         loss_argument: the first argument of a loss that takes the batch.
+        has_modules: whether the path of a parameter is that of its module, and its name there.
         tx: the optimizer of a state that has one; otherwise None.
         is_builder: whether the model is a class or function that builds a module.
         has_weights: whether the model that was passed has its initial weights.
@@ -69,6 +71,7 @@ class ModelHandle(ABC):
     mode: ClassVar[ModelMode]
     loss_name: ClassVar[str] = "loss_function"
     loss_argument: ClassVar[str] = "model"
+    has_modules: ClassVar[bool] = False
     tx: optax.GradientTransformation | None = None
     is_builder: bool = False
     has_weights: bool = False
@@ -129,6 +132,14 @@ class ModelHandle(ABC):
     @abstractmethod
     def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
         """A table of the parts of the model, called with these inputs."""
+
+    def named_modules(self) -> AbstractContextManager[None]:
+        """Inside the block, steps are traced with a `jax.named_scope` for every module, which `module_of` reads."""
+        return nullcontext()
+
+    def module_of(self, scopes: tuple[str, ...]) -> str:
+        """The dotted path of the module with these scopes; "" for the model itself, and outside of it."""
+        return ""
 
     @property
     def apply_fn(self) -> Callable[..., Any]:

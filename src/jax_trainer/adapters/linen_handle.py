@@ -25,6 +25,7 @@ class LinenHandle(ModelHandle):
     """A linen module, or the configuration of one; its weights are in the state only."""
 
     mode = "linen"
+    has_modules = True
     loss_name, loss_argument = "loss_function_linen", "params"
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
@@ -54,6 +55,11 @@ class LinenHandle(ModelHandle):
 
     def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
         return model.tabulate(self.hooks.rngs(self.key), *inputs, console_kwargs=WIDE)
+
+    def module_of(self, scopes: tuple[str, ...]) -> str:
+        names = [name.partition(".")[0] for name in scopes]  # a method that is not `__call__` is `module.method`
+        top = self.module.name or type(self.module).__name__
+        return ".".join(names[names.index(top) + 1 :]) if top in names else ""
 
     @property
     def apply_fn(self) -> Callable[..., Any]:

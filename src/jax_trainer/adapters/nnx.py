@@ -7,7 +7,10 @@ and the path of the stream in the module.
 Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a first call, see `with_variables`.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol, Unpack
 
 import jax
@@ -45,6 +48,8 @@ from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, accumulate
 from jax_trainer.core.user_frame import noting_definition
 
+SCOPE = "module:"  # prefix of the scopes of `named_scopes`
+_PATH = "_path_in_the_model"
 _OWN = ("to_nnx__", "_pytree__")  # prefixes of attributes of `ToNNX` that are not variables
 _METADATA = {
     "out_sharding",
@@ -99,7 +104,10 @@ class Split:
         """The module with these arrays, and random streams derived from `rng`."""
         graph = self.train_graph if train else self.eval_graph
         # copy=True: merging would otherwise reuse Variables of an outer trace, and BatchNorm could not update them
-        return nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
+        model = nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
+        if (name := _NAMING.get()) is not None:
+            name(model)
+        return model
 
     def _streams(self, rng: jax.Array) -> nnx.State:
         def fresh(path: tuple, variable: Any) -> Any:
@@ -110,6 +118,55 @@ class Split:
 
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
+
+
+_NAMING: ContextVar[Callable[[nnx.Module], None] | None] = ContextVar("names the modules of a model", default=None)
+
+
+@contextmanager
+def named_scopes() -> Iterator[None]:
+    """Inside the block, modules that `Split.join` returns compute in a `jax.named_scope`: `SCOPE` and their path.
+
+    Flax names linen modules so, but no nnx modules. Python looks up `__call__` in the class, so that is wrapped in the
+    meantime. The path is a static attribute, which a module keeps when it is split and merged again.
+    """
+    wrapped: dict[type[Any], Any] = {}
+    running: set[int] = set()
+
+    def wrap(kind: Any) -> None:
+        wrapped[kind], call = vars(kind).get("__call__"), kind.__call__
+
+        @functools.wraps(call)
+        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+            path = getattr(self, _PATH, None)
+            if path is None or id(self) in running:  # `super().__call__` is the same module
+                return call(self, *args, **kwargs)
+            running.add(id(self))
+            try:
+                with jax.named_scope(SCOPE + path):
+                    return call(self, *args, **kwargs)
+            finally:
+                running.remove(id(self))
+
+        kind.__call__ = named
+
+    def name(model: nnx.Module) -> None:
+        for path, module in nnx.iter_modules(model):
+            if callable(module):
+                setattr(module, _PATH, ".".join(map(str, path)))
+                if type(module) not in wrapped:
+                    wrap(type(module))
+
+    token = _NAMING.set(name)
+    try:
+        yield
+    finally:
+        _NAMING.reset(token)
+        for kind, own in wrapped.items():
+            if own is None:
+                del kind.__call__
+            else:
+                kind.__call__ = own
 
 
 def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:

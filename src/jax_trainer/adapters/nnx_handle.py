@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import jax
@@ -12,11 +13,13 @@ from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metr
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import (
+    SCOPE,
     NnxLoss,
     Split,
     kept_state,
     lacks_variables,
     matching_grads,
+    named_scopes,
     with_variables,
     write_back,
 )
@@ -27,6 +30,7 @@ class NnxHandle(ModelHandle):
     """An nnx module with its initial weights; or a configuration, a class or a function that builds one."""
 
     mode = "nnx"
+    has_modules = True
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None, trainable: Any = nnx.Param) -> None:
         super().__init__(model, hooks)
@@ -76,6 +80,12 @@ class NnxHandle(ModelHandle):
 
     def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
         return nnx.tabulate(model, *inputs, console_kwargs=WIDE)
+
+    def named_modules(self) -> AbstractContextManager[None]:
+        return named_scopes()
+
+    def module_of(self, scopes: tuple[str, ...]) -> str:
+        return next((name[len(SCOPE) :] for name in reversed(scopes) if name.startswith(SCOPE)), "")
 
     def network(self, state: TrainState) -> Any:
         return self.bind(state)  # a pytree itself

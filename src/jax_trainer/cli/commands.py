@@ -25,12 +25,14 @@ from jax_trainer.config import (
     redact,
     registered_classes,
 )
+from jax_trainer.core.preflight import parse_bytes
 from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers classes that `describe` lists
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
 Which = int | Literal["best", "latest"]
@@ -63,8 +65,26 @@ def check(args: argparse.Namespace) -> Outcome:
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
-        report = built(loaded).dry_run()
-    return Outcome({"status": "completed", **report.data()}, lambda console: tables.dry_run(console, report))
+        trainer = built(loaded, mesh=None if args.devices is None else described_mesh(loaded.value, args.devices))
+        report = trainer.dry_run()
+        data: dict[str, Any] = {"status": "completed", **report.data()}
+        if not (args.compile or args.find_batch or args.suggest):
+            return Outcome(data, lambda console: tables.dry_run(console, report))
+        options = {"memory": _bytes(args.memory), "find_batch": args.find_batch, "suggest": args.suggest or None}
+        found = trainer.preflight(**options)
+
+    def show(console: Any) -> None:
+        tables.dry_run(console, report)
+        tables.preflight(console, found)
+
+    return Outcome({**data, "preflight": found.data()}, show, found.problem)
+
+
+def _bytes(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise WrongInput(f"argument --memory: {error}") from None
 
 
 def describe(args: argparse.Namespace) -> Outcome:
@@ -215,10 +235,10 @@ def located_errors(args: argparse.Namespace, loaded: Loaded[Any]) -> Iterator[No
         raise loaded.error(error) from None
 
 
-def built(loaded: Loaded[Any], folder: RunFolder | None = None) -> Any:
-    """The trainer of a configuration, with its dataset."""
+def built(loaded: Loaded[Any], folder: RunFolder | None = None, mesh: Any = None) -> Any:
+    """The trainer of a configuration, with its dataset; `mesh`: see `build`."""
     try:
-        return build(loaded.value, folder=folder)
+        return build(loaded.value, folder=folder, mesh=mesh)
     except OSError as error:  # a file of the dataset
         raise Failure(str(error)) from None
 

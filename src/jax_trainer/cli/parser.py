@@ -22,6 +22,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer train mine.yaml my_models.py                         import your own classes
   jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
   jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
+  jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
@@ -45,7 +46,8 @@ With `resume=auto`, resume the newest run with exactly this configuration, or st
     "check": """\
 Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
 
-Reports all configuration errors at once, or the parameters, shapes and classes. Writes no files.""",
+Reports all configuration errors at once, or the parameters, shapes, FLOPs and classes. With --compile, the step is
+compiled as well, but not run: memory, FLOPs and estimated time; exit code 1 if it does not fit. Writes no files.""",
     "test": """\
 Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
 
@@ -133,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--which", type=_which, help=which)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    _add_check(check)
     _add_tune(tune)
     _add_launch(launch)
     for one in (train, resume, test):
@@ -163,6 +166,19 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if rest and positional is not None:  # argparse collects only consecutive positional arguments
         positional += rest
     return args
+
+
+def _add_check(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--compile", action="store_true",
+                     help="compile the training step without running it: memory, FLOPs and estimated time")  # fmt: skip
+    one.add_argument("--find-batch", action="store_true",
+                     help="--compile, and find the largest batch that fits, confirmed by one step")  # fmt: skip
+    one.add_argument("--suggest", action="store_true",
+                     help="--compile, and what changes would need: micro-batches, remat, precision, fsdp (default: if "
+                     "it does not fit)")  # fmt: skip
+    one.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GB or 4GiB")
+    one.add_argument("--devices", type=_some, metavar="N",
+                     help="compile for this many devices like those of this machine, which need not exist")  # fmt: skip
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

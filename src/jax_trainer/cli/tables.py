@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from jax_trainer.config import Described
+from jax_trainer.core import Preflight
+from jax_trainer.core.preflight import scaled
 from jax_trainer.output import tame
 from jax_trainer.runs import Best
 from jax_trainer.settings import written
@@ -43,6 +45,7 @@ def dry_run(console: Console, report: DryRun) -> None:
     for leaf in report.parameters:
         table.add_row(escape(leaf.path), " × ".join(map(str, leaf.shape)) or "–", leaf.dtype, _bytes(leaf.bytes))
     console.print(table)
+    modules(console, report)
     lines = {
         "parameters": f"{report.parameter_count:,} in {len(report.parameters)} arrays",
         "state": ", ".join(f"{name} {_bytes(size)}" for name, size in report.state_bytes.items()),
@@ -60,6 +63,32 @@ def dry_run(console: Console, report: DryRun) -> None:
     console.print(table)
     if report.layout is not None:
         _line(console, f"\n{report.layout.text()}")
+
+
+def modules(console: Console, report: DryRun) -> None:
+    """The parameters and FLOPs of each module, without those of its submodules."""
+    passes = [(one, one.forward + one.backward) for one in report.modules]
+    total = sum(flops for _, flops in passes) + report.other_flops
+    share = lambda flops: f"{flops / total:.1%}" if total else ""
+    names = ("parameters", "forward", "backward", "FLOPs", "share")
+    table = Table(Column("module", overflow="fold"), *names, title="FLOPs of a step")
+    for one, flops in passes:
+        cells = (f"{one.parameters:,}", scaled(one.forward), scaled(one.backward), scaled(flops), share(flops))
+        table.add_row(escape(one.path) if one.path else "(model, loss)", *cells)
+    table.add_row("(update, transforms)", "", "", "", scaled(report.other_flops), share(report.other_flops))
+    table.add_row("total", f"{report.parameter_count:,}", "", "", scaled(total), "")
+    console.print(table)
+
+
+def preflight(console: Console, report: Preflight) -> None:
+    """What the compiled step needs, and what changes of it would need."""
+    for name, text in report.lines().items():
+        _line(console, f"{name:>14}: {text}")
+    if report.variants:
+        table = Table(Column("change", overflow="fold"), Column("memory and time", overflow="fold"), title="Changes")
+        for name, text in report.variant_rows():
+            table.add_row(escape(name), escape(text))
+        console.print(table)
 
 
 def described(console: Console, classes: Sequence[Described]) -> None:

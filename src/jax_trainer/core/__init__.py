@@ -35,6 +35,7 @@ from jax_trainer.core.metrics import (
 from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
+from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
@@ -71,10 +72,12 @@ __all__ = [
     "BatchChangedError",
     "Column",
     "Columns",
+    "CompiledCost",
     "CompiledProgram",
     "FaultInjected",
     "FlatState",
     "FlaxState",
+    "FoundBatch",
     "GradFn",
     "InitVariables",
     "Layout",
@@ -97,6 +100,7 @@ __all__ = [
     "Partitioning",
     "Precision",
     "PredictFn",
+    "Preflight",
     "Program",
     "ProgramInfo",
     "ProgramOptions",
@@ -106,8 +110,10 @@ __all__ = [
     "ResidentBatch",
     "StepOptions",
     "StepReport",
+    "StepTime",
     "TrainState",
     "TrainTrace",
+    "Variant",
     "WindowAccumulator",
     "accumulate",
     "as_metrics",

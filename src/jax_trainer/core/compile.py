@@ -207,6 +207,13 @@ class CompiledStep:
         self._guard.start_data()
         self._steady = None
 
+    def lowered(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None) -> Any:
+        """What a call with such arguments, arrays or shapes, would compile; the step itself stays as it is."""
+        alone = CompiledStep(self._name, self._function)
+        with alone._guard.watching(flat, buffer, batch, number):
+            traced = alone._on_leaves(flat.structure, buffer.format)
+            return jax.jit(traced, donate_argnums=self._donated).lower(flat.leaves, buffer.rows, batch, number)
+
     @property
     def compilations(self) -> int:
         """The number of signatures compiled so far."""

@@ -149,7 +149,7 @@ class CompiledProgram(ProgramSetup):
     ) -> None:
         """Has a step, or a chunk with `steps` steps, compiled by `pool`."""
         step: Any = self.flat_train_step if steps is None else self._train_chunk
-        number = None if steps is None else self._chunk_number(batch, steps)
+        number = None if steps is None else _chunk_number(batch, steps)
         step.compile_ahead(pool, FlatState.of(state), buffer, batch, number)
 
     def compile_eval_ahead(self, pool: Executor, state: TrainState, buffer: MetricBuffer, batch: Batch) -> None:
@@ -157,18 +157,18 @@ class CompiledProgram(ProgramSetup):
         step: Any = self.flat_eval_step
         step.compile_ahead(pool, FlatState.of(state), buffer, batch)
 
+    def lowered_train(self, state: TrainState, buffer: MetricBuffer, batch: Batch, steps: int | None = None) -> Any:
+        """The training step (of a chunk of `steps`, if it is not None) as XLA gets it; arguments may be shapes."""
+        flat = FlatState.of(state)
+        if steps is None:
+            return self.flat_train_step.lowered(flat, buffer, batch)  # type: ignore[attr-defined]
+        return self._train_chunk.lowered(flat, buffer, batch, _chunk_number(batch, steps))
+
     # steps on a flat state, besides `flat_train_step` and `flat_eval_step`
 
     def flat_train_chunk(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`train_chunk` on a `FlatState`."""
-        return self._train_chunk(flat, buffer, batches, self._chunk_number(batches, steps))
-
-    @staticmethod
-    def _chunk_number(batches: Batch, steps: int) -> Any:
-        # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much
-        # as a small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
-        is_static = steps == _length(batches) and jax.default_backend() != "cpu"
-        return None if is_static else np.int32(steps)
+        return self._train_chunk(flat, buffer, batches, _chunk_number(batches, steps))
 
     def flat_train_one_by_one(self, flat: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> FlatStepped:
         """`flat_train_chunk` with one dispatch per step."""
@@ -299,6 +299,13 @@ def compile_program(
         on_recompile=on_recompile,
         eval_seed=eval_seed,
     )
+
+
+def _chunk_number(batches: Batch, steps: int) -> np.int32 | None:
+    # an accelerator syncs with the host after every iteration of a loop of unknown length, which costs as much as a
+    # small step; the CPU does not, and one loop for all lengths makes partial chunks bit-identical
+    is_static = steps == _length(batches) and jax.default_backend() != "cpu"
+    return None if is_static else np.int32(steps)
 
 
 def _length(batches: Batch) -> int:

@@ -131,15 +131,15 @@ class Layout:
         if self.batch_placement is not None:
             place = self.batch_placement.from_replicated if replicated else self.batch_placement.from_parts
             return place(batch, stacked=stacked)
-        axis, ways = 1 if stacked else 0, self.batch_ways
+        sharding = partial(self.batch_sharding, stacked=stacked)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding(jax.numpy.shape(leaf))), batch)
 
-        def put(leaf: PyTree) -> jax.Array:
-            shape = jax.numpy.shape(leaf)
-            divides = len(shape) > axis and shape[axis] % ways == 0
-            spec = PartitionSpec(*[None] * axis, self.batch_axes) if divides else PartitionSpec()
-            return jax.device_put(leaf, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(put, batch)
+    def batch_sharding(self, shape: tuple[int, ...], *, stacked: bool = False) -> NamedSharding:
+        """The sharding of an array of a batch; `stacked`: of a chunk of batches."""
+        axis = 1 if stacked else 0
+        divides = len(shape) > axis and shape[axis] % self.batch_ways == 0
+        spec = PartitionSpec(*[None] * axis, self.batch_axes) if divides else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
 
     @property
     def batch_ways(self) -> int:

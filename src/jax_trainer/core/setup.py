@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
+from jax_trainer.core.flops import Flops, flops_of
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
@@ -132,6 +133,23 @@ class ProgramSetup:
                 check_range(self._indices_in(self._train_step, state, example), example)
         self._traced = key, example, state
         return state, trained, self.eval_shapes(state, example)
+
+    def state_shape(self, key: jax.Array, example: Batch) -> TrainState:
+        """The shapes of a new state, with their final shardings."""
+        state = jax.eval_shape(self._program.init, key, example)
+        if self.layout is None:
+            return state
+        shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(shape, state, self.layout.state_shardings(state))
+
+    def train_flops(self, state: TrainState, batch: Batch, *, again: bool = False) -> list[Flops]:
+        """The FLOPs of a training step on such a batch; `state` and `batch` may be shapes.
+
+        `again`: trace it again, for a block that adds scopes.
+        """
+        if self.debug or again:
+            return flops_of(jax.make_jaxpr(lambda *args: self._program.train_step(*args))(state, batch))
+        return flops_of(self._train_step.trace(state, batch).jaxpr)
 
     def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
         """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes."""

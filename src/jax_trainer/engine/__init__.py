@@ -28,6 +28,7 @@ from jax_trainer.engine.events import (
 from jax_trainer.engine.loop import Recover, train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
+from jax_trainer.engine.preflight import preflight
 from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "evaluate",
     "is_by_ctrl_c",
     "predictions",
+    "preflight",
     "run",
     "train_events",
 ]

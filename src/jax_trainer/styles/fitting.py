@@ -1,6 +1,7 @@
 """`fit`: trains a model on data with a loss, in one call."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,22 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
-from jax_trainer.core import MeshLike, Metrics, ProgramOptions, checked_int, compile_program, resolve_layout
+from jax_trainer.core import (
+    CompiledProgram,
+    Layout,
+    MeshLike,
+    Metrics,
+    OnRecompile,
+    ProgramOptions,
+    checked_int,
+    compile_program,
+    resolve_layout,
+)
 from jax_trainer.datasets import Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.engine import Every, Plan, checked_evals
+from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
+from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
 from jax_trainer.redaction import redact
 from jax_trainer.runs import (
@@ -40,7 +52,7 @@ from jax_trainer.runs import (
     run_and_step,
 )
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
-from jax_trainer.styles.fit_program import checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fit_program import FitTarget, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fit_result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
@@ -80,6 +92,7 @@ def fit(
     detect_nans: bool = False,
     mesh: MeshLike | None = None,
     options: ProgramOptions | None = None,
+    dry_run: bool = False,
 ) -> FitResult:
     """Trains `model` on `train_ds`, evaluates it on `test_ds`, and records the run in a new folder.
 
@@ -128,12 +141,14 @@ def fit(
         mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
         options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
             `ProgramOptions`.
+        dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and estimated time. Nothing is
+            trained or written.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
     batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
-    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
+    used = options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
     plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
     plan = Plan(
         max_epochs=num_epochs,
@@ -146,24 +161,37 @@ def fit(
         train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
     with before_first_step():
         train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, batch_size, seed)
-        target = fit_target(
-            model,
-            loss_fn=loss_fn,
-            eval_step=eval_step,
-            optimizer=optimizer,
-            split_batch=split_batch,
-            total_steps=plan.ends_at(DataSource(train.data, "train").length)[1],
-            seed=seed,
-            example=train.example,
-            options=options,
-        )
-        target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
-        needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
-        # the last batch of arrays may be smaller, which needs no warning
-        program = compile_program(needed, layout=layout, on_recompile="ignore" if train.from_arrays else "warn")
+
+        def built(options: ProgramOptions, layout: Layout | None) -> tuple[FitTarget, CompiledProgram]:
+            target = fit_target(
+                model,
+                loss_fn=loss_fn,
+                eval_step=eval_step,
+                optimizer=optimizer,
+                split_batch=split_batch,
+                total_steps=plan.ends_at(DataSource(train.data, "train").length)[1],
+                seed=seed,
+                example=train.example,
+                options=options,
+            )
+            target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
+            needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
+            # the last batch of arrays may be smaller, which needs no warning
+            on_recompile: OnRecompile = "ignore" if train.from_arrays else "warn"
+            return target, compile_program(needed, layout=layout, on_recompile=on_recompile)
+
+        def changed(mesh: Callable[[], Layout | None] = lambda: layout, **changes: Any) -> CompiledProgram:
+            return built(replace(used, **changes, mesh=None), mesh())[1]
+
+        target, program = built(used, layout)
         # traced: mistakes in the steps or the data show before anything is written
         state, training, evaluating = program.shapes(target.key, train.example)
         evals = checked_evals(program, state, evals, train.example)
+    if dry_run:
+        changes = changes_for(options, batch_size_of(train.example), layout) if target.model is not None else {}
+        variants = {name: partial(changed, **change) for name, change in changes.items()}
+        data = Data(train.data, resident=resident)
+        return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
     ranked_by = _metric(evaluating, VAL, metric, named) if evals else _metric(training, "train", metric, named)
     saver, named = _with_saver(named, ranked_by, mode, save, metric_is_set=metric is not None)
     metadata = {

@@ -2,13 +2,15 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
+from jax_trainer.adapters import ModelHandle
 from jax_trainer.core import Batch, CompiledProgram, PyTree, leaf_path
+from jax_trainer.core.flops import Flops, total
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.engine import Plan, checked_evals
 from jax_trainer.registration import full_name
@@ -28,10 +30,22 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Module:
+    """A module of the model: its own parameters, and the FLOPs of its own operations in a step, without submodules."""
+
+    path: str  # "": the model itself, and the loss
+    parameters: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class DryRun:
     """Parameters, state size, batch, metrics and number of steps of a training."""
 
     parameters: tuple[Leaf, ...]
+    modules: tuple[Module, ...]  # in the order of the computation; together they are the forward and backward pass
+    other_flops: float  # of the update, transforms of the batch, and metrics
     state_bytes: Mapping[str, int]
     batch: Mapping[str, str]
     reported: tuple[str, ...]  # training metrics
@@ -54,6 +68,7 @@ class DryRun:
 
 def dry_run(
     program: CompiledProgram,
+    model: ModelHandle,
     key: jax.Array,
     example: Batch,
     steps: int | None,
@@ -62,12 +77,16 @@ def dry_run(
 ) -> DryRun:
     """Traces the initial state and one step of a trainer of this class."""
     state, trained, evaluated = program.shapes(key, example)
+    with model.named_modules():
+        flops = program.train_flops(state, example, again=True)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
     classes = {path: full_name(cls) for path, cls in classes_in(configs)}
     return DryRun(
         parameters=_leaves(state.params),
+        modules=(modules := _modules(model, _leaves(state.params), flops)),
+        other_flops=total(flops) - sum(one.forward + one.backward for one in modules),
         state_bytes={name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()},
         batch={leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)},
         reported=tuple(trained.by_name),
@@ -108,6 +127,18 @@ def checked_sets(
     if evals:
         evals = checked_evals(program, state, evals, example, plan)
     return evals, checked_evals(program, state, tests, example)
+
+
+def _modules(model: ModelHandle, parameters: Sequence[Leaf], flops: Sequence[Flops]) -> tuple[Module, ...]:
+    found: dict[str, list[float]] = {"": [0, 0.0, 0.0]}  # parameters, FLOPs of the forward and of the backward pass
+    for one in flops:
+        path = model.module_of(one.scopes)
+        if path or one.phase != "other":
+            found.setdefault(path, [0, 0.0, 0.0])[2 if one.phase == "backward" else 1] += one.flops
+    for leaf in parameters:
+        parent = leaf.path.rpartition(".")[0] if model.has_modules else ""
+        found.setdefault(parent, [0, 0.0, 0.0])[0] += math.prod(leaf.shape)
+    return tuple(Module(path, int(count), forward, backward) for path, (count, forward, backward) in found.items())
 
 
 def _leaves(tree: PyTree) -> tuple[Leaf, ...]:

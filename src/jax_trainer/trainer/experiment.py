@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,7 +22,8 @@ from jax_trainer.config.dumping import as_data
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
-from jax_trainer.core import Batch
+from jax_trainer.core import Batch, LayoutError, make_mesh
+from jax_trainer.core.preflight import described_devices
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger.values import flat
@@ -133,6 +135,7 @@ def build(
     optimizer: Any = None,
     callbacks: CallbacksLike = (),
     own: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Builds the trainer of an experiment or of a stored run, and loads its dataset, if it has one.
 
@@ -145,8 +148,9 @@ def build(
         model, optimizer: for a run that has none, because they were passed in Python.
         callbacks: callbacks besides the configured ones.
         own: further arguments of a class with a custom `__init__`.
+        mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
-    mesh, make = _mesh(run), kind or trainer_class(run)  # before the data is loaded
+    mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
     makes_parts = _has_custom_init(make)
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
@@ -160,6 +164,23 @@ def build(
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
     options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
     return _made(make, {name: value for name, value in options.items() if value is not None}, own or {})
+
+
+def described_mesh(run: StoredRun, count: int) -> Mesh:
+    """The mesh that `run` would have with `count` devices, which need not exist; takes it out of the configuration.
+
+    Without a configured mesh, all devices share each batch.
+    """
+    # without effect if JAX has been used; then its devices may still be enough
+    with suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+    sizes = {} if run.trainer.mesh is None else run.trainer.mesh.sizes
+    try:
+        mesh = make_mesh(**sizes, devices=described_devices(count))
+    except LayoutError as error:
+        raise _problem("trainer.mesh", str(error)) from None
+    run.trainer.mesh = None
+    return mesh
 
 
 def rebuilt(caller: type[Any], checkpoint: Path, overrides: Sequence[str], **parts: Any) -> tuple[Any, int | None]:

@@ -60,7 +60,7 @@ class ProgramBuilder:
         layout: Layout | None,
         tx: optax.GradientTransformation | None = None,
     ) -> None:
-        self._model, self._config, self._layout = model, config, layout
+        self._model, self._config, self.layout = model, config, layout
         self._tx = optax.identity() if tx is None else tx
         if tx is not None and config.clip_norm is not None:  # here, and not in the step: custom steps clip, too
             self._tx = clipped(by_signature(tx), config.clip_norm)
@@ -69,7 +69,7 @@ class ProgramBuilder:
     def with_optimizer(self, tx: optax.GradientTransformation) -> "ProgramBuilder":
         """The same for an optimizer that `init_optimizer` has returned."""
         with noting("This is the return value of `init_optimizer`."):
-            return ProgramBuilder(self._model, self._config, self._layout, checked_optimizer(tx))
+            return ProgramBuilder(self._model, self._config, self.layout, checked_optimizer(tx))
 
     def base(self, loss: Any, example: Batch, *, has_custom_steps: bool) -> Program:
         """The program without what the configuration adds, made once; custom steps may call its steps."""
@@ -107,7 +107,7 @@ class ProgramBuilder:
         if config.compilation_cache is not None:
             set_compilation_cache(config.compilation_cache)
         options = {"debug": config.debug, "eval_seed": config.seed_eval}
-        return compile_program(config.program_options.wrap(program), layout=self._layout, **options)
+        return compile_program(config.program_options.wrap(program), layout=self.layout, **options)
 
     @cached_property
     def _to_step_state(self) -> ToStepState:

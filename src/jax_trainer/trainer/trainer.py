@@ -1,6 +1,7 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -10,17 +11,18 @@ import numpy as np
 import optax
 from compoconf import register, register_interface
 
-from jax_trainer.adapters import calls, handle_of
+from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
-from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
+from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
-from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions
+from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight
+from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
@@ -84,10 +86,7 @@ class TrainerModule(BaseTrainer):
         model = arguments.one_of(model_config, model, ("model_config", "model"))
         optimizer = arguments.one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer"))
         self.exmp_input, self.dataset, self.folder = arguments.example_of(exmp_input, dataset), dataset, folder
-        made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
-        inputs = lambda: self.batch_to_input(self.exmp_input)
-        hooks = ModelHooks(self.batch_to_input, lambda: self._key, self._transformed_example, inputs, **made)
-        self._model, self._build_optimizer = handle_of(model, hooks), arguments.optimizer_of(optimizer)
+        self._model, self._build_optimizer = self._handle(model), arguments.optimizer_of(optimizer)
         self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
         self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
         self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
@@ -310,13 +309,55 @@ class TrainerModule(BaseTrainer):
     def dry_run(self, train_loader: Any = None) -> DryRun:
         """Traces the training without computing or writing anything; default: on the loader of the dataset."""
         self.config.check_limited()
-        dataset = self.dataset
-        if train_loader is None and dataset is not None:
-            train_loader = dataset.train_loader
+        dataset, train_loader = self.dataset, self._loader_or_own(train_loader)
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
-        report = dry_run(self.prepare(train_loader), self._key, self.exmp_input, steps, type(self), self.configs)
+        program = self.prepare(train_loader)
+        report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
         self._check_monitored([] if dataset is None or dataset.val_loader is None else ["val"], report.evaluated)
         return report
+
+    def preflight(
+        self,
+        train_loader: Any = None,
+        *,
+        memory: int | str | None = None,
+        find_batch: bool = False,
+        confirm: bool = True,
+        suggest: bool | None = None,
+    ) -> Preflight:
+        """Compiles the training step without training or writing anything: memory, FLOPs and estimated time.
+
+        Args:
+            train_loader: default: that of the dataset.
+            memory: of a device, in bytes or as text ("80GB"); None: what JAX may use (the CPU: that of the machine).
+            find_batch: also look for the largest batch that fits.
+            confirm: run a step of zeros on the largest batch.
+            suggest: compile changes that may need less memory; None: if the training does not fit.
+        """
+        train_loader, config = self._loader_or_own(train_loader), self.config
+        plan = training.plan_of(config, train_loader, None)
+        data = training.data_of(self.dataset, train_loader, {}, resident=config.resident)
+        program = self.prepare(train_loader)
+        changes = changes_for(config.program_options, batch_size_of(self.exmp_input), program.layout)
+        named = {f"trainer.{name}": partial(self._changed, train_loader, **change) for name, change in changes.items()}
+        if getattr(self.model_config, "remat", None) is False:
+            named["model.remat=true"] = partial(self._changed, train_loader, remat=True)
+        options: dict[str, Any] = {"find_batch": find_batch, "confirm": confirm, "suggest": suggest}
+        return preflight(program, data, plan, self.exmp_input, self._key, memory=memory, variants=named, **options)
+
+    def _changed(self, train_loader: Any, *, mesh: Any = None, remat: bool = False, **changes: Any) -> CompiledProgram:
+        """The program of a trainer with these changes of its configuration, its mesh or its model."""
+        other = copy(self)
+        other.config = copy(self.config)
+        for name, value in changes.items():
+            setattr(other.config, name, value)
+        if remat:
+            other.model_config = copy(self.model_config)
+            other.model_config.remat = True
+            other._model = other._handle(other.model_config)
+        layout = self._builder.layout if mesh is None else mesh()
+        other._builder = ProgramBuilder(other._model, other.config, layout)
+        return other.prepare(train_loader)
 
     # training
 
@@ -664,6 +705,15 @@ class TrainerModule(BaseTrainer):
         return run_folder.open_store(self.folder, purpose, self.config.saver, better)
 
     # what the methods above share
+
+    def _handle(self, model: Any) -> ModelHandle:
+        made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
+        inputs = lambda: self.batch_to_input(self.exmp_input)
+        hooks = ModelHooks(self.batch_to_input, lambda: self._key, self._transformed_example, inputs, **made)
+        return handle_of(model, hooks)
+
+    def _loader_or_own(self, train_loader: Any) -> Any:
+        return self.dataset.train_loader if train_loader is None and self.dataset is not None else train_loader
 
     @property
     def _key(self) -> jax.Array:

@@ -1,0 +1,298 @@
+"""`preflight`: compiles the training step of a run without running it, and says what it needs."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.core import (
+    Batch,
+    CompiledProgram,
+    Layout,
+    MetricBuffer,
+    Partitioning,
+    Precision,
+    ProgramOptions,
+    PyTree,
+    ResidentBatch,
+    TrainState,
+    make_mesh,
+    resized,
+)
+from jax_trainer.core.flops import total
+from jax_trainer.core.memory import explain_oom
+from jax_trainer.core.mesh import FSDP
+from jax_trainer.core.preflight import (
+    LARGEST,
+    CompiledCost,
+    FoundBatch,
+    Preflight,
+    Variant,
+    compile_cost,
+    described_devices,
+    device_memory,
+    estimated_time,
+    largest_batch,
+    parse_bytes,
+    physical_memory,
+)
+from jax_trainer.datasets import Data, resident_loader
+from jax_trainer.datasets.arrays import tree_bytes
+from jax_trainer.datasets.order import Ordered
+from jax_trainer.engine.batches import check_divides, steps_per_call, train_source
+from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
+from jax_trainer.engine.plan import Plan
+
+QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the host wait
+OF_THE_CPU = 0.5  # of the physical memory that a confirming step may use
+
+Variants = Mapping[str, Callable[[], CompiledProgram]]
+
+
+def preflight(
+    program: CompiledProgram,
+    data: Data,
+    plan: Plan,
+    example: Batch,
+    key: jax.Array,
+    *,
+    memory: int | str | None = None,
+    find_batch: bool = False,
+    confirm: bool = True,
+    suggest: bool | None = None,
+    variants: Variants | None = None,
+    beside: Mapping[str, int] | None = None,
+) -> Preflight:
+    """What a training needs: its step compiled as the run would, and XLA's analysis of it. Nothing is trained.
+
+    Args:
+        program: the program, of any style.
+        data: the training data: kept on the device or not, prefetched or not.
+        plan: how many steps the run has, and how many are compiled together.
+        example: a batch, of which only shapes and dtypes matter.
+        key: the root key.
+        memory: of a device, in bytes or as text ("80GB"); None: those that JAX may use (the CPU: those of the machine).
+        find_batch: also look for the largest batch that fits.
+        confirm: run a step on the largest batch, with zeros, if the devices are those of this process.
+        suggest: compile `variants`; None: if the training does not fit.
+        variants: changes by name, as functions that return the changed program.
+        beside: bytes of what else the caller keeps on each device, by name.
+    """
+    if program.debug:
+        raise ValueError(
+            "`debug` is True: steps run without compilation, and XLA cannot analyse them. Set it to False."
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"A preflight runs in one process, and there are {jax.process_count()}. Run it in one, for described "
+            "devices: `jax-trainer check FILE --compile --devices N`."
+        )
+    memory = parse_bytes(memory) if isinstance(memory, str) else memory
+    step = _Step(program, data, plan, example, key, beside or {})
+    report = step.report(memory)
+    if suggest or (suggest is None and not report.fits):
+        found = tuple(_variant(name, make, step, memory) for name, make in (variants or {}).items())
+        report = replace(report, variants=found)
+    return replace(report, found=step.largest(report, confirm=confirm)) if find_batch else report
+
+
+def batch_size_of(batch: Batch) -> int:
+    """The number of examples of a batch."""
+    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=1)
+
+
+def changes_for(options: ProgramOptions, batch_size: int, layout: Layout | None) -> dict[str, dict[str, Any]]:
+    """Changes of options that may need less memory, by the name under which they are set; `mesh` returns a `Layout`."""
+    found: dict[str, dict[str, Any]] = {}
+    for times in (2, 4):
+        if batch_size >= times * options.accumulate:
+            found[f"accumulate={times * options.accumulate}"] = {"accumulate": times * options.accumulate}
+    if Precision.named(options.precision).compute not in (jnp.bfloat16, jnp.float16):
+        found["precision=bf16"] = {"precision": "bf16"}
+    size = 1 if layout is None else layout.mesh.size
+    is_replicated = layout is None or layout.mesh.shape.get(FSDP, 1) == 1
+    for count in {1: (2, 8)}.get(size, (size,)) if is_replicated else ():
+        if len(jax.devices()) >= count or jax.default_backend() == "gpu":  # others cannot be described
+            found[f"mesh.fsdp={count}"] = {"mesh": partial(_fsdp, layout, count)}
+    return found
+
+
+def _fsdp(layout: Layout | None, count: int) -> Layout:
+    mesh = make_mesh(data=1, fsdp=count, devices=described_devices(count))
+    return Layout(mesh=mesh, param_spec=Partitioning() if layout is None else layout.param_spec)
+
+
+class _Step:
+    """The training step of a run, for batches of any size: its arguments, as the dispatcher passes them, as shapes."""
+
+    def __init__(
+        self,
+        program: CompiledProgram,
+        data: Data,
+        plan: Plan,
+        example: Batch,
+        key: jax.Array,
+        beside: Mapping[str, int],
+    ) -> None:
+        self.program, self._data, self._plan, self._key, self._beside = program, data, plan.resolved(), key, beside
+        self._example = jax.tree.map(_shape_of, example)
+        self.size = batch_size_of(example)
+        check_divides(program.layout, self._example, "example batch")
+        self.devices = jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
+        self._source = train_source(data, self._plan)
+        own = [device for device in self.devices if device in jax.local_devices()] or jax.local_devices()
+        self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, own)
+        state, batch = self.program.state_shape(key, self._example), self._example
+        chunk, trace = steps_per_call(self._plan, self._source), program.trace_train_step(state, batch)
+        # a chunk that is dispatched step by step is one step
+        self._chunk = 1 if trace.runs_one_by_one else chunk
+        every = min(self._plan.metrics_every, MAX_UNCHECKED_STEPS) if program.info.keeps_batches else plan.metrics_every
+        self._rows = every + chunk - 1
+
+    def with_program(self, program: CompiledProgram) -> "_Step":
+        """The step of another program on the same data."""
+        return _Step(program, self._data, self._plan, self._example, self._key, self._beside)
+
+    def report(self, memory: int | None) -> Preflight:
+        """Compiles the step, and reports what it needs."""
+        cost, _ = self.compiled(self.size)
+        flops = self.program.train_flops(self.program.state_shape(self._key, self._example), self._example)
+        unread = 0 if self._loader is None else tree_bytes(self._loader.arrays)
+        seconds, rates = estimated_time(cost, flops, self.devices, steps=self._chunk, unread=unread)
+        kinds = [device.device_kind for device in self.devices]
+        return Preflight(
+            devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
+            batch_size=self.size,
+            steps_per_call=self._chunk,
+            cost=cost,
+            beside=self.beside(self.size),
+            limit=device_memory(self.devices) if memory is None else memory,
+            step_flops=total(flops),
+            seconds=seconds,
+            steps=self._plan.ends_at(self._source.length)[1],
+            rates=rates,
+        )
+
+    def largest(self, report: Preflight, *, confirm: bool) -> FoundBatch:
+        """The largest batch that fits, with a step on it, if `confirm`."""
+        compiled = {self.size: (report.cost, None)}
+
+        def needed(size: int) -> int:
+            if size not in compiled:
+                compiled[size] = self.compiled(size)
+            return compiled[size][0].peak_bytes + sum(self.beside(size).values())
+
+        ways = 1 if self.program.layout is None else self.program.layout.batch_ways
+        train = self._data.train
+        examples = train.schedule.examples if isinstance(train, Ordered) else (self._source.length or 0) * self.size
+        examples = examples or LARGEST
+        fixed = _shard_bytes(self.program.state_shape(self._key, self._example))
+        fixed += 0 if self._loader is None else tree_bytes(self._loader.arrays)
+        size, tried = largest_batch(needed, self.size, report.limit, fixed=fixed, multiple=ways, largest=examples)
+        seconds = self._confirmed(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
+        return FoundBatch(
+            size=size,
+            needed_bytes=tried[size] if size else min(tried.values()),
+            compiled=dict(sorted(tried.items())),
+            seconds=seconds,
+            limited_by_data=bool(size) and size + ways > examples,
+        )
+
+    def compiled(self, size: int) -> tuple[CompiledCost, Any]:
+        """The step for batches of `size`, compiled: its cost, and the executable."""
+        return compile_cost(lambda: self.program.lowered_train(*self._arguments(size), self._steps))
+
+    def beside(self, size: int) -> dict[str, int]:
+        """Bytes on each device besides the arguments of a step, its outputs and temporary values."""
+        is_cpu, is_sharded = jax.default_backend() == "cpu", self.program.layout is not None
+        if self._loader is not None or (is_cpu and not is_sharded):  # the CPU uses numpy arrays as they are
+            return dict(self._beside)
+        one = _shard_bytes(self._arguments(size)[2])
+        ahead = self._source.prefetch(self._chunk, is_sharded=is_sharded)
+        queued = 0 if is_cpu else self._plan.max_in_flight if len(self.devices) > 1 else QUEUED
+        if self.program.info.keeps_batches:  # until their metrics are read, one window later
+            queued = max(queued, 2 * MAX_UNCHECKED_STEPS)
+        # one of them is an argument of the step that runs
+        return {"prefetched batches": ahead * one, "batches of queued steps": max(0, queued - 1) * one, **self._beside}
+
+    @property
+    def _steps(self) -> int | None:
+        return self._chunk if self._chunk > 1 else None
+
+    def _arguments(self, size: int) -> tuple[TrainState, MetricBuffer, Batch]:
+        """The shapes of the state, the metric buffer and the batch, with their shardings."""
+        layout, batch = self.program.layout, _of_size(self._example, self.size, size)
+        state = self.program.state_shape(self._key, batch)
+        replicated = None if layout is None else layout.replicated
+        fmt = self.program.trace_train_step(state, batch).format
+        buffer = MetricBuffer(jax.ShapeDtypeStruct((self._rows, fmt.width), np.uint32, sharding=replicated), fmt)
+        if self._loader is not None:
+            batch = jax.ShapeDtypeStruct((size,), np.int32)
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape if self._steps is None else (self._chunk, *leaf.shape)
+            sharding = None if layout is None else layout.batch_sharding(shape, stacked=self._steps is not None)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        batch = jax.tree.map(placed, batch)
+        if self._loader is not None:
+            whole = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+            batch = ResidentBatch(batch, jax.tree.map(whole, self._loader.arrays))
+        return state, buffer, batch
+
+    def _can_run(self, needed: int) -> bool:
+        if any(device not in jax.local_devices() for device in self.devices):
+            return False  # only described
+        return jax.default_backend() != "cpu" or needed * len(self.devices) <= OF_THE_CPU * physical_memory()
+
+    def _confirmed(self, size: int, executable: Any) -> float:
+        """Seconds of a step on a batch of this size, of zeros: the second one, as the first loads the code."""
+        state, buffer, batch = self._arguments(size)
+        executable = self.compiled(size)[1] if executable is None else executable
+        number = np.int32(self._chunk) if jax.default_backend() == "cpu" and self._steps is not None else None
+        zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)
+        leaves, rows, batch = zeros(jax.tree.leaves(state)), zeros(buffer.rows), zeros(batch)
+        try:
+            leaves, rows, _ = jax.block_until_ready(executable(leaves, rows, batch, number))
+            started = time.perf_counter()
+            jax.block_until_ready(executable(leaves, rows, batch, number))
+        except jax.errors.JaxRuntimeError as error:
+            raise explain_oom(error, "train_step", state, batch)  # noqa: B904 - the same error, or one from it
+        return (time.perf_counter() - started) / self._chunk
+
+
+def _variant(name: str, make: Callable[[], CompiledProgram], step: _Step, memory: int | None) -> Variant:
+    try:
+        report = step.with_program(make()).report(memory)
+    except ValueError as error:  # of the layout or the custom step, to which this change cannot be applied
+        return Variant(name=name, problem=str(error).partition("\n")[0])
+    return Variant(name=name, needed_bytes=report.needed_bytes, seconds=report.seconds, fits=report.fits)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _of_size(example: Batch, before: int, size: int) -> Batch:
+    """The shapes of a batch with `size` instead of `before` examples."""
+
+    def scaled(leaf: Any) -> jax.ShapeDtypeStruct:
+        is_row = bool(leaf.shape) and leaf.shape[0] == before
+        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]) if is_row else leaf.shape, leaf.dtype)
+
+    return resized(jax.tree.map(scaled, example), size)
+
+
+def _shard_bytes(tree: PyTree) -> int:
+    shapes = [
+        (leaf, leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
