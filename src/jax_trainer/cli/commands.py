@@ -61,6 +61,7 @@ def test(args: argparse.Namespace) -> Outcome:
 
 def check(args: argparse.Namespace) -> Outcome:
     """Validate a configuration without training: load the data, build the trainer, and trace one step."""
+    memory = _bytes(args.memory)
     changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
@@ -70,7 +71,7 @@ def check(args: argparse.Namespace) -> Outcome:
         data: dict[str, Any] = {"status": "completed", **report.data()}
         if not (args.compile or args.find_batch or args.suggest):
             return Outcome(data, lambda console: tables.dry_run(console, report))
-        options = {"memory": _bytes(args.memory), "find_batch": args.find_batch, "suggest": args.suggest or None}
+        options = {"memory": memory, "find_batch": args.find_batch, "suggest": args.suggest or None}
         found = trainer.preflight(**options)
 
     def show(console: Any) -> None:
