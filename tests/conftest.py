@@ -55,7 +55,7 @@ def quick_weights() -> Iterator[None]:
     @partial(jax.jit, static_argnums=(1, 2))
     def waves(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         data = jax.random.key_data(key).astype(jnp.float32) * 2.0**-31
-        angle = jnp.arange(math.prod(shape)) * 12.9898 + data[0] + 1.7 * data[-1]
+        angle = jax.lax.iota(jnp.float32, math.prod(shape)) * 12.9898 + data[0] + 1.7 * data[-1]
         return (1.4 * jnp.sin(angle)).reshape(shape).astype(dtype)  # of variance one, and below two
 
     normal = lambda key, shape=(), dtype=jnp.float32, **_: waves(key, tuple(shape), dtype)
