@@ -49,8 +49,14 @@ def key() -> jax.Array:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_weights() -> Iterator[None]:
-    """Initial weights of Flax's initializers differ with the key but are not drawn: that takes long to compile."""
+def quick_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Initial weights of Flax's initializers differ with the key but are not drawn: that takes long to compile.
+
+    Only where slow tests are left out: many of those compare with runs in other processes.
+    """
+    if "not slow" not in request.config.getoption("markexpr"):
+        yield
+        return
 
     @partial(jax.jit, static_argnums=(1, 2))
     def waves(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
