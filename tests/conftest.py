@@ -49,13 +49,19 @@ def key() -> jax.Array:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_weights() -> Iterator[None]:
-    """Initial weights of Flax's initializers differ with the key but are not drawn: that takes long to compile."""
+def quick_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Initial weights of Flax's initializers differ with the key but are not drawn: that takes long to compile.
+
+    Only where slow tests are left out: many of those compare with runs in other processes.
+    """
+    if "not slow" not in request.config.getoption("markexpr"):
+        yield
+        return
 
     @partial(jax.jit, static_argnums=(1, 2))
     def waves(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         data = jax.random.key_data(key).astype(jnp.float32) * 2.0**-31
-        angle = jnp.arange(math.prod(shape)) * 12.9898 + data[0] + 1.7 * data[-1]
+        angle = jax.lax.iota(jnp.float32, math.prod(shape)) * 12.9898 + data[0] + 1.7 * data[-1]
         return (1.4 * jnp.sin(angle)).reshape(shape).astype(dtype)  # of variance one, and below two
 
     normal = lambda key, shape=(), dtype=jnp.float32, **_: waves(key, tuple(shape), dtype)

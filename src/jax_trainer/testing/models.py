@@ -44,7 +44,7 @@ class TinyNNX(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array | np.ndarray) -> jax.Array:
     """Of each example: [batch, classes], [batch] → [batch]. Compiles in half the time of Optax's, which gathers."""
     of_label = jnp.where(labels[..., None] == jnp.arange(logits.shape[-1]), logits, 0.0).sum(-1)
     return jax.nn.logsumexp(logits, -1) - of_label
