@@ -21,6 +21,7 @@ import jax_trainer.cli.checkpoints as checkpoints
 import jax_trainer.cli.commands as commands
 import jax_trainer.cli.launch as launching
 import jax_trainer.cli.multihost as multihost
+import jax_trainer.cli.time as timing
 import jax_trainer.cli.training as training
 import jax_trainer.cli.tuning as tuning
 from jax_trainer.checkpoint.lock import RunInUseError
@@ -52,6 +53,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
+  jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
@@ -96,13 +98,14 @@ def parser() -> argparse.ArgumentParser:
     test = command("test", commands.test, "evaluate a checkpoint of a run on the test set")
     resume = command("resume", training.resume, "resume a run from a checkpoint")
     ckpt = command("ckpt", checkpoints.ckpt, "list and verify the checkpoints of a run")
+    time = command("time", timing.time, "show where the time of a run went, and what to change")
     describe = command("describe", commands.describe, "list the classes that a file can name, and their keys")
     command("schema", commands.schema, "print the JSON Schema of configuration files, for editors")
     launch = command("launch", launching.launch, "train in several processes on this machine")
     tune = command("tune", tuning.tune, "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, resume, ckpt):
+    for one in (test, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
     for one in (train, check, test, resume, tune, launch):

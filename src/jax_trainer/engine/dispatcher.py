@@ -25,6 +25,7 @@ from jax_trainer.core import (
     resized,
     with_user_frame,
 )
+from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.core.placement import all_rows
 from jax_trainer.datasets import (
     ArrayLoader,
@@ -57,7 +58,8 @@ class StepDispatcher:
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
-        self._resident = None if self._loader is None else program.store(self._loader.arrays)
+        with phase(DATA):
+            self._resident = None if self._loader is None else program.store(self._loader.arrays)
         if self._loader is not None:
             self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
         self._trace: TrainTrace | None = None

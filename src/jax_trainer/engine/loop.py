@@ -17,6 +17,7 @@ from jax_trainer.core import (
     failpoint,
     step_of,
 )
+from jax_trainer.core.ledger import EVALUATION, STEPS, phase
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.engine.batches import early_end, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
@@ -63,13 +64,15 @@ def train_events(
     plan, progress = training.plan, training.progress
     try:
         with training.peers.measuring():
-            yield from training.sanity_check()
+            with phase(EVALUATION):
+                yield from training.sanity_check()
             if plan.eval_at_start and not progress.epoch:
                 yield from training.evaluate()
             if training.resumes_at_evaluation():
                 yield from training.evaluate()
             while not training.is_finished:
-                yield from training.epoch()
+                with phase(STEPS):
+                    yield from training.epoch()
                 if plan.eval_every.at_epoch(progress.epoch):
                     yield from training.evaluate()
                 else:
@@ -244,15 +247,16 @@ class _Training:
 
         if progress.evaluated_step != progress.step:
             yield from self.save_point()
-            for event in eval_events(self._program, Event(*self._at), self._evals, self.plan):
-                if isinstance(event, EvalRoundEnd):
-                    edits = event.edits = []
-                    yield from _emit(event, partial(handled, edits))
-                elif not isinstance(event, Notice):
-                    yield event
-                elif event.text not in self._eval_notices:
-                    self._eval_notices.add(event.text)
-                    yield event
+            with phase(EVALUATION):
+                for event in eval_events(self._program, Event(*self._at), self._evals, self.plan):
+                    if isinstance(event, EvalRoundEnd):
+                        edits = event.edits = []
+                        yield from _emit(event, partial(handled, edits))
+                    elif not isinstance(event, Notice):
+                        yield event
+                    elif event.text not in self._eval_notices:
+                        self._eval_notices.add(event.text)
+                        yield event
             handled()
         yield from self.save_point(due=saves)
 

@@ -19,6 +19,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, CompiledProgram, MeshLike, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.core.output import safe_console
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, evaluate, predictions
@@ -365,6 +366,7 @@ class TrainerModule(BaseTrainer):
         if "config" not in vars(self):
             kind = type(self).__name__
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
+        begin()
         plan = training.plan_of(self.config, train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
@@ -374,7 +376,8 @@ class TrainerModule(BaseTrainer):
             evals, tests = self._checked(program, evals, tests, plan)
             where = run_path_parts(self.config.logger, self.model_name)
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
-            self._start(program, resume=target.resumes is not None)
+            with phase(INIT):
+                self._start(program, resume=target.resumes is not None)
         data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
         spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)
