@@ -86,15 +86,19 @@ class HangMonitor(Callback):
     def reset(self) -> None:
         self._seen: tuple[float, str] = (0.0, "")  # time and description of the last event
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def handle(self, event: Event) -> Edit | None:
         self._seen = (time.monotonic(), f"step {event.step} of epoch {event.epoch}")
         match event:
             case FitStart():
                 self._is_over = threading.Event()
-                threading.Thread(target=self._watch, name="jax-trainer-hangs", daemon=True).start()
+                self._thread = threading.Thread(target=self._watch, name="jax-trainer-hangs", daemon=True)
+                self._thread.start()
             case FitEnd():
                 self._is_over.set()
+                if self._thread is not None:
+                    self._thread.join()
         return super().handle(event)
 
     def _watch(self) -> None:

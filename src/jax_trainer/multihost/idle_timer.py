@@ -5,6 +5,8 @@ import time
 
 import jax
 
+JOIN_SECONDS = 2.0
+
 
 class IdleTimer:
     """Measures how long the devices of this process were idle, because it did not dispatch the next step.
@@ -20,12 +22,14 @@ class IdleTimer:
         self._wake, self._is_over = threading.Event(), False
 
     def __enter__(self) -> "IdleTimer":
-        threading.Thread(target=self._follow, name="jax-trainer-idle-timer", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name="jax-trainer-idle-timer", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
         self._wake.set()
+        self._thread.join(JOIN_SECONDS)  # not for ever: a step with a process that has died never ends
 
     def before_dispatch(self) -> None:
         """Counts the time since the last dispatch ended as idle."""
