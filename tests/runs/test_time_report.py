@@ -67,7 +67,7 @@ def test_injected_delays_have_their_names_and_all_sum_to_the_wall_clock_time(tmp
     assert sum(report.seconds.values()) == pytest.approx(report.wall, rel=1e-4)
     if report.starts[0].since == "call":  # otherwise the first run of this process, whose time begins earlier
         assert report.wall == pytest.approx(took, rel=0.01, abs=0.02)
-    assert report.seconds["callback Slow"] == pytest.approx(2 * NAP * EPOCHS, rel=0.3)
+    assert report.seconds["callback Slow"] >= 2 * NAP * EPOCHS
     assert report.seconds["saving"] >= 3 * NAP * EPOCHS
     assert report.seconds["waiting for data"] >= 0.5 * NAP * STEPS * EPOCHS
     assert TimeReport.of(result.folder / TIMES) == report

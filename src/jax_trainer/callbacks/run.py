@@ -64,6 +64,7 @@ class RunContext:
         epochs: total number of epochs, if known.
         steps: the last step of training, if known.
         transforms: description of the transforms of batches on the device; "" without a trainer.
+        train_hlo: returns the optimized HLO of the training step; "" if it is not known.
     """
 
     folder: Path
@@ -77,3 +78,4 @@ class RunContext:
     epochs: int | None = None
     steps: int | None = None
     transforms: str = ""
+    train_hlo: Callable[[], str] = str

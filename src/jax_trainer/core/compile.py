@@ -143,6 +143,11 @@ class CompiledStep:
         """The number of signatures compiled so far."""
         return self._guard.compilations
 
+    @property
+    def executable(self) -> Any:
+        """The executable of the last call, with `as_text` and `cost_analysis`; None if it is not compiled apart."""
+        return None if self._shared is None else self._shared.only_one
+
     def _run(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Any:
         """Selects the executable for these arguments, runs it, and reports if it had to be compiled."""
         if flat.structure is not self._structure or buffer.format is not self._format:

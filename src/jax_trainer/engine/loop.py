@@ -124,6 +124,7 @@ class _Training:
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
         self._dispatch = self.peers.dispatching(self._dispatcher, self.clock)
         self._has_notified = False
+        self._epoch_began = (step, 0.0)  # its first step in this process, and the seconds before that
         self._eval_notices: set[str] = set()  # each is emitted once
         self._pending: list[Edit] = []  # returned by observers, and not applied yet
         self._is_editing = False  # also after an edit has failed
@@ -159,6 +160,7 @@ class _Training:
         progress.start_epoch()
         expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
         yield EpochStart(*self._at, expected)
+        self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
         job, dispatch = self.peers, self._dispatch
@@ -219,7 +221,9 @@ class _Training:
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
         metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self.clock.end_epoch()
-        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off)
+        first, earlier = self._epoch_began
+        speed = self._dispatcher.speed(progress.step - first, seconds - earlier)
+        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
 
         def handled() -> None:
             progress.end_epoch(cut_off_after=cut_off)

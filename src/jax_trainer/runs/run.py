@@ -266,6 +266,7 @@ class Run:
             epochs=epochs,
             steps=steps,
             transforms=recording.transforms,
+            train_hlo=self.spec.program.train_hlo,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:
