@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -70,6 +70,10 @@ bench-small: $(VENV)/installed-test
 
 bench-start: $(VENV)/installed
 	$(BIN)/python benchmarks/start.py  # with a GPU, also configs/gpt2.yaml: needs `make data`
+
+# 200 short runs of each style, each in a process of its own; takes an hour on two cores
+many-runs: $(VENV)/installed-test
+	$(BIN)/python scripts/many_runs.py
 
 data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py

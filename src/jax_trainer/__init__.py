@@ -8,6 +8,8 @@ A name is imported when it is first used, so that importing one part does not lo
 """
 
 import importlib.util
+import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,11 +44,11 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = _version()
     elif name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"jax_trainer.{_MODULE_OF[name]}"), name)
+        value = getattr(_imported(f"jax_trainer.{_MODULE_OF[name]}"), name)
     elif name == "nnx":
-        value = importlib.import_module("jax_trainer.adapters.flax_nnx")
+        value = _imported("jax_trainer.adapters.flax_nnx")
     elif not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
-        return importlib.import_module(f"jax_trainer.{name}")
+        return _imported(f"jax_trainer.{name}")
     else:
         raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}")
     globals()[name] = value  # the next access does not come here
@@ -55,6 +57,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _imported(name: str) -> Any:
+    """The module `name`; the time ledger counts the time of importing it."""
+    started = time.perf_counter()
+    module = importlib.import_module(name)
+    if (ledger := sys.modules.get("jax_trainer.core.ledger")) is not None:
+        ledger.imported(time.perf_counter() - started)
+    return module
 
 
 def _version() -> str:

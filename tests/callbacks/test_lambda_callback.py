@@ -30,7 +30,7 @@ def test_steps_are_reported_where_there_is_a_function_for_them():
 def test_without_one_a_step_costs_nothing():
     callback = LambdaCallback(finalize=lambda status: None)
     callback.handle(StepEnd(1, 1, None, 1, 1, None, None))  # type: ignore[arg-type]
-    assert not callback._wants_steps
+    assert not callback.wants_steps
     assert not callback._wants_step_metrics
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,23 @@ def test_saves_run_one_at_a_time():
     assert thread.is_busy
     thread.wait()
     assert (at_once, len(done), thread.is_busy) == ([1] * 5, 5, False)
+
+
+def test_what_a_job_holds_is_gone_when_it_counts_as_done():
+    gone = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.1)  # as freeing the arrays of a large state
+            gone.append(True)
+
+    def job_with(held: Slow) -> Any:
+        return lambda: held and None
+
+    thread = SavingThread("test", "a checkpoint")
+    thread.start(job_with(Slow()))
+    thread.wait()
+    assert gone  # otherwise the thread frees arrays while the process exits, which aborts it
 
 
 def test_waiting_inside_the_thread_does_not_deadlock():

@@ -31,6 +31,7 @@ def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
         "hparams.json",
         "metrics.jsonl",
         "history.jsonl",
+        "time.jsonl",
         "metrics",
         "run.log",
         "run.lock",
@@ -103,7 +104,9 @@ def test_where_all_checkpoints_are_damaged_nothing_is_trained_and_every_reason_i
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
         assert "Traceback" not in result.err and "step_00000004 is damaged" in result.err
         assert "step_00000008 is damaged" in result.err
-    expected = {name: files(run)[name] for name in ("run.lock", "run.log")}  # the log says that nothing was resumed
+    expected = {
+        name: files(run)[name] for name in ("run.lock", "run.log", "time.jsonl")
+    }  # the log says that nothing was resumed
     assert files(run) == {**before, **expected}
 
 

@@ -114,7 +114,10 @@ def uninterrupted(folder: Path) -> Path:
 def numbers(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if "hparams" not in row]  # those differ: where the run is, how long it pauses
-    return [{name: value for name, value in row.items() if "/time" not in name} for row in measured]
+    return [
+        {name: value for name, value in row.items() if "/time" not in name and "throughput/" not in name}
+        for row in measured
+    ]
 
 
 def interrupted(number: signal.Signals, folder: Path, where: str, *options: str) -> tuple[Path, CommandResult]:

@@ -157,6 +157,10 @@ def test_what_was_kept_can_be_examined():
     assert (found.gradients, found.parameters, found.batch) == (("the array",), (), ("input",))
 
 
+def measured(name: str) -> bool:
+    return "time" in name or "throughput/" in name
+
+
 class Writer:
     """Records what is written, without times."""
 
@@ -164,7 +168,7 @@ class Writer:
         self.rows: list[tuple[int, dict]] = []
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append((step, {name: value for name, value in values.items() if "time" not in name}))
+        self.rows.append((step, {name: value for name, value in values.items() if not measured(name)}))
 
     def close(self, status: str) -> None:
         self.rows.append((0, {"status": status}))

@@ -216,7 +216,10 @@ def rows(trainer: TrainerModule) -> list[dict[str, Any]]:
     assert trainer.folder is not None
     parsed = [json.loads(line) for line in trainer.folder.metrics_file.read_text().splitlines()]
     parsed = [row for row in parsed if "hparams" not in row]  # they say where the run is
-    return [{name: value for name, value in row.items() if "/time" not in name} for row in parsed]
+    return [
+        {name: value for name, value in row.items() if "/time" not in name and "throughput/" not in name}
+        for row in parsed
+    ]
 
 
 def values(trainer: TrainerModule, name: str) -> Iterator[float]:

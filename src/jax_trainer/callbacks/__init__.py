@@ -19,6 +19,8 @@ from jax_trainer.callbacks.process import (
     HangMonitorConfig,
     JAXProfiler,
     JAXProfilerConfig,
+    WriteHLO,
+    WriteHLOConfig,
 )
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
 from jax_trainer.callbacks.run import Checkpoints, RunContext
@@ -73,6 +75,8 @@ __all__ = [
     "ThroughputMonitor",
     "ThroughputMonitorConfig",
     "Windows",
+    "WriteHLO",
+    "WriteHLOConfig",
     "full_names",
     "logger_observers",
     "merged_names",

@@ -171,7 +171,7 @@ class Callback(RegistrableConfigInterface):
 
     def handle(self, event: Event) -> Edit | None:
         """Calls the hooks that belong to `event`; returns what a hook returned."""
-        if isinstance(event, StepEnd) and not self._wants_steps:
+        if isinstance(event, StepEnd) and not self.wants_steps:
             return None
         self._event = event
         try:
@@ -186,8 +186,9 @@ class Callback(RegistrableConfigInterface):
             self._event = None
 
     @cached_property
-    def _wants_steps(self) -> bool:
-        return self._overrides("on_step_end")  # called at every step, and most callbacks do not use it
+    def wants_steps(self) -> bool:
+        """Whether it overrides `on_step_end`, which is called at every step."""
+        return self._overrides("on_step_end")
 
     @cached_property
     def _call_step_end(self) -> Callable[[Mapping[str, Any]], Any]:

@@ -44,7 +44,8 @@ class LogMetrics:
     """Writes training metrics every `every_n_steps` steps (0: never) and per epoch, and those of evaluations.
 
     Names are `train/loss_step`, `train/loss_epoch`, `val/loss`; a name with a "/" keeps its own prefix. `time` is the
-    seconds of an epoch's training or of an evaluation. A writer with `write_edit` also gets the edits of the state.
+    seconds of an epoch's training or of an evaluation; `throughput/…` is the `speed` of an epoch. A writer with
+    `write_edit` also gets the edits of the state.
 
     Args:
         writer: writes the rows.
@@ -77,7 +78,7 @@ class LogMetrics:
                     self._write(step, event.epoch, metrics, "train", "_step")
             case EpochEnd():
                 timed = {**event.metrics, "time": event.seconds}
-                self._write(event.step, event.epoch, timed, "train", "_epoch")
+                self._write(event.step, event.epoch, timed, "train", "_epoch", event.speed)
             case EvalStart():
                 self._eval_started = time.perf_counter()
             case EvalEnd():
@@ -102,10 +103,19 @@ class LogMetrics:
             if self._windows is not None:
                 self._windows.load_state_dict(state)
 
-    def _write(self, step: int, epoch: int, metrics: dict[str, Any], prefix: str, suffix: str) -> None:
+    def _write(
+        self,
+        step: int,
+        epoch: int,
+        metrics: dict[str, Any],
+        prefix: str,
+        suffix: str,
+        speed: Mapping[str, float] | None = None,
+    ) -> None:
         named = full_names(metrics, prefix).items()
         scalars = {f"{name}{suffix}": value for name, value in named if isinstance(value, float) or np.ndim(value) == 0}
-        self._writer.write(step, {"epoch": epoch, **scalars})
+        speed = {f"throughput/{name}": value for name, value in (speed or {}).items()}
+        self._writer.write(step, {"epoch": epoch, **scalars, **speed})
 
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:

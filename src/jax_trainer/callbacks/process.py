@@ -1,4 +1,4 @@
-"""Callbacks about the process that trains: garbage collection, hangs, profiling."""
+"""Callbacks about the process that trains: garbage collection, hangs, profiling, the compiled step."""
 
 import faulthandler
 import gc
@@ -15,12 +15,13 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd
+from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd, StepMetrics
 from jax_trainer.engine.peers import peers
 from jax_trainer.output import flush_output
 from jax_trainer.settings import Above, AtLeast
 
 LOG = logging.getLogger("jax_trainer")
+HLO_FILE = "train_step.hlo.txt"
 HANGS = 75  # exit code: a temporary failure, to be retried
 
 
@@ -86,15 +87,19 @@ class HangMonitor(Callback):
     def reset(self) -> None:
         self._seen: tuple[float, str] = (0.0, "")  # time and description of the last event
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def handle(self, event: Event) -> Edit | None:
         self._seen = (time.monotonic(), f"step {event.step} of epoch {event.epoch}")
         match event:
             case FitStart():
                 self._is_over = threading.Event()
-                threading.Thread(target=self._watch, name="jax-trainer-hangs", daemon=True).start()
+                self._thread = threading.Thread(target=self._watch, name="jax-trainer-hangs", daemon=True)
+                self._thread.start()
             case FitEnd():
                 self._is_over.set()
+                if self._thread is not None:
+                    self._thread.join()
         return super().handle(event)
 
     def _watch(self) -> None:
@@ -194,3 +199,36 @@ class JAXProfiler(Callback):
             self._is_broken = True
             LOG.warning(f"JAXProfiler is disabled, and training continues. {type(failure).__name__}: {failure}")
         return not self._is_broken
+
+
+@dataclass
+class WriteHLOConfig(CallbackConfig):
+    """Has no options of its own.
+
+    Args:
+        every_n_epochs: not used.
+        every_n_minutes: not used.
+    """
+
+
+@register
+class WriteHLO(Callback):
+    """Writes the optimized HLO of the compiled training step to `train_step.hlo.txt` in the run folder, once."""
+
+    config: WriteHLOConfig
+
+    def reset(self) -> None:
+        self._is_done = False
+
+    def on_steps_reported(self, event: StepMetrics) -> None:
+        """Writes the file when the first steps are done."""
+        if self._is_done or not self.is_primary:
+            return
+        self._is_done, text = True, self.run.train_hlo()
+        if text:
+            (self.run.folder / HLO_FILE).write_text(text)
+        else:
+            LOG.warning(
+                "WriteHLO writes nothing: this step has no executable of its own, as with `debug`, several processes, "
+                "or callbacks to Python inside the step. Set XLA_FLAGS=--xla_dump_to=FOLDER instead."
+            )

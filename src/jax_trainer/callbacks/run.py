@@ -66,6 +66,7 @@ class RunContext:
         steps: the last step of training, if known.
         transforms: description of the transforms of batches on the device; "" without a trainer.
         writes: whether this process writes files and logs; of several, only the primary one does.
+        train_hlo: returns the optimized HLO of the training step; "" if it is not known.
     """
 
     folder: Path
@@ -80,3 +81,4 @@ class RunContext:
     steps: int | None = None
     transforms: str = ""
     writes: bool = field(default_factory=is_primary)
+    train_hlo: Callable[[], str] = str

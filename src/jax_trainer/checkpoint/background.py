@@ -91,8 +91,10 @@ class SavingThread:
             raise failure
 
     def finish(self) -> None:
-        """At process exit: waits, and logs an error that was never raised."""
+        """At process exit: waits, also for the end of the thread, and logs an error that was never raised."""
         self.settle()
+        if self._thread is not None and self._is_done.is_set():
+            self._thread.join()
         if self._failure is not None:
             _log.error("%s", self._failure)
 
@@ -139,16 +141,28 @@ class SavingThread:
     # in the thread
 
     def _run_jobs(self) -> None:
-        while (job := self._next()) is not None:
-            started = time.monotonic()
-            try:
-                job()
-            except BaseException as error:  # raised in the calling thread
-                self._failure = error
-                _unreported.add(self)
-            finally:
-                _trim_memory()
-                self._pauses_until = time.monotonic() + min(_PAUSE_RATIO * (time.monotonic() - started), _LONGEST_PAUSE)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Runs the next job; False: there is none.
+
+        Nothing here refers to the job when the next call reports that all are done: a thread that frees its arrays
+        while the process exits would abort it.
+        """
+        job = self._next()
+        if job is None:
+            return False
+        started = time.monotonic()
+        try:
+            job()
+        except BaseException as error:  # raised in the calling thread
+            self._failure = error
+            _unreported.add(self)
+        finally:
+            _trim_memory()
+            self._pauses_until = time.monotonic() + min(_PAUSE_RATIO * (time.monotonic() - started), _LONGEST_PAUSE)
+        return True
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -26,6 +26,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
+  jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
@@ -60,6 +61,9 @@ Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to tr
 List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
 Without --verify only names and sizes are checked; with it, every byte is compared with its digest.""",
+    "time": """\
+Show where the time of a run went, over all of its starts: seconds per phase, what was repeated after a failure, and
+what to change.""",
     "describe": """\
 Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
 
@@ -116,13 +120,14 @@ def parser() -> argparse.ArgumentParser:
     test = command("test", "evaluate a checkpoint of a run on the test set")
     resume = command("resume", "resume a run from a checkpoint")
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
+    time = command("time", "show where the time of a run went, and what to change")
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
     launch = command("launch", "train in several processes on this machine")
     tune = command("tune", "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, resume, ckpt):
+    for one in (test, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
     for one in (train, check, test, resume, tune, launch):

@@ -13,7 +13,7 @@ from jax_trainer.config import Described
 from jax_trainer.core import Preflight
 from jax_trainer.core.preflight import scaled
 from jax_trainer.output import tame
-from jax_trainer.runs import Best
+from jax_trainer.runs import Best, TimeReport
 from jax_trainer.settings import written
 from jax_trainer.trainer import DryRun
 
@@ -28,12 +28,18 @@ def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> 
 
 
 def trained(
-    console: Console, by_weights: Mapping[str, Mapping[str, float]], best: Best | None, run: str, following: str
+    console: Console,
+    by_weights: Mapping[str, Mapping[str, float]],
+    best: Best | None,
+    run: str,
+    following: str,
+    times: str,
 ) -> None:
-    """The last validation, the test, the best checkpoint, the run folder, and the next command."""
+    """The last validation, the test, the best checkpoint, where the time went, the run folder, and the next command."""
     metrics(console, by_weights)
     if best is not None:
         _line(console, f"Best weights: {best.description}.")
+    _line(console, f"Time: {times}")
     _line(console, f"Run folder: {run}")
     if following:
         _line(console, f"Next: `{following}`, or read its metrics.jsonl and config.yaml.")
@@ -143,6 +149,28 @@ def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence
         console.print(table)
     for note in notes:
         _line(console, tame(note))
+
+
+def times(console: Console, report: TimeReport) -> None:
+    """Seconds and share of every phase, a column per start if there are several, and what to change."""
+    starts = report.starts if len(report.starts) > 1 else ()
+    columns = [Column(f"start {one.number}", justify="right") for one in starts]
+    table = Table(
+        Column("phase", overflow="fold"), *columns, Column("seconds", justify="right"), Column("share", justify="right")
+    )
+    for name, seconds in report.seconds.items():
+        each = (f"{one.seconds.get(name, 0.0):.2f}" for one in starts)
+        table.add_row(escape(tame(name)), *each, f"{seconds:.2f}", f"{report.share(name):.1%}")
+    table.add_section()
+    table.add_row("all", *(f"{one.wall:.2f}" for one in starts), f"{report.wall:.2f}", "100.0%")
+    if report.repeated:
+        repeated = f"{report.repeated / report.wall:.1%}" if report.wall else ""
+        table.add_row("repeated", *(f"{one.repeated:.2f}" for one in starts), f"{report.repeated:.2f}", repeated)
+    console.print(table)
+    for one in starts:
+        steps = "" if one.step is None else f", steps {one.from_step} to {one.step}"
+        _line(console, f"Start {one.number}: {tame(one.status)}{steps}.")
+    _line(console, tame(report.advice.capitalize()))
 
 
 def _below(console: Console, text: str, indent: int) -> None:

@@ -12,18 +12,21 @@ from jax_trainer.cli import commands, tables
 from jax_trainer.cli.commands import RunSelector, select_run, without_resume
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.config import Loaded, redact
+from jax_trainer.core.ledger import imported
 from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment
 
 
 def train(args: argparse.Namespace) -> Outcome:
     """Train the experiment of a YAML file, then test the checkpoint with the best validation metric."""
+    imported()
     changes, source = without_resume(commands.changes_of(args))
     return _trained(args, load_experiment(args.config, changes), source)
 
 
 def resume(args: argparse.Namespace) -> Outcome:
     """Resume a run from one of its checkpoints, until the limits of its configuration."""
+    imported()
     changes, source = commands.changes_of(args), select_run(args, "latest")
     loaded = commands.stored(source, changes)
     return _trained(args, loaded, source, fork=args.fork)
@@ -59,9 +62,9 @@ def _trained(
         {"epoch": one.epoch, "step": one.step, "metrics": commands.scalars(one.metrics)} for one in results.validations
     ]
     outcome = {"status": "completed", "reason": results.reason, "run": run, "metrics": metrics, **chosen}
-    outcome["validations"] = validations
-    shown = _by_weights(results, metrics)
-    return Outcome(outcome, lambda console: tables.trained(console, shown, best, run, following))
+    outcome |= {"validations": validations, "time": results.time.data()}
+    shown, times = _by_weights(results, metrics), results.time.line
+    return Outcome(outcome, lambda console: tables.trained(console, shown, best, run, following, times))
 
 
 def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

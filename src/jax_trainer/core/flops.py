@@ -56,6 +56,11 @@ def total(flops: Iterable[Flops]) -> float:
     return sum(one.flops for one in flops)
 
 
+def matrix_flops(jaxpr: Any) -> float:
+    """Those of all products of matrices and convolutions of a traced function, which MFU counts."""
+    return total(one for one in flops_of(jaxpr) if one.dtype)
+
+
 def _equations(
     jaxpr: Any, scopes: tuple[str, ...], outer: Phase, times: float
 ) -> Iterator[tuple[tuple[str, ...], Phase, Any, float]]:

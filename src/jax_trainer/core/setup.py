@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
-from jax_trainer.core.flops import Flops, flops_of
+from jax_trainer.core.flops import Flops, flops_of, matrix_flops
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
@@ -167,13 +167,15 @@ class ProgramSetup:
         """What tracing a training step on such a batch shows."""
         kind = _kinds(state, batch)
         if kind not in self._train_traces:
-            indices, convolves = frozenset(), False
+            indices, convolves, flops = frozenset(), False, 0.0
             if not self.debug:
                 indices = self._indices_in(self._train_step, state, batch)
-                convolves = uses(self._train_step.trace(state, batch).jaxpr, "conv_general_dilated")
+                jaxpr = self._train_step.trace(state, batch).jaxpr
+                convolves, flops = uses(jaxpr, "conv_general_dilated"), matrix_flops(jaxpr)
             fmt = MetricBufferFormat.of(train_metrics(self._result_shapes(self._train_step, state, batch)[1]))
             ranges = ranges_of(indices, batch)
-            self._train_traces[kind] = TrainTrace(fmt, indices, ranges, convolves and jax.default_backend() == "cpu")
+            one_by_one = convolves and jax.default_backend() == "cpu"
+            self._train_traces[kind] = TrainTrace(fmt, indices, ranges, one_by_one, flops)
         return self._train_traces[kind]
 
     def _eval_format(self, state: TrainState, batch: Batch) -> MetricBufferFormat:
@@ -244,6 +246,7 @@ class TrainTrace(NamedTuple):
     index_ranges: str  # their valid ranges, as text
     # inside a loop, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
     runs_one_by_one: bool
+    flops: float  # of the matrix products and convolutions of a step, on all devices together
 
     def check_indices(self, batch: Batch) -> None:
         """Raises if labels or token ids in `batch`, which may be the complete data set, are out of range."""

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
+from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
 from jax_trainer.datasets.epochs import restarts_each_epoch
@@ -331,7 +332,7 @@ def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
         return _peeked_iterator(data, name)
     data_source = DataSource(data, name)
     before = [(access, access.get()) for access in _state_accesses(data)]
-    with closing(data_source.open(1)) as epoch_iterator:
+    with phase(DATA), closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
     for access, state in before:
         access.set(state)

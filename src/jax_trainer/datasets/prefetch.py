@@ -1,11 +1,13 @@
 """Prefetches batches in a thread, and measures how long the device waits for them."""
 
+import atexit
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import jax
 
@@ -98,6 +100,7 @@ class PrefetchIterator:
         self.waited = 0.0
         self._thread = threading.Thread(target=self._make, name=f"jax_trainer prefetch {name!r}", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def next(self, patience: float) -> Any:
         """The next batches; `NOT_READY` if none are ready after `patience` seconds."""
@@ -114,6 +117,7 @@ class PrefetchIterator:
     def close(self) -> None:
         """Stops the thread; warns if it hangs in the loader."""
         self._closing = True
+        _open.discard(self)
         self._space.set()
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
@@ -190,3 +194,13 @@ class PrefetchIterator:
                 "Increase `timeout` if it only needs longer."
             )
         return bool(self._made)
+
+
+_open: "WeakSet[PrefetchIterator]" = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes what an abandoned loop has left open: a thread that is placing a batch while Python exits aborts it."""
+    for iterator in list(_open):
+        iterator.close()

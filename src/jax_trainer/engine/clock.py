@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jax_trainer.core.ledger import track_waiting
 from jax_trainer.datasets import BatchIterator
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
@@ -59,8 +60,9 @@ class RunClock:
         self._epoch_resumed = time.perf_counter()
 
     def track(self, batches: BatchIterator) -> None:
-        """Adds the time for which `batches` waits to that of the epoch."""
+        """Adds the time for which `batches` waits to that of the epoch, and counts it as waiting for data."""
         self._batches = batches
+        track_waiting(lambda: batches.waited)
 
     @contextmanager
     def epoch_paused(self) -> Iterator[None]:
@@ -76,4 +78,5 @@ class RunClock:
         times = self.epoch_seconds, self.epoch_waited
         self._epoch_seconds = self._epoch_waited = 0.0
         self._epoch_resumed = self._batches = None
+        track_waiting()
         return times

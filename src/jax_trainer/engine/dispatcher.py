@@ -30,6 +30,8 @@ from jax_trainer.core import (
     resized,
     with_user_frame,
 )
+from jax_trainer.core.accelerators import memory_of, peak_flops
+from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.core.placement import all_rows
 from jax_trainer.core.resident import map_stacked
 from jax_trainer.datasets import (
@@ -73,6 +75,7 @@ class StepDispatcher:
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
+        self._examples, self._tokens = 0.0, 0  # whose metrics were read; tokens of one example
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
@@ -181,7 +184,23 @@ class StepDispatcher:
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
             self._accumulator.add(rows)
+            self._examples += float(rows.format.default_weight.read(rows.words).sum())
             yield rows
+
+    def speed(self, steps: int, seconds: float) -> dict[str, float]:
+        """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
+        examples, self._examples = self._examples, 0.0
+        if not steps or seconds <= 0:
+            return {}
+        devices, trace = _devices(self._program), self._trace
+        speed = {"steps_per_second": steps / seconds, "examples_per_second": examples / seconds}
+        if self._tokens:
+            speed["tokens_per_second"] = examples * self._tokens / seconds
+        if trace is not None and trace.flops:
+            speed["model_flops_per_second"] = trace.flops * steps / seconds
+            if (peak := peak_flops(devices[0])) is not None:
+                speed["mfu"] = speed["model_flops_per_second"] / (peak * len(devices))
+        return speed | memory_of(devices)
 
     def epoch_metrics(self) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
@@ -229,11 +248,16 @@ class StepDispatcher:
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
         if self._loader is not None:
-            self._resident = self._program.store(self._loader.arrays)
+            with phase(DATA):
+                self._resident = self._program.store(self._loader.arrays)
         batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
         self._trace = self._program.trace_train_step(flat_state.state, batch)
         self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
+        leaves = jax.tree.leaves(batch)
+        # token ids: rows of integers that index an embedding or are predicted; labels have no second axis
+        self._tokens = max((np.shape(leaves[use.leaf])[1] for use in self._trace.indices
+                            if np.ndim(leaves[use.leaf]) == 2), default=0)  # fmt: skip
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:

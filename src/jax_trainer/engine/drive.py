@@ -3,12 +3,13 @@
 import logging
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of, with_user_frame
+from jax_trainer.core.ledger import timed
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.events import EpochEnd, EvalRoundEnd, Event, FitEnd, FitStart, Notice, Status, StepEnd
@@ -19,6 +20,7 @@ from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
 
 LOG = logging.getLogger("jax_trainer")
+Handler = tuple["Observer", Callable[[Event], Edit | None]]
 
 
 class Observer(Protocol):
@@ -69,7 +71,10 @@ def drive(
 
 @contextmanager
 def driving(
-    observers: Sequence[Observer], state: TrainState, at: Position | LoopState = Position()
+    observers: Sequence[Observer],
+    state: TrainState,
+    at: Position | LoopState = Position(),
+    phase_of: Callable[[Observer], str] = lambda observer: "",
 ) -> Iterator["Driver"]:
     """A run: notifies the observers of its start, of the events that the `Driver` consumes, and of its end, always.
 
@@ -78,12 +83,15 @@ def driving(
     restored afterwards. `StopTraining` ends the run with `FitEnd("stopped")`.
 
     With several processes, each monitors the others, and a failure of one ends all.
+
+    Args:
+        phase_of: the phase of the time ledger to which the time of an observer counts; "": that of the loop.
     """
     job = peers()
     with _signals(job) as stop, job.watching() as watch:
         epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
         first = FitStart(step_of(state), epoch, FlatState.of(state))
-        driver = Driver(observers, first, stop, watch)
+        driver = Driver(observers, first, stop, watch, phase_of)
         status: Status = "failed"
         try:
             driver.start()
@@ -99,7 +107,7 @@ def driving(
             raise blamed from error
         finally:
             last, reason = driver.event, str(driver.stopped or "")
-            _notify_end(observers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
+            driver.end(FitEnd(last.step, last.epoch, last.flat_state, status, reason))
     if stop.signal is not None:  # also one that arrived after the last event: it must not be swallowed
         interrupt = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
         raise (interrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
@@ -110,9 +118,23 @@ def driving(
 class Driver:
     """Notifies observers of events, in portions that the caller chooses. `event` is the last one."""
 
-    def __init__(self, observers: Sequence[Observer], first: Event, stop: _Stop, watch: Any) -> None:
+    def __init__(
+        self,
+        observers: Sequence[Observer],
+        first: Event,
+        stop: _Stop,
+        watch: Any,
+        phase_of: Callable[[Observer], str],
+    ) -> None:
         self.event, self.stopped = first, None
-        self._observers, self._stop, self._watch = observers, stop, watch
+        self._stop, self._watch = stop, watch
+        self._handlers: list[Handler] = []
+        self._at_steps: list[Handler] = []  # the time of those that do nothing at steps is not measured there
+        for one in observers:
+            name = phase_of(one)
+            handle = timed(name, one.handle) if name else one.handle
+            self._handlers.append((one, handle))
+            self._at_steps.append((one, handle if getattr(one, "wants_steps", False) else one.handle))
 
     stopped: StopTraining | None  # raised by an observer or by the loop to end the run
     event: Event
@@ -125,9 +147,15 @@ class Driver:
     def start(self) -> None:
         """Notifies the observers of the start."""
         try:
-            _notify(self._observers, self.event)
+            self._notify(self.event)
         except StopTraining as stopped:
             self.stopped = stopped
+
+    def end(self, event: FitEnd) -> None:
+        """Notifies every observer of the end; then raises the failures."""
+        _, failures = _handle_all(self._handlers, event)
+        if failures:
+            raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
 
     def consume(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
         """Notifies the observers of `events`: all, or up to the first of type `until`, which is returned."""
@@ -135,7 +163,7 @@ class Driver:
             for event in events:
                 self.event = event
                 try:
-                    _notify(self._observers, event)
+                    self._notify(event)
                     if self._stop.signal is not None:
                         raise Interruption(self._stop.signal)
                     if self._watch is not None:
@@ -158,7 +186,7 @@ class Driver:
             last = events.throw(reason) if isinstance(events, Generator) else None
             while last is not None:
                 self.event = last
-                failures += _handle_all(self._observers, last)[1]
+                failures += _handle_all(self._handlers, last)[1]
                 last = next(events, None)
         except BaseException as end:
             if end is not reason:
@@ -166,32 +194,28 @@ class Driver:
         for failure in failures:
             reason.add_note(f"While the run ended, this failed, too: {type(failure).__name__}: {failure}")
 
-
-def _notify(observers: Sequence[Observer], event: Event) -> None:
-    """Notifies every observer, even if some fail or stop the run; then raises the first failure, or the first stop."""
-    stops, failures = _handle_all(observers, event)
-    if type(event) is Notice:
-        is_shown = any(getattr(observer, "shows_notices", False) for observer in observers)
-        LOG.log(logging.INFO if is_shown else event.level, event.text)
-    for failure in failures[1:]:
-        failures[0].add_note(f"Another observer failed, too: {type(failure).__name__}: {failure}")
-    if failures or stops:
+    def _notify(self, event: Event) -> None:
+        """Notifies every observer, even if some fail or stop; then raises the first failure, or the first stop."""
+        if type(event) is StepEnd:
+            stops, failures = _handle_all(self._at_steps, event)
+        else:
+            stops, failures = _handle_all(self._handlers, event)
+            if type(event) is Notice:
+                is_shown = any(getattr(observer, "shows_notices", False) for observer, _ in self._handlers)
+                LOG.log(logging.INFO if is_shown else event.level, event.text)
+        if not failures and not stops:
+            return
+        for failure in failures[1:]:
+            failures[0].add_note(f"Another observer failed, too: {type(failure).__name__}: {failure}")
         raise failures[0] if failures else next((stop for stop in stops if stop.then is not None), stops[0])
 
 
-def _notify_end(observers: Sequence[Observer], event: FitEnd) -> None:
-    """Notifies every observer of the end; then raises the failures."""
-    _, failures = _handle_all(observers, event)
-    if failures:
-        raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
-
-
-def _handle_all(observers: Sequence[Observer], event: Event) -> tuple[list[StopTraining], list[Exception]]:
+def _handle_all(handlers: Sequence[Handler], event: Event) -> tuple[list[StopTraining], list[Exception]]:
     stops: list[StopTraining] = []
     failures: list[Exception] = []
-    for observer in observers:
+    for observer, handle in handlers:
         try:
-            if (returned := observer.handle(event)) is not None:
+            if (returned := handle(event)) is not None:
                 _add_edit(event, observer, returned)
         except StopTraining as stop:
             stops.append(stop)

@@ -80,7 +80,9 @@ class EpochEnd(Event):
     """An epoch is over; `metrics` are its training metrics.
 
     `seconds` is the training time without evaluations; for `waited` seconds of it the device was idle, waiting for a
-    batch.
+    batch. `speed` has rates of its steps in this process: `steps_per_second`, `examples_per_second`,
+    `tokens_per_second` of token ids, `model_flops_per_second` of matrix products and convolutions, `mfu` where the peak
+    of the devices is known, and the `memory_in_use` and `memory_peak` of a device in bytes, where it tells.
     """
 
     metrics: dict[str, Any]
@@ -89,6 +91,7 @@ class EpochEnd(Event):
     data_state: Any
     cut_off_after: int = 0  # steps, if the plan ended before the epoch
     edits: list[Edit] = field(default_factory=list)  # to be applied before the next `SavePoint`
+    speed: dict[str, float] = field(default_factory=dict)
 
     @property
     def position(self) -> Position:

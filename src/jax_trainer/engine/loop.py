@@ -18,6 +18,7 @@ from jax_trainer.core import (
     loaded_notice,
     step_of,
 )
+from jax_trainer.core.ledger import EVALUATION, STEPS, phase
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.engine.batches import early_end, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
@@ -64,13 +65,15 @@ def train_events(
     plan, progress = training.plan, training.progress
     try:
         with training.peers.measuring():
-            yield from training.sanity_check()
+            with phase(EVALUATION):
+                yield from training.sanity_check()
             if plan.eval_at_start and not progress.epoch:
                 yield from training.evaluate()
             if training.resumes_at_evaluation():
                 yield from training.evaluate()
             while not training.is_finished:
-                yield from training.epoch()
+                with phase(STEPS):
+                    yield from training.epoch()
                 if plan.eval_every.at_epoch(progress.epoch):
                     yield from training.evaluate()
                 else:
@@ -122,6 +125,7 @@ class _Training:
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
         self._dispatch = self.peers.dispatching(self._dispatcher, self.clock)
         self._has_notified = False
+        self._epoch_began = (step, 0.0)  # its first step in this process, and the seconds before that
         self._eval_notices: set[str] = set()  # each is emitted once
         self._pending: list[Edit] = []  # returned by observers, and not applied yet
         self._is_editing = False  # also after an edit has failed
@@ -157,6 +161,7 @@ class _Training:
         progress.start_epoch()
         expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
         yield EpochStart(*self._at, expected)
+        self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
         job, dispatch = self.peers, self._dispatch
@@ -217,7 +222,9 @@ class _Training:
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
         metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self.clock.end_epoch()
-        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off)
+        first, earlier = self._epoch_began
+        speed = self._dispatcher.speed(progress.step - first, seconds - earlier)
+        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
 
         def handled() -> None:
             progress.end_epoch(cut_off_after=cut_off)
@@ -245,15 +252,16 @@ class _Training:
 
         if progress.evaluated_step != progress.step:
             yield from self.save_point()
-            for event in eval_events(self._program, Event(*self._at), self._evals, self.plan):
-                if isinstance(event, EvalRoundEnd):
-                    edits = event.edits = []
-                    yield from _emit(event, partial(handled, edits))
-                elif not isinstance(event, Notice):
-                    yield event
-                elif event.text not in self._eval_notices:
-                    self._eval_notices.add(event.text)
-                    yield event
+            with phase(EVALUATION):
+                for event in eval_events(self._program, Event(*self._at), self._evals, self.plan):
+                    if isinstance(event, EvalRoundEnd):
+                        edits = event.edits = []
+                        yield from _emit(event, partial(handled, edits))
+                    elif not isinstance(event, Notice):
+                        yield event
+                    elif event.text not in self._eval_notices:
+                        self._eval_notices.add(event.text)
+                        yield event
             handled()
         yield from self.save_point(due=saves)
 

@@ -28,6 +28,7 @@ BEAT = 0.5  # seconds between two heartbeats
 GRACE = 2.0  # seconds for the main thread to end by itself after another process died
 GRACE_AFTER_ERROR = 10.0  # the same after another process reported an error: this one may be about to fail, too
 SLOW_SHARE = 0.5  # share of the step time spent waiting for one process that is reported
+JOIN_SECONDS = 2.0  # for the thread that measures idle time, at the end of a run
 SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # minimum steps and seconds over which it is measured
 _FINISHED = "finished"
 _runs = itertools.count(1)  # equal in all processes; separates the keys of consecutive runs
@@ -245,12 +246,14 @@ class IdleTimer:
         self._wake, self._is_over = threading.Event(), False
 
     def __enter__(self) -> "IdleTimer":
-        threading.Thread(target=self._follow, name="jax-trainer-idle-timer", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name="jax-trainer-idle-timer", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
         self._wake.set()
+        self._thread.join(JOIN_SECONDS)  # not for ever: a step with a process that has died never ends
 
     def before_dispatch(self) -> None:
         """Counts the time since the last dispatch ended as idle."""

@@ -7,8 +7,10 @@ from jax_trainer.runs.interrupted import before_first_step, resumable_step
 from jax_trainer.runs.run import Run
 from jax_trainer.runs.spec import Recording, RunSpec
 from jax_trainer.runs.target import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
+from jax_trainer.runs.time_report import TIMES, StartTime, TimeReport
 
 __all__ = [
+    "TIMES",
     "WEIGHTS",
     "Best",
     "CallbacksLike",
@@ -19,6 +21,8 @@ __all__ = [
     "Run",
     "RunSpec",
     "RunTarget",
+    "StartTime",
+    "TimeReport",
     "Validation",
     "Weights",
     "before_first_step",

@@ -9,10 +9,11 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
-from jax_trainer.callbacks import Callback, Progress, ProgressBar, RunContext, logger_observers
-from jax_trainer.callbacks.log_metrics import merged_names
+from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, RunContext, logger_observers
+from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
+from jax_trainer.core.ledger import CALLBACK, CLOSING, EVALUATION, INIT, LOGGING, RESTORE, SAVING, open_ledger, phase
 from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import (
@@ -39,6 +40,7 @@ from jax_trainer.runs.interrupted import before_first_step, with_result
 from jax_trainer.runs.nonfinite import FiniteEvaluations, recover
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
 from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
+from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
 
 
 class Run:
@@ -72,6 +74,8 @@ class Run:
             keeps_training=spec.recording is not None and spec.recording.keeps_training,
             writes=self.writes,
         )
+        records = target is not None and spec.recording is not None and self.writes
+        self._times = TimeRecord(target.folder.path / TIMES if target and records else None, open_ledger())
         self.is_training = self.is_resumed = False
         self.tested: Weights | None = None
         self.logger: Logger | None = None
@@ -90,6 +94,7 @@ class Run:
         spec = self.spec
         with nullcontext() if self.target is None else self.target.locked():
             try:
+                self._times.open()
                 with before_first_step():
                     self.open()
                 with self._notifying() as driver:
@@ -99,19 +104,26 @@ class Run:
                         with self._user_epoch(driver):
                             spec.train_epoch(driver.event.epoch)
                     if spec.tests and (driver.stopped is None or driver.stopped.then is None):
-                        driver.consume(self._testing(driver.event.epoch))
+                        with phase(EVALUATION):
+                            driver.consume(self._testing(driver.event.epoch))
             except (KeyboardInterrupt, SystemExit) as end:
                 raise with_result(end, self, result) from None
             finally:
-                self._close()
+                try:
+                    with phase(CLOSING):
+                        self._close()
+                finally:
+                    self._times.close(self.history.status)
             return result(self)
 
     def open(self) -> None:
         """Opens the store and the logger, creates the callbacks, and restores or initialises the state."""
         spec, recording = self.spec, self.spec.recording
         if recording is None or self.target is None:
-            self.state = self._initial()
-            found = None if spec.restore is None else spec.restore(self.state)
+            with phase(INIT):
+                self.state = self._initial()
+            with phase(RESTORE):
+                found = None if spec.restore is None else spec.restore(self.state)
         else:
             folder = self.target.folder
             self.store = recording.store(folder)
@@ -123,8 +135,10 @@ class Run:
             self.callbacks = CallbackList(callbacks, {**logs, "run/history": self.history})
             self.context = self._context(recording, self.logger)
             callbacks.update(recording.callbacks(self.context))
-            self.state = self._initial()
-            found = self._restored(recording, self.logger)
+            with phase(INIT):
+                self.state = self._initial()
+            with phase(RESTORE):
+                found = self._restored(recording, self.logger)
             for name, text in recording.files.items():
                 self.target.write_text(name, text)
         if found is not None:
@@ -148,8 +162,10 @@ class Run:
         """Notifies the observers of the start, of the events of training that the driver consumes, and of the end."""
         observers = self._observers()
         self.plan = self.plan.with_observers(observers)
-        with driving(observers, self.state, self.at) as driver, closing(self.training()) as self._events:  # type: ignore[type-var]
+        run = driving(observers, self.state, self.at, self._phase_of)
+        with run as driver, closing(self.training()) as self._events:  # type: ignore[type-var]
             self._driver, self.is_training = driver, True
+            self._times.follow(lambda: driver.event.step)
             try:
                 yield driver
             finally:
@@ -207,6 +223,17 @@ class Run:
         observers = self.callbacks.observers([self, *self._bar(self.callbacks.callbacks)], more)
         return [one for one in observers if spec.progress or not isinstance(one, Progress)]
 
+    def _phase_of(self, observer: Any) -> str:
+        """To which phase of the time ledger the time of an observer counts; "": that of the loop."""
+        if isinstance(observer, ModelCheckpoint | BestInMemory):
+            return SAVING
+        if isinstance(observer, LogMetrics | History | ProgressBar):
+            return LOGGING
+        if not isinstance(observer, Callback) or self.spec.recording is None:
+            return ""
+        names = {id(one): name for name, one in self.callbacks.callbacks.items()}
+        return CALLBACK + names.get(id(observer), type(observer.trainer or observer).__name__)  # or the trainer's hooks
+
     def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:
         if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
             return []
@@ -246,6 +273,7 @@ class Run:
             steps=steps,
             transforms=recording.transforms,
             writes=self.writes,
+            train_hlo=self.spec.program.train_hlo,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:
@@ -254,6 +282,11 @@ class Run:
         self.callbacks.load_states(saved)
 
     # what a style reads
+
+    @property
+    def time(self) -> TimeReport:
+        """Where the time went, over all starts of the run."""
+        return self._times.report
 
     @property
     def state(self) -> TrainState:

@@ -13,7 +13,7 @@ from jax_trainer.core import PyTree, from_extra
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate, predictions
-from jax_trainer.runs import Best, Run, Weights, select_weights, used_by_default
+from jax_trainer.runs import Best, Run, TimeReport, Weights, select_weights, used_by_default
 from jax_trainer.styles.fit_data import Inputs
 from jax_trainer.styles.fit_program import FitTarget
 
@@ -37,6 +37,7 @@ class FitResult:
         folder: the run folder.
         status: "completed"; "stopped" if a callback ended the training; "interrupted" if Ctrl-C did.
         reason: why a callback did.
+        time: where the time went, over all starts of the run: `print(result.time.advice)`.
     """
 
     def __init__(self, run: Run, target: FitTarget, batch_size: int) -> None:
@@ -44,6 +45,7 @@ class FitResult:
         self._target, self._program, self._batch_size = target, run.spec.program, batch_size
         self._state, self._kept, self.folder = run.state, run.kept_best, run.target.folder.path
         self.status, self.reason = run.history.status, run.history.reason
+        self.time: TimeReport = run.time
         self.history: dict[int, dict[str, Any]] = {
             epoch: {name: value for name, value in metrics.items() if not name.startswith(_GUARD_PREFIX)}
             for epoch, metrics in run.history.by_epoch().items()

@@ -32,6 +32,7 @@ from jax_trainer.core import (
     compile_program,
     resolve_layout,
 )
+from jax_trainer.core.ledger import DATA, begin, phase
 from jax_trainer.datasets import Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
@@ -147,6 +148,7 @@ def fit(
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
     batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
+    begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
     used = options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
     plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
@@ -160,7 +162,8 @@ def fit(
     if not is_arrays(train_ds):
         train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
     with before_first_step():
-        train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, batch_size, seed)
+        with phase(DATA):
+            train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, batch_size, seed)
 
         def built(options: ProgramOptions, layout: Layout | None) -> tuple[FitTarget, CompiledProgram]:
             target = fit_target(

@@ -28,6 +28,7 @@ from jax_trainer.core import (
     explaining,
     resolve_layout,
 )
+from jax_trainer.core.ledger import begin
 from jax_trainer.core.placement import is_primary
 from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
@@ -127,6 +128,7 @@ def train_fn(
             )
             if not own:
                 return
+        begin()
         with objects.modes_kept():
             (example, data), (val_example, val) = _peeked(train_itr, "train"), _peeked(val_itr, "val")
             program = nnx_step_program(objects.model, objects.optimizer, *fns, **options.step_options())

@@ -23,6 +23,7 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch, LayoutError, make_mesh
+from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.core.preflight import described_devices
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
@@ -154,9 +155,11 @@ def build(
     makes_parts = _has_custom_init(make)
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
-        dataset = _dataset(run.dataset)
+        with phase(DATA):
+            dataset = _dataset(run.dataset)
     if exmp_input is None and dataset is not None:
-        exmp_input = dataset.example()
+        with phase(DATA):
+            exmp_input = dataset.example()
     if exmp_input is None and not makes_parts:
         raise _problem("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")
     others = {"seed": run.seed, "num_gpus": run.num_gpus}

@@ -20,6 +20,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, PyTree, TrainState, stream, streams
 from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight
 from jax_trainer.engine.preflight import batch_size_of, changes_for
@@ -406,6 +407,7 @@ class TrainerModule(BaseTrainer):
         if "config" not in vars(self):
             kind = type(self).__name__
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
+        begin()
         plan = training.plan_of(self.config, train_loader, num_epochs)
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
@@ -416,7 +418,7 @@ class TrainerModule(BaseTrainer):
             where = run_path_parts(self.config.logger, self.model_name)
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
-            with compiling_ahead(program, data, plan):
+            with phase(INIT), compiling_ahead(program, data, plan):
                 self._start(program, resume=target.resumes is not None)
         spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)

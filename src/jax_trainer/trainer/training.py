@@ -22,7 +22,7 @@ from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
-from jax_trainer.runs import Best, History, Run, Validation, Weights
+from jax_trainer.runs import Best, History, Run, TimeReport, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
 
 LAYOUT = "layout.txt"
@@ -165,6 +165,7 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         best: epoch, step and metrics of the best weights in validation, which the trainer now uses; None: it uses the
             last ones.
         tested: which weights were tested, "best" or "last"; None: no test.
+        time: where the time went, over all starts of the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -177,6 +178,7 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         self.reason = history.reason
         self.best: Best | None = None if run.kept_best is None else run.kept_best.best
         self.tested: Weights | None = run.tested
+        self.time: TimeReport = run.time
 
 
 def named_sets(kind: str, loaders: Any) -> dict[str, Any]:
