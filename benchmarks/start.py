@@ -1,6 +1,6 @@
 """How long a training takes to start: from the command to the first step, with a cold and with a warm cache.
 
-    PYTHONPATH=src python benchmarks/start.py [--config configs/gpt2.yaml] [--max-steps 20] [--repeats 3] [KEY=VALUE …]
+    PYTHONPATH=src python benchmarks/start.py [--config configs/gpt2.yaml] [--max-steps 40] [--repeats 3] [KEY=VALUE …]
 
 Each run is a new process that runs `jax-trainer train` with this file and a cache folder of its own: empty for the cold
 run, then filled. The parts up to the first step follow each other. Tracing and compiling are among them, and are listed
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DEFAULTS = {"configs/digits.yaml": None, "configs/gpt2.yaml": 20}  # with the number of steps; None: as in the file
+DEFAULTS = {"configs/digits.yaml": None, "configs/gpt2.yaml": 40}  # with the number of steps; None: as in the file
 PARTS = ("interpreter and imports", "configuration", "data and trainer", "to the first step", "first step", "the rest")
 SHOWN = {
     "jaxpr_trace_duration": "trace",
@@ -110,7 +110,7 @@ def main() -> int:
     """Prints a table per configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="default: digits, and gpt2 where there is a GPU")
-    parser.add_argument("--max-steps", type=int, help="steps of a run; default: as in the file, 20 for gpt2")
+    parser.add_argument("--max-steps", type=int, help="steps of a run; default: as in the file, 40 for gpt2")
     parser.add_argument("--repeats", type=int, default=3, help="runs with the warm cache; the median counts")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args, changes = parser.parse_known_args()
