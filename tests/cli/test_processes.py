@@ -7,11 +7,9 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from cli_runs import (
     PATIENCE,
@@ -23,20 +21,11 @@ from cli_runs import (
     run_command,
     tiny_file,
 )
-from jax._src.nn import initializers
 from own_parts import CALLBACK
 
 from jax_trainer.testing import assert_same_bits
 
 EPOCHS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def drawn_weights() -> Iterator[None]:
-    """As in the processes that runs are compared with."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initializers, "random", jax.random)
-        yield
 
 
 def in_terminal(command: list[str], folder: Path) -> tuple[int, str]:

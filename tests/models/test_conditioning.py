@@ -44,7 +44,6 @@ def test_the_time_goes_through_two_layers():
     np.testing.assert_allclose(embedding(TIMES), expected, atol=1e-6)
 
 
-@pytest.mark.usefixtures("drawn_weights")
 def test_waves_are_not_rounded_before_they_are_waves():
     embedding = TimeEmbedding(64, rngs=nnx.Rngs(0))
     exact = np.asarray(embedding(TIMES))

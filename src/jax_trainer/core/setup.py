@@ -60,8 +60,8 @@ class ProgramSetup:
         example = jax.tree.map(jnp.asarray, example)
         return computed_state("init", self._init_function(key, example), key, example)
 
-    def init_ahead(self, pool: Executor) -> TrainState | None:
-        """Has `init` compiled by `pool`, as it was last traced by `shapes`; returns the shapes of its result.
+    def init_shapes(self) -> TrainState | None:
+        """The shapes of a new state, as `shapes` traced it last, with the shardings of a layout.
 
         None if the state is not computed by a compiled function from a key and an example.
         """
@@ -69,12 +69,15 @@ class ProgramSetup:
             return None
         if self.layout is not None and self.info.initial_variables is not None:
             return None
-        key, example, state = self._traced
+        state = self._traced[2]
+        return state if self.layout is None else jax.tree.map(_sharded, state, self.layout.state_shardings(state))
+
+    def init_ahead(self, pool: Executor) -> None:
+        """Has `init` compiled by `pool`, for what `shapes` traced last."""
+        assert self._traced is not None
+        key, example, _ = self._traced
         example = jax.tree.map(jnp.asarray, example)
         self._init_function(key, example).compile_ahead(pool, key, example)
-        if self.layout is None:
-            return state
-        return jax.tree.map(_sharded, state, self.layout.state_shardings(state))
 
     @property
     def example(self) -> Batch:

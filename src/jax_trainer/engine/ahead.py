@@ -33,17 +33,19 @@ def compiling_ahead(program: CompiledProgram, data: Data, plan: Plan) -> Iterato
 
 
 def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) -> None:
-    state = program.init_ahead(pool)
+    state, trained = program.init_shapes(), program
     if state is None:
         return
     if program.info.transforms is None:
-        program = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
+        trained = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
     kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
-    kind(program, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
+    # first, because it takes longest
+    kind(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
+    program.init_ahead(pool)
     if plan.eval_every != Every() or plan.eval_at_start or plan.eval_at_end or plan.sanity_batches:
         for name, source in data.evals.items():
             if isinstance(source, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
-                _submit_eval(pool, program, state, DataSource(source, name, may_be_empty=True))
+                _submit_eval(pool, trained, state, DataSource(source, name, may_be_empty=True))
 
 
 def _submit_eval(pool: Executor, program: CompiledProgram, state: TrainState, data_source: DataSource) -> None:
