@@ -95,13 +95,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_readable(args: argparse.Namespace) -> None:
     """Raises now what reading the file would raise: it is missing, not YAML, or includes such a file."""
-<<<<<<< HEAD
     described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
     joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
-=======
-    names = ("coordinator", "processes", "process")
-    joins = any(getattr(args, name, None) is not None for name in names) or getattr(args, "distributed", "") == "on"
->>>>>>> start
     if joins or any(name.startswith(("SLURM_", "OMPI_")) for name in os.environ):
         return  # after joining the others: only the primary process prints
     file = getattr(args, "config", None)

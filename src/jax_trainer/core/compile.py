@@ -21,6 +21,7 @@ import numpy as np
 
 from jax_trainer.core.initialisation import Split, split
 from jax_trainer.core.layout import Layout
+from jax_trainer.core.ledger import COMPILE, phase
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.metrics import Batch, PyTree
@@ -308,7 +309,8 @@ class SharedFunction:
     def _compiled(self, kind: Any, *args: Any) -> Callable[..., Any]:
         if kind in self._ahead:
             try:
-                return self._ahead.pop(kind).result()
+                with phase(COMPILE):
+                    return self._ahead.pop(kind).result()
             except (CancelledError, Exception):
                 pass  # compiled again below, where it fails as without a thread
         found = shared_executable(self._jitted, *args, out_shardings=self._outputs)
