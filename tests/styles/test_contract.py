@@ -119,7 +119,7 @@ def test_giving_the_command_of_a_finished_run_again_changes_nothing(straight, na
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files below `folder`, but for messages and times: weights, averages, the optimizer's state, rows of metrics."""
+    """The files below `folder`, but for messages and times: weights, averages, optimizer state, rows of metrics."""
     files = (
         path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.log", "time.jsonl", ".lock")
     )
