@@ -12,7 +12,7 @@ def test_it_shows_every_phase_and_what_to_change(trained: Path, tmp_path: Path):
     shown, data = (run_command("time", trained, *more, folder=tmp_path) for more in ((), ("--json",)))
     assert (shown.code, shown.err, data.code) == (0, "", 0)
     assert sum(data.data["seconds"].values()) == pytest.approx(data.data["wall"], rel=1e-4)
-    assert all(name in shown.out for name in ("steps", "compile", "saving", "-bound"))
+    assert all(name in shown.out for name in ("steps", "saving", "-bound"))
 
 
 def test_the_end_of_a_run_has_the_short_form(run: Path, tmp_path: Path):

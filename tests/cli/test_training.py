@@ -31,7 +31,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def numbers(run: Path) -> list[dict[str, float]]:
     """What was measured, without what took how long."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if "time" not in name} for row in rows if "epoch" in row]
+    return [
+        {name: value for name, value in row.items() if "time" not in name and "throughput" not in name}
+        for row in rows
+        if "epoch" in row
+    ]
 
 
 def place_on_disk(run: Path) -> int:

@@ -19,7 +19,15 @@ import jax_trainer
 
 TIMEOUT = 180.0  # seconds after which a process is considered hanging
 CARD = "JAX_TRAINER_SCORECARD"
-_CLOCKS = ("time", "seconds", "per_second", "waited", "throughput")  # metrics that measure time differ from run to run
+_CLOCKS = (
+    "mfu",
+    "memory_",
+    "time",
+    "seconds",
+    "per_second",
+    "waited",
+    "throughput",
+)  # metrics that measure time differ from run to run
 _OUTPUTS, _NUMBERS = tempfile.TemporaryDirectory(prefix="scorecard-"), itertools.count(1)
 _CHILDREN: list["Child"] = []
 _REFERENCES: dict[Options, Options] = {}

@@ -83,7 +83,10 @@ def rows_of(result):
     """The numbers of its record, without those of the clock."""
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     numbers = [line for line in lines if "hparams" not in line]
-    return [{name: value for name, value in line.items() if "time" not in name} for line in numbers]
+    return [
+        {name: value for name, value in line.items() if "time" not in name and "throughput" not in name}
+        for line in numbers
+    ]
 
 
 @pytest.fixture(scope="module")
