@@ -178,7 +178,10 @@ def main() -> None:
         def first(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             options: Any = {"cache": cache, "smoke": args.smoke, "shares": True}
             predicted = child(name, None, **options)
-            return predicted, child(name, predicted["batch"], **options) if "batch" in predicted else {}
+            echo(f"{name}, predicted after {time.perf_counter() - started:.0f} s: {json.dumps(predicted)}")
+            configured = child(name, predicted["batch"], **options) if "batch" in predicted else {}
+            echo(f"{name}, measured after {time.perf_counter() - started:.0f} s: {json.dumps(configured)}")
+            return predicted, configured
 
         results = dict(zip(names, pool.map(first, names), strict=True))
         echo(f"predicted and compiled after {time.perf_counter() - started:.0f} s")
