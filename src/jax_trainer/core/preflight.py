@@ -279,7 +279,7 @@ def largest_batch(
         largest: the largest size to consider.
 
     >>> largest_batch(lambda size: 1000 + 10 * size, 16, 11_000, fixed=500)
-    (966, {16: 1160, 117: 2170, 966: 10660})
+    (964, {16: 1160, 117: 2170, 964: 10640})
     """
     target, tried, fitting = (1 - MARGIN) * limit, dict[int, int](), 0
     largest = max(multiple, largest - largest % multiple)
