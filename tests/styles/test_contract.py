@@ -119,8 +119,8 @@ def test_giving_the_command_of_a_finished_run_again_changes_nothing(straight, na
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files below `folder`, but for messages: weights, averages, the optimizer's state, the rows of metrics."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.log", ".lock"))
+    """The files below `folder`, but for messages and the record of starts: weights, averages, the rows of metrics."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.log", "run.json", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
