@@ -86,10 +86,10 @@ def test_a_stopped_run_has_its_reason(tmp_path):
 def test_a_start_without_an_end_was_killed_and_stays_so(tmp_path):
     run = train(tmp_path).folder
     record = record_of(run)
-    record["starts"][0] |= {"end": None, "status": None}
+    record["starts"][0] |= {"end": None, "status": "running"}
     (run / "run.json").write_text(json.dumps(record))
     train(tmp_path, resume=run, num_epochs=3)
-    assert [one["status"] for one in record_of(run)["starts"]] == [None, "completed"]
+    assert [one["status"] for one in record_of(run)["starts"]] == ["running", "completed"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": 3}', '{"starts": [3]}', "[" * 100_000])

@@ -1,8 +1,8 @@
 """`run.json`: where a run comes from (command, code, packages, machine, data), and how each of its starts ended.
 
 It describes the latest start; an entry of `starts` has what changed since the one before. The file is written when a
-start begins and when it ends, so a start without an end whose folder is not locked was killed. It has no environment
-variables, and no secrets.
+start begins and when it ends: one that is still `running` in a folder that nobody has locked was killed. It has no
+environment variables, and no secrets.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Provenance:
         if self._target.is_fork and source is not None:
             created["parent"] = redact({"run": str(source.path), "step": step})
         changed = _changes(before, now) if before else {}
-        entry = {"start": _now(), "end": None, "status": None, "reason": "", "from_step": step, "step": step}
+        entry = {"start": _now(), "end": None, "status": "running", "reason": "", "from_step": step, "step": step}
         kept = {name: before[name] for name in created if name in before} if before else created
         self._record = {**kept, **now, "starts": [*kept["starts"], {**entry, "pid": os.getpid(), "changed": changed}]}
         self._write()
@@ -299,8 +299,7 @@ def _array_digest(loader: ArrayLoader) -> dict[str, Any]:
 
 
 def _is_seed(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last == "seed" or last.endswith("_seed")
+    return "seed" in name.rpartition(".")[2].split("_")
 
 
 def _sha256(content: bytes) -> str:
