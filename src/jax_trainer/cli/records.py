@@ -28,7 +28,7 @@ DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
 _COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_MAX_CELL = 200
+_MAX_CELL, _MAX_NAME = 200, 40  # characters; a longer name of a run may be folded
 _MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
 
 
@@ -93,7 +93,9 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         is_number = any(isinstance(row[name], int | float) for row in rows)
-        table.add_column(Text(_title(name, columns)), overflow="fold", justify="right" if is_number else "left")
+        is_short = name == "run" and max(len(row[name]) for row in rows) <= _MAX_NAME
+        justify = "right" if is_number else "left"
+        table.add_column(Text(_title(name, columns)), overflow="fold", justify=justify, no_wrap=is_short)
     for row in rows:
         table.add_row(*(_cell(name, value) for name, value in row.items()))
     return table
