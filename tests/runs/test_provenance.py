@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from jax_trainer import ArrayLoader, FunctionModel, LambdaCallback, fit
 from jax_trainer.engine import StopTraining
-from jax_trainer.runs import provenance
+from jax_trainer.runs import Run, provenance
 from jax_trainer.runs.provenance import command_line
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 
@@ -64,7 +65,7 @@ def test_every_start_has_an_entry_with_its_end(tmp_path):
         train(tmp_path)
     [run] = (tmp_path / "tiny").iterdir()
     [failed] = record_of(run)["starts"]
-    assert (failed["status"], failed["step"]) == ("failed", 3)
+    assert (failed["status"], failed["step"], failed["reason"]) == ("failed", 3, "FaultInjected")
     created = record_of(run)["created"]
     train(tmp_path, resume=run, num_epochs=3)
     record = record_of(run)
@@ -81,6 +82,21 @@ def test_a_stopped_run_has_its_reason(tmp_path):
     run = train(tmp_path, callbacks=[LambdaCallback(on_training_epoch_end=stop)]).folder
     [start] = record_of(run)["starts"]
     assert (start["status"], start["reason"], start["step"]) == ("stopped", "enough", 2)
+
+
+def test_ctrl_c_is_an_interruption_before_and_after_the_first_step(tmp_path, monkeypatch, ctrl_c):
+    def interrupt(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, name="later", callbacks=[LambdaCallback(on_training_epoch_end=interrupt)])
+    [start] = record_of(next((tmp_path / "later").iterdir()))["starts"]
+    assert (start["status"], start["step"]) == ("interrupted", 2)
+    monkeypatch.setattr(Run, "_notifying", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, name="early")
+    [start] = record_of(next((tmp_path / "early").iterdir()))["starts"]
+    assert (start["status"], start["step"]) == ("interrupted", 0)
 
 
 def test_a_start_without_an_end_was_killed_and_stays_so(tmp_path):

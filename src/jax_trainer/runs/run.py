@@ -179,9 +179,12 @@ class Run:
             best = {} if self.kept_best is None else self.kept_best.best.logged
             self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **best})
         if self.provenance is not None:
-            is_early = isinstance(sys.exception(), KeyboardInterrupt) and not self.has_started
-            status = "interrupted" if is_early else self.history.status
-            self.provenance.end(status, self.history.reason, self.step)
+            error, status = sys.exception(), self.history.status
+            if isinstance(error, KeyboardInterrupt) and not self.has_started:
+                status = "interrupted"
+            # only its type: the message of an error of user code may contain secrets
+            reason = type(error).__name__ if error is not None and status == "failed" else self.history.reason
+            self.provenance.end(status, reason, self.step)
         self.logger.close(self.history.status)
 
     # what the loop runs
