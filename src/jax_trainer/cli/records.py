@@ -68,11 +68,12 @@ def _select(args: argparse.Namespace) -> tuple[list[RunSummary], list[str]]:
 
 def _watch(args: argparse.Namespace) -> None:
     """Shows the table again and again, until Ctrl-C."""
-    with suppress(KeyboardInterrupt), Live(console=safe_console(stderr=False), auto_refresh=False) as live:
+    console = safe_console(stderr=False)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             found, columns = _select(args)
             rows = [{column: value_of(run, column) for column in columns} for run in found]
-            live.update(_table(columns, rows), refresh=True)
+            live.update(_table(console, columns, rows), refresh=True)
             time.sleep(args.watch)
 
 
@@ -80,7 +81,7 @@ def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequ
     if not rows:
         _line(console, f"No runs in {tame(folder)}.")
     elif len(rows) <= _MAX_FOLDED:
-        console.print(_table(columns, rows))
+        console.print(_table(console, columns, rows))
     else:
         cells = [[_title(name, columns) for name in columns]]
         cells += [[_text(name, value) for name, value in row.items()] for row in rows]
@@ -89,15 +90,21 @@ def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequ
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         is_number = any(isinstance(row[name], int | float) for row in rows)
-        is_short = name == "run" and max(len(row[name]) for row in rows) <= _MAX_NAME
-        justify = "right" if is_number else "left"
-        table.add_column(Text(_title(name, columns)), overflow="fold", justify=justify, no_wrap=is_short)
+        is_short = (
+            is_number
+            or name == "status"
+            or (name == "run" and max((len(row[name]) for row in rows), default=0) <= _MAX_NAME)
+        )
+        title = Text(_title(name, columns).replace(" ", "\n", 1))
+        table.add_column(title, overflow="fold", justify="right" if is_number else "left", no_wrap=is_short)
     for row in rows:
         table.add_row(*(_cell(name, value) for name, value in row.items()))
+    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        table.padding = (0, 1, 0, 0)
     return table
 
 
