@@ -4,6 +4,7 @@ import os
 
 # before jax is imported: later it has no effect
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["JAX_TRAINER_GIT"] = "off"  # hundreds of short runs need no record of this repository
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
 import shutil

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
+        "redaction",
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
@@ -51,8 +52,10 @@ MAY_IMPORT = {
     },
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "suggestions"),
+        *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
+        "suggestions",
     },
+    "reports": {"checkpoint", "redaction", "settings", "suggestions"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package

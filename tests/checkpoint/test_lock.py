@@ -134,3 +134,20 @@ def test_a_claimed_version_belongs_to_its_process_until_it_exits(tmp_path):
     folder = RunFolder.create(tmp_path, version="v1")
     with folder.locked():
         assert subprocess_is_rejected(folder.path)
+
+
+def test_whether_a_folder_is_locked_is_told_without_waiting_or_writing(tmp_path):
+    assert not locking.is_locked(tmp_path) and not list(tmp_path.iterdir())
+    process = holder(str(tmp_path))
+    try:
+        assert locking.is_locked(tmp_path)
+    finally:
+        end(process)
+    assert not locking.is_locked(tmp_path)
+    with RunFolder(tmp_path).locked():
+        assert locking.is_locked(tmp_path)
+        with pytest.raises(RunInUseError):  # asking has not released it
+            RunFolder(tmp_path).check_free()
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "run.lock").symlink_to("/etc/passwd")
+    assert not locking.is_locked(tmp_path)

@@ -33,6 +33,7 @@ def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
         "history.jsonl",
         "time.jsonl",
         "metrics",
+        "run.json",
         "run.log",
         "run.lock",
         "checkpoints",

@@ -119,10 +119,9 @@ def test_giving_the_command_of_a_finished_run_again_changes_nothing(straight, na
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files below `folder`, but for messages and times: weights, averages, optimizer state, rows of metrics."""
-    files = (
-        path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.log", "time.jsonl", ".lock")
-    )
+    """The files below `folder`, but for messages, starts and times: weights, averages, the rows of metrics."""
+    left_out = ("run.log", "run.json", "time.jsonl", ".lock")
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in left_out)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -83,6 +83,10 @@ def test_a_fork_resumes_into_a_new_folder_and_does_not_modify_the_original(strai
     assert_same_bits(fork.state, reference.state)
     assert fork.folder.path.parent == tmp_path
     assert tree(old) == before
+    record = json.loads((fork.folder.path / "run.json").read_text())
+    number = int(step.name.removeprefix("step_"))
+    assert record["parent"] == {"run": str(old), "step": number} and len(record["starts"]) == 1
+    assert record["starts"][0]["from_step"] == number and "trainer.seed" in record["seeds"]
 
 
 def test_a_fork_needs_a_run_to_resume(tmp_path):

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import json
 import os
 import reprlib
 import stat
 import tempfile
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 MAX_NAME_BYTES = 200  # file systems allow 255; suffixes and temporary names need some of them
 _CONTROL = {"Cc", "Zl", "Zp"}  # control characters, and those that break a line
@@ -89,6 +91,17 @@ def read_bounded(file: Path, limit: int) -> str:
     return content.decode()
 
 
+def read_json(file: Path, limit: int) -> dict[str, Any]:
+    """The JSON object in a file, see `read_bounded`; anything else is a `ValueError`."""
+    try:
+        data = json.loads(read_bounded(file, limit))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return data
+
+
 def check_only_plain_files(folder: Path) -> None:
     """Refuses a folder with links, or anything else that is neither a regular file nor a folder."""
     for parent, folders, files in os.walk(folder):
@@ -102,20 +115,25 @@ def check_only_plain_files(folder: Path) -> None:
 # crash-safe writes
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Writes `text` to `file` atomically: after a crash it has either the old or the new content."""
+def write_atomically(file: Path, text: str, *, sync: bool = True) -> None:
+    """Writes `text` to `file` atomically: after a crash it has either the old or the new content.
+
+    Without `sync`, that holds when the process is killed, but not when the machine fails.
+    """
     handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
             opened.write(text)
             opened.flush()
-            os.fsync(opened.fileno())
+            if sync:
+                os.fsync(opened.fileno())
         os.replace(partial, file)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    sync_folder(file.parent)
+    if sync:
+        sync_folder(file.parent)
 
 
 def write_unsynced(file: Path, text: str) -> None:

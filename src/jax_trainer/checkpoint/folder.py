@@ -14,7 +14,7 @@ from jax_trainer.checkpoint.lock import LOCK, check_free, claim, locked, unclaim
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _MAX_CONFIG_BYTES = 1 << 24
-METRICS = "metrics.jsonl"
+METRICS, RECORD = "metrics.jsonl", "run.json"
 _MODE = 0o700  # the files of a run may be private
 _MOST_VERSIONS = 10_000  # runs that start in one second
 _VERSION = re.compile(r"([0-9]{8}-[0-9]{6})(?:-([0-9]{1,9}))?")  # a version from the clock

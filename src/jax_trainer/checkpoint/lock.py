@@ -88,6 +88,25 @@ def check_free(folder: Path) -> None:
             return
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a run is writing to `folder`; does not wait, and keeps no lock."""
+    path = folder.resolve()
+    with _guard:
+        if path in _in_use or path in _claimed:
+            return True
+        try:
+            handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # missing, a link, or private: nothing that this user has locked
+            return False
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in _IN_USE
+        finally:
+            os.close(handle)
+    return False
+
+
 def _take(folder: Path) -> int:
     handle = _locked_file(folder)
     since = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,7 +1,7 @@
 """The command line: exit codes, and how outcomes and errors are printed.
 
-What needs no JAX to be known, such as a help text, a wrong command or a file that cannot be read, is said before JAX is
-imported, which takes a second or more.
+What needs no JAX to be known, such as a help text, a wrong command, a file that cannot be read or a table of runs, is
+said before JAX is imported, which takes a second or more.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from jax_trainer.cli import records
 from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
 from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
@@ -59,12 +60,15 @@ def _run(arguments: Sequence[str]) -> int:
     args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
         args = parsed(arguments)
-        _check_readable(args)
-        from jax_trainer.cli import running  # imports JAX
+        if args.command in records.COMMANDS:
+            outcome = records.COMMANDS[args.command](args)
+        else:
+            _check_readable(args)
+            from jax_trainer.cli import running  # imports JAX
 
-        running.join_others(args)
-        with _one_line_messages(args):
-            outcome = running.run(args)
+            running.join_others(args)
+            with _one_line_messages(args):
+                outcome = running.run(args)
     except (Interrupted, KeyboardInterrupt) as end:
         code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
         return _report_error(args, code, str(end) or "Interrupted.", status="interrupted", run=run)
@@ -90,7 +94,7 @@ def _run(arguments: Sequence[str]) -> int:
         outcome.show(Console())
     if outcome.problem:
         sys.stderr.write(f"jax-trainer: {tame(_without_secrets(args, outcome.problem))}\n")
-    return FAILED if outcome.problem else DONE
+    return FAILED if outcome.problem else outcome.code
 
 
 def _check_readable(args: argparse.Namespace) -> None:

@@ -35,8 +35,12 @@ def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command: data for `--json`, a function that prints it, and a problem that fails the command."""
+    """The result of a command: data for `--json`, a function that prints it, and a problem that fails the command.
+
+    `code` is the exit code without a problem.
+    """
 
     data: dict[str, Any]
     show: Callable[[Console], None]
     problem: str = ""
+    code: int = 0

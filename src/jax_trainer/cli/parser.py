@@ -30,6 +30,9 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
+  jax-trainer runs --sort val/acc                                  list all runs, the best first
+  jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
+                                                                   compare two runs
   jax-trainer describe                                             list all classes
   jax-trainer describe AdamW                                       show the keys of a class
 """
@@ -64,6 +67,17 @@ Without --verify only names and sizes are checked; with it, every byte is compar
     "time": """\
 Show where the time of a run went, over all of its starts: seconds per phase, what was repeated after a failure, and
 what to change.""",
+    "runs": """\
+List the runs below a folder: status, age, duration, steps, and the best and last values of what they monitor.
+
+A column is run, status, age, duration, epoch, step, created, starts, host, commit, parameters, reason, a metric
+(val/acc: its best value; last:val/acc, min:val/acc, max:val/acc), or a key of the configuration (model.class_name).
+A run is killed if it has no end and no process holds its lock. What was read is cached in a hidden file there.""",
+    "diff": """\
+Compare two runs: configuration, code, packages, machine, data, the first row of metrics that differs, and last values.
+
+The exit code is that of `diff`: 0 if configuration and metrics are equal, 1 if they differ, 2 if a run cannot be read.
+Measured times are not compared; differences of code, packages, machine and data do not change the exit code.""",
     "describe": """\
 Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
 
@@ -106,11 +120,12 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"jax-trainer {version()}")
     subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, help: str) -> argparse.ArgumentParser:
+    def command(name: str, help: str, *, imports: bool = True) -> argparse.ArgumentParser:
         one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=_EXIT_CODES)
         one.set_defaults(command=name, error=one.error, secrets=set())
-        one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                         help="import a module or .py file that registers your own classes; repeatable")  # fmt: skip
+        if imports:
+            text = "import a module or .py file that registers your own classes; repeatable"
+            one.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=text)
         one.add_argument("-q", "--quiet", action="store_true", help="print errors only")
         one.add_argument("--json", action="store_true", help="print the result as one JSON object")
         return one
@@ -121,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
     resume = command("resume", "resume a run from a checkpoint")
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
     time = command("time", "show where the time of a run went, and what to change")
+    runs = command("runs", "list the runs below a folder, with status and metrics", imports=False)
+    diff = command("diff", "compare two runs", imports=False)
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
     launch = command("launch", "train in several processes on this machine")
@@ -141,6 +158,9 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     _add_check(check)
+    _add_runs(runs)
+    for name in ("a", "b"):
+        diff.add_argument(name, metavar=name.upper(), help="run folder")
     _add_tune(tune)
     _add_launch(launch)
     for one in (train, resume, test):
@@ -206,6 +226,27 @@ def _heartbeat(text: str) -> float:
         if 2 <= float(text) <= 86400:
             return float(text)
     raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
+
+
+def _add_runs(one: argparse.ArgumentParser) -> None:
+    one.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="folder of runs (default: runs)")
+    one.add_argument("--sort", metavar="COLUMN",
+                     help="sort by a column: metrics best first, others ascending; -COLUMN reverses it (write "
+                     "--sort=-COLUMN; default: the newest first)")  # fmt: skip
+    one.add_argument("--where", action="append", default=[], metavar="CONDITION",
+                     help="only runs that meet a condition, such as model.class_name=CNN, status!=failed or "
+                     "'val/acc>0.9'; * and ? are wildcards; repeatable")  # fmt: skip
+    one.add_argument("--columns", metavar="A,B,…", help="columns, separated by commas; +A,B adds to the usual ones")
+    one.add_argument("--csv", action="store_true", help="print comma-separated values")
+    one.add_argument("--watch", nargs="?", type=_interval, const=2.0, metavar="SECONDS",
+                     help="show the table again every few seconds, until Ctrl-C (default: 2)")  # fmt: skip
+
+
+def _interval(text: str) -> float:
+    with suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, from 0.1 to 86400, found {text[:40]!r}.")
 
 
 def _add_launch(one: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ notified, what ends it, and how it closes.
 A style translates its arguments into a `RunSpec`, and reads the `Run` when it has ended.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -38,6 +39,7 @@ from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
 from jax_trainer.runs.interrupted import before_first_step, with_result
 from jax_trainer.runs.nonfinite import FiniteEvaluations, recover
+from jax_trainer.runs.provenance import Provenance
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
 from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
@@ -52,6 +54,7 @@ class Run:
         evaluated: step and metrics of the last evaluation.
         writes: whether this process writes files and logs, and shows progress.
         history: all metrics so far, and how the run ended.
+        step: the step of the last event, once the run has ended.
         is_training: whether the loop owns the state.
         is_resumed: whether it continues an earlier run.
         has_started: whether it has emitted an event.
@@ -77,9 +80,11 @@ class Run:
         records = target is not None and spec.recording is not None and self.writes
         self._times = TimeRecord(target.folder.path / TIMES if target and records else None, open_ledger())
         self.is_training = self.is_resumed = False
+        self.step = 0
         self.tested: Weights | None = None
         self.logger: Logger | None = None
         self.best_in_memory: BestInMemory | None = None
+        self.provenance = None if target is None or spec.recording is None else Provenance(target)
         self.has_started = self._is_testing = False
         self._driver: Driver | None = None
         self._events: Iterator[Event] = iter(())
@@ -144,6 +149,9 @@ class Run:
         if found is not None:
             self.state, self.at = found
         self.is_resumed = found is not None
+        if self.provenance is not None:
+            self.step = step_of(self.state)
+            self.provenance.start(spec, self.state, self.step)
         spec.on_open(self)
 
     def _initial(self) -> TrainState:
@@ -169,6 +177,7 @@ class Run:
             try:
                 yield driver
             finally:
+                self.step = driver.event.step
                 self._driver, self.is_training = None, False
 
     @contextmanager
@@ -190,6 +199,13 @@ class Run:
         if self.history.status in ("completed", "stopped"):
             best = {} if self.kept_best is None else self.kept_best.best.logged
             self.logger.log_hparams(self.spec.recording.hparams, {**self.history.final(), **best})
+        if self.provenance is not None:
+            error, status = sys.exception(), self.history.status
+            if isinstance(error, KeyboardInterrupt) and not self.has_started:
+                status = "interrupted"
+            # only its type: the message of an error of user code may contain secrets
+            reason = type(error).__name__ if error is not None and status == "failed" else self.history.reason
+            self.provenance.end(status, reason, self.step)
         self.logger.close(self.history.status)
 
     # what the loop runs

@@ -1,0 +1,205 @@
+"""The commands `runs` and `diff`: list and compare run folders. They import no JAX."""
+
+import argparse
+import csv
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from jax_trainer.cli.outcomes import Outcome, WrongInput
+from jax_trainer.config import redact
+from jax_trainer.output import safe_console, tame
+from jax_trainer.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
+from jax_trainer.reports.diff import SIDES, RunDiff, compare_runs
+from jax_trainer.reports.index import RunSummary, find_runs
+
+DIFFERENT = 1  # exit code of `diff`, as of the command of that name
+_COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
+_COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_MAX_CELL, _MAX_NAME = 200, 40  # characters; a longer name of a run may be folded
+_MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
+
+
+def runs(args: argparse.Namespace) -> Outcome:
+    """List the runs below a folder: status, age, duration, best and last metrics."""
+    if (args.watch is not None) + args.csv + args.json > 1:
+        args.error("--watch, --csv and --json exclude each other.")
+    if args.watch is not None:
+        _watch(args)
+        return Outcome({}, lambda console: None)
+    found, columns = _select(args)
+    rows = [{column: value_of(run, column) for column in columns} for run in found]
+    data = {"status": "completed", "folder": args.folder, "columns": columns, "runs": rows}
+    if args.csv:
+        return Outcome(data, lambda console: _write_csv(columns, rows))
+    return Outcome(redact(data), lambda console: _show_runs(console, args.folder, columns, rows))
+
+
+def _select(args: argparse.Namespace) -> tuple[list[RunSummary], list[str]]:
+    """The runs and the columns that the arguments select."""
+    folder = Path(args.folder.replace("\0", "?"))
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
+    everything = find_runs(folder)
+    try:
+        found = ordered(where(everything, args.where), args.sort)
+        names = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
+        check_columns(everything, names)
+    except ColumnError as error:
+        raise WrongInput(str(error)) from None
+    if names and not args.columns.startswith("+"):
+        return found, names
+    more = [*names, *([args.sort.removeprefix("-")] if args.sort else [])]
+    return found, list(dict.fromkeys((*default_columns(found), *more)))
+
+
+def _watch(args: argparse.Namespace) -> None:
+    """Shows the table again and again, until Ctrl-C."""
+    console = safe_console(stderr=False)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            found, columns = _select(args)
+            rows = [{column: value_of(run, column) for column in columns} for run in found]
+            live.update(_table(console, columns, rows), refresh=True)
+            time.sleep(args.watch)
+
+
+def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        _line(console, f"No runs in {tame(folder)}.")
+    elif len(rows) <= _MAX_FOLDED:
+        console.print(_table(console, columns, rows))
+    else:
+        cells = [[_title(name, columns) for name in columns]]
+        cells += [[_text(name, value) for name, value in row.items()] for row in rows]
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(map(set_cell_size, line, widths)).rstrip() for line in cells)
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        is_number = any(isinstance(row[name], int | float) for row in rows)
+        is_short = (
+            is_number
+            or name == "status"
+            or (name == "run" and max((len(row[name]) for row in rows), default=0) <= _MAX_NAME)
+        )
+        title = Text(_title(name, columns).replace(" ", "\n", 1))
+        table.add_column(title, overflow="fold", justify="right" if is_number else "left", no_wrap=is_short)
+    for row in rows:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        table.padding = (0, 1, 0, 0)
+    return table
+
+
+def _title(name: str, columns: Sequence[str]) -> str:
+    return tame(f"best {name}" if f"last:{name}" in columns else name.replace(":", " ", 1))
+
+
+def _cell(column: str, value: Any) -> Text:
+    return Text(_text(column, value), _COLOURS.get(value, "") if column == "status" else "")
+
+
+def _text(column: str, value: Any) -> str:
+    """A value for people, on one line and without control characters."""
+    if value is None:
+        return ""
+    if column == "age":
+        return _rough(value)
+    if column == "duration":
+        return (
+            f"{value:.1f} s" if value < 60 else f"{int(value) // 3600}:{int(value) // 60 % 60:02}:{int(value) % 60:02}"
+        )
+    if column == "commit":
+        return tame(str(value))[:10]
+    text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    return tame(text.replace("\n", "\\n"))[:_MAX_CELL]
+
+
+def _rough(seconds: float) -> str:
+    size, unit = next((pair for pair in _UNITS if seconds >= pair[0]), _UNITS[-1])
+    return f"{int(seconds / size)} {unit}"
+
+
+def _write_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([tame(name) for name in columns])
+    for row in rows:
+        writer.writerow([tame(value) if isinstance(value, str) else value for value in row.values()])
+    sys.stdout.write(out.getvalue())
+
+
+def diff(args: argparse.Namespace) -> Outcome:
+    """Compare two runs: configuration, code, packages, machine, data and metrics."""
+    paths = [Path(folder.replace("\0", "?")).absolute() for folder in (args.a, args.b)]
+    try:
+        found = compare_runs(*paths)
+    except ValueError as error:
+        raise WrongInput(str(error)) from None
+    data = redact({"status": "completed", "a": str(paths[0]), "b": str(paths[1]), **found.data()})
+    return Outcome(data, lambda console: _show_diff(console, data, found), code=0 if found.is_equal else DIFFERENT)
+
+
+def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> None:
+    for side in SIDES:
+        _line(console, f"{side}: {tame(data[side])}")
+    for title, differing in (("configuration", found.config), *found.record.items()):
+        if differing:
+            _show_sides(console, title, differing)
+    if found.first_row is not None:
+        row = found.first_row
+        at = " and ".join(f"{name} {_both(row[name])}" for name in ("step", "epoch") if row[name])
+        _show_sides(console, f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
+        changed = {name: values for name, values in found.last.items() if values.get("difference") != 0}
+        _show_sides(console, "last values", changed)
+    parts = {"configuration": bool(found.config), "metrics": found.first_row is not None}
+    equal = [name for name, differs in parts.items() if not differs]
+    if equal:
+        _line(console, f"Equal: {' and '.join(equal)}.")
+
+
+def _both(values: Mapping[str, Any]) -> str:
+    return " / ".join(_text("", value) for value in dict.fromkeys(values.values()))
+
+
+def _show_sides(console: Console, title: str, differing: Mapping[str, Mapping[str, Any]]) -> None:
+    has_numbers = any("difference" in values for values in differing.values())
+    names = (*SIDES, "difference") if has_numbers else SIDES
+    table = Table(Column("", overflow="fold"), *(Column(name, overflow="fold") for name in names), box=None)
+    for name, values in differing.items():
+        table.add_row(Text(_text("", name)), *(Text(_shown(values, side)) for side in names))
+    console.print(Text(f"\n{title}", "bold"))
+    console.print(table)
+
+
+def _shown(values: Mapping[str, Any], side: str) -> str:
+    if side not in values:
+        return "" if side == "difference" else "–"
+    value = values[side]
+    if side == "difference":
+        return f"{value:+.6g}"
+    return repr(value) if isinstance(value, float) else _text("", value) if value is not None else "null"
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {"runs": runs, "diff": diff}

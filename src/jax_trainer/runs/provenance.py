@@ -1,0 +1,310 @@
+"""`run.json`: where a run comes from (command, code, packages, machine, data), and how each of its starts ended.
+
+It describes the latest start; an entry of `starts` has what changed since the one before. The file is written when a
+start begins and when it ends: one that is still `running` in a folder that nobody has locked was killed. It has no
+environment variables, and no secrets.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+
+from jax_trainer.checkpoint.files import read_json, write_atomically
+from jax_trainer.checkpoint.folder import CONFIG, RECORD, RunFolder
+from jax_trainer.core import TrainState, leaf_path
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets.order import Ordered
+from jax_trainer.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text, secret_values
+from jax_trainer.runs.spec import RunSpec
+from jax_trainer.runs.target import RunTarget
+
+FORMAT = 1
+GIT = "JAX_TRAINER_GIT"  # "off": run.json has no git commit
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "jax-trainer")
+_GIT_SECONDS = 2.0
+_DIGEST_BYTES = 1 << 19  # of a data set; a larger one is sampled, so that a start takes no longer
+_MAPPED_ROWS = 64  # sampled from arrays that may be on disk
+_MAX_BYTES = 1 << 24
+_MAX_WORDS, _MAX_WORD = 200, 1000  # of a command line
+_log = logging.getLogger("jax_trainer")
+
+
+class Provenance:
+    """Writes `run.json` of a run folder; in a process that does not write, it does nothing."""
+
+    def __init__(self, target: RunTarget) -> None:
+        self._target = target
+        self._record: dict[str, Any] | None = None
+
+    def start(self, spec: RunSpec, state: TrainState, step: int) -> None:
+        """Records that the run starts, or resumes, at `step`."""
+        if not self._target.writes or spec.recording is None:
+            return
+        recording, folder, source = spec.recording, self._target.folder, self._target.resumes
+        now: dict[str, Any] = {
+            "command": command_line(),
+            "config": {"digest": _sha256(recording.files.get(CONFIG, "").encode())},
+            "seeds": {name: value for name, value in recording.hparams.items() if _is_seed(name)},
+            "parameters": _parameters(state),
+            "data": {name: _data_facts(data) for name, data in _data_sets(spec)},
+            **_environment(state),
+        }
+        before = _read(folder)
+        created = {"format": FORMAT, "created": _now(), "parent": None, "starts": []}
+        if self._target.is_fork and source is not None:
+            created["parent"] = redact({"run": str(source.path), "step": step})
+        changed = _changes(before, now) if before else {}
+        entry = {"start": _now(), "end": None, "status": "running", "reason": "", "from_step": step, "step": step}
+        kept = {name: before[name] for name in created if name in before} if before else created
+        self._record = {**kept, **now, "starts": [*kept["starts"], {**entry, "pid": os.getpid(), "changed": changed}]}
+        self._write()
+
+    def end(self, status: str, reason: str, step: int, **summary: Any) -> None:
+        """Records how the start ended; `summary` is added to its entry."""
+        if self._record is not None:
+            reason = redact_text(reason, environment_secrets())[:_MAX_WORD]
+            self._record["starts"][-1] |= {"end": _now(), "status": status, "reason": reason, "step": step, **summary}
+            self._write()
+
+    def _write(self) -> None:
+        file = self._target.folder.path / RECORD
+        try:
+            # without waiting for the disk: a power failure may cost this file, and nothing else reads it
+            write_atomically(file, json.dumps(self._record, indent=1) + "\n", sync=False)
+        except OSError as error:
+            _log.warning("%s cannot be written (%s). Training is not affected.", file, error.strerror)
+
+
+def _read(folder: RunFolder) -> dict[str, Any] | None:
+    """The record of earlier starts; None if there is none. A damaged one is replaced, with a warning."""
+    file = folder.path / RECORD
+    if not os.path.lexists(file):
+        return None
+    try:
+        record = read_json(file, _MAX_BYTES)
+        if not isinstance(record.get("starts"), list) or not all(isinstance(one, dict) for one in record["starts"]):
+            raise ValueError(f"{file} has no list of starts")
+    except ValueError as error:
+        _log.warning("%s is damaged: the record of earlier starts is lost. Training is not affected. %s", file, error)
+        return None
+    return record
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs from the start before, by dotted key: [before, now]."""
+    old, new = dict(_flat({name: before.get(name) for name in now})), dict(_flat(now))
+    names = [*new, *(name for name in old if name not in new)]
+    return {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# the command line
+
+
+def command_line(words: Sequence[str] | None = None) -> list[str]:
+    """The command line of this process, or `words`, without secrets: values of secret options, keys and variables.
+
+    >>> command_line(["train.py", "--api-key", "hunter2", "logger.token=hunter2", "note=hunter2", "lr=0.1"])
+    ['train.py', '--api-key', '<hidden>', 'logger.token=<hidden>', 'note=<hidden>', 'lr=0.1']
+    """
+    words = list(sys.argv if words is None else words)[:_MAX_WORDS]
+    if words and Path(words[0]).name == "__main__.py" and Path(words[0]).parent.name == "jax_trainer":
+        words[0] = "jax-trainer"
+    shown, known, hides_next = [], set(environment_secrets()), False
+    for word in words:
+        name, has_value, value = word.partition("=")
+        key = name.lstrip("-")
+        if hides_next and not word.startswith("-"):
+            known |= secret_values(word, "secret")
+            word = HIDDEN
+        elif has_value and (parsed := _parsed(value)) != (hidden := redact(parsed, key)):
+            known |= secret_values(parsed, key)
+            word = f"{name}={hidden if isinstance(hidden, str) else json.dumps(hidden)}"
+        hides_next = name.startswith("-") and not has_value and is_secret(key)
+        shown.append(word)
+    return [redact_text(word, known)[:_MAX_WORD] for word in shown]
+
+
+def _parsed(value: str) -> Any:
+    """The value of an override: `dataset={url: …, token: …}` may have secrets inside."""
+    if value[:1] not in ("{", "["):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return value
+
+
+# code and machine
+
+
+def _environment(state: TrainState) -> dict[str, Any]:
+    return {
+        "git": _git(),
+        "packages": {name: found for name in PACKAGES if (found := _installed(name))},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "devices": _devices(state),
+        "processes": jax.process_count(),
+    }
+
+
+@cache
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices(state: TrainState) -> list[dict[str, Any]]:
+    """The devices that hold the state, by kind."""
+    kinds: dict[tuple[str, str], list[Any]] = {}
+    for device in sorted(state.step.sharding.device_set, key=lambda one: one.id):
+        kinds.setdefault((device.platform, device.device_kind), []).append(device)
+    return [
+        {
+            "platform": platform,
+            "kind": kind,
+            "count": len(devices),
+            "memory": _memory(devices),
+            "driver": " ".join(devices[0].client.platform_version.split())[:200],
+        }
+        for (platform, kind), devices in kinds.items()
+    ]
+
+
+def _memory(devices: Sequence[Any]) -> int | None:
+    """Bytes of memory of each device; None where JAX does not tell."""
+    local = next((one for one in devices if one.process_index == jax.process_index()), None)
+    return None if local is None else (local.memory_stats() or {}).get("bytes_limit")
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit around the user's script or working directory, and a digest of what is not committed.
+
+    None without git, a repository or a commit. `dirty` is "" for a clean tree, and None if that took too long.
+    """
+    if os.environ.get(GIT, "").lower() in ("0", "off", "false"):
+        return None
+    deadline = time.monotonic() + _GIT_SECONDS
+    folder = _code_folder()
+    found = _run_git(folder, deadline, "rev-parse", "--show-toplevel", "HEAD")
+    if found is None:
+        return None
+    root, commit = os.fsdecode(found).split("\n")[:2]
+    where = Path(root)
+    diff = _run_git(where, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "HEAD")
+    new = _run_git(where, deadline, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py")
+    if diff is None or new is None:
+        return {"commit": commit, "dirty": None}
+    for name in sorted(filter(None, new.split(b"\0"))):
+        file = where / os.fsdecode(name)
+        if file.is_file() and not file.is_symlink() and time.monotonic() < deadline:
+            diff += b"\0" + name + b"\0" + file.read_bytes()
+    return {"commit": commit, "dirty": _sha256(diff) if diff else ""}
+
+
+def _code_folder() -> Path:
+    """The folder of the user's script; the working directory for `jax-trainer`, other tools, and notebooks."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return Path.cwd()
+    file = Path(script).resolve()
+    tools = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), Path(__file__).resolve().parents[1]]
+    is_tool = not file.is_file() or any(file.is_relative_to(folder) for folder in tools)
+    return Path.cwd() if is_tool else file.parent
+
+
+def _run_git(folder: Path, deadline: float, *words: str) -> bytes | None:
+    """What git prints; None if it is not installed, fails, or is not done in time."""
+    options = ("-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    command = ["git", *options, *words]
+    left = max(deadline - time.monotonic(), 0.01)
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=left, check=True, **quiet)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+# the model and the data
+
+
+def _parameters(state: TrainState) -> dict[str, int]:
+    leaves = [leaf for leaf in jax.tree.leaves(state.params) if hasattr(leaf, "nbytes")]
+    return {"count": sum(leaf.size for leaf in leaves), "bytes": sum(leaf.nbytes for leaf in leaves)}
+
+
+def _data_sets(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    yield "train", spec.data.train
+    yield from spec.data.evals.items()
+    yield from spec.tests.items()
+
+
+def _data_facts(data: Any) -> dict[str, Any]:
+    """The kind of a data set, and its length, order and digest where it can tell them."""
+    facts: dict[str, Any] = {"kind": type(data).__name__}
+    if isinstance(data, Ordered):
+        order = data.schedule
+        facts |= {"examples": order.examples, "batch_size": order.batch_size}
+        facts |= {"shuffle": order.shuffle, "seed": order.seed if order.shuffle else None}
+    if isinstance(data, ArrayLoader):
+        facts |= _array_digest(data)
+    elif isinstance(own := getattr(data, "digest", None), str):
+        facts["digest"] = own[:_MAX_WORD]
+    return facts
+
+
+def _array_digest(loader: ArrayLoader) -> dict[str, Any]:
+    """A digest of names, types, shapes and values; `sampled`: of evenly spaced examples."""
+    found = hashlib.sha256()
+    named = [(leaf_path(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(loader.arrays)]
+    if any(leaf.dtype.hasobject for _, leaf in named):
+        return {"digest": None}
+    total = sum(leaf.nbytes for _, leaf in named)
+    rows = loader.examples
+    if total > _DIGEST_BYTES:
+        rows = max(1, rows * _DIGEST_BYTES // total) if loader.in_memory else min(rows, _MAPPED_ROWS)
+    chosen = np.linspace(0, max(loader.examples - 1, 0), rows).astype(np.int64)
+    for name, leaf in named:
+        values = leaf if rows == loader.examples else leaf[chosen]
+        found.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode() + np.ascontiguousarray(values).tobytes())
+    return {"digest": found.hexdigest(), "sampled": rows < loader.examples}
+
+
+def _is_seed(name: str) -> bool:
+    return "seed" in name.rpartition(".")[2].split("_")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
