@@ -33,6 +33,7 @@ MAY_IMPORT = {
         *("checkpoint", "callbacks", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
+    "reports": {"checkpoint", "output", "redaction", "settings"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "runs", "config", "generative", "output", "registration"),
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     },
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "suggestions"),
+        *("checkpoint", "multihost", "reports", "runs", "output", "redaction", "registration", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }

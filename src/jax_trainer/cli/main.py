@@ -22,6 +22,7 @@ from rich.console import Console
 
 from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
 from jax_trainer.cli.parser import parsed, parser
+from jax_trainer.cli.reporting import LIGHT_COMMANDS
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
@@ -59,12 +60,15 @@ def _run(arguments: Sequence[str]) -> int:
     args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
         args = parsed(arguments)
-        _check_readable(args)
-        from jax_trainer.cli import running  # imports JAX
+        if args.command in LIGHT_COMMANDS:
+            outcome = LIGHT_COMMANDS[args.command](args)
+        else:
+            _check_readable(args)
+            from jax_trainer.cli import running  # imports JAX
 
-        running.join_others(args)
-        with _one_line_messages(args):
-            outcome = running.run(args)
+            running.join_others(args)
+            with _one_line_messages(args):
+                outcome = running.run(args)
     except (Interrupted, KeyboardInterrupt) as end:
         code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
         return _report_error(args, code, str(end) or "Interrupted.", status="interrupted", run=run)

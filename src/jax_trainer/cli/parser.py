@@ -25,6 +25,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
+  jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
@@ -58,6 +59,10 @@ Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to tr
 List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
 Without --verify only names and sizes are checked; with it, every byte is compared with its digest.""",
+    "report": """\
+Write one HTML page about one or several runs: curves, results, configuration and what differs, time, checkpoints.
+
+The page is one file and needs no network. Curves can be zoomed and smoothed; tables work without JavaScript.""",
     "describe": """\
 Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
 
@@ -114,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     test = command("test", "evaluate a checkpoint of a run on the test set")
     resume = command("resume", "resume a run from a checkpoint")
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
+    report = command("report", "show one or several runs as one HTML page")
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
     launch = command("launch", "train in several processes on this machine")
@@ -132,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
+    report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
+                        help="the file to write (default: report.html); an existing one is replaced")  # fmt: skip
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     _add_tune(tune)
     _add_launch(launch)

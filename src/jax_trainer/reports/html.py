@@ -1,0 +1,544 @@
+"""`report`: one or several runs as one HTML page that needs no other file and no network.
+
+Everything from a run folder is shown as text: it is escaped, control characters are spelled out, and the page's content
+security policy allows only its own script and style, by their digests.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.checkpoint.ranking import Direction, best_mode, is_better
+from jax_trainer.output import tame
+from jax_trainer.reports.curves import Chart, as_data, charts_of, drawing, epoch_points, points_between, short
+from jax_trainer.reports.record import RunRecord, Start, flattened, names_of, read_run
+from jax_trainer.settings import SettingsError
+
+_MEDIA_BYTES = 700_000  # of all images together: a page stays small enough for a mail
+_LARGEST_IMAGE = 300_000
+_MAX_IMAGES = 3  # of one name: the latest, and two before
+_MAX_CELLS = 30  # classes of a confusion matrix with numbers in its cells
+_MAX_CONFIG_VALUE = 300  # characters
+_MAX_ENVIRONMENT = 200  # rows
+_COLOURS = 8
+_PNG = b"\x89PNG\r\n\x1a\n"
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page about some runs. In a notebook it is shown in place.
+
+    Attributes:
+        html: the page.
+        data: what its curves show.
+        notes: what could not be read or is not shown.
+    """
+
+    html: str
+    data: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+    def save(self, file: str | Path) -> Path:
+        """Writes the page to an `.html` file."""
+        path = Path(file)
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"A report is an HTML file: its name must end in .html, got {str(path)!r}.")
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        frame = 'width="100%" height="800" frameborder="0" sandbox="allow-scripts"'
+        return f'<iframe {frame} srcdoc="{escape(self.html)}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Report({', '.join(run['name'] for run in self.data['runs'])}; {len(self.html):,} characters)"
+
+
+def report(*folders: str | Path, created: datetime | None = None) -> Report:
+    """A page about the runs in `folders`.
+
+    Args:
+        folders: run folders; one that is named twice is shown once.
+        created: the time in the heading; default: now.
+    """
+    paths = list(dict.fromkeys(Path(folder).absolute() for folder in folders))
+    if not paths:
+        raise ValueError("A report needs at least one run folder.")
+    return page_of([read_run(path) for path in paths], created or datetime.now(UTC))
+
+
+def page_of(runs: Sequence[RunRecord], created: datetime) -> Report:
+    """The page about these runs."""
+    names = [tame(name) for name in names_of([run.path for run in runs])]
+    charts = charts_of(runs)
+    page = _Page(runs, names, charts)
+    data = {
+        "runs": [
+            {
+                "name": name,
+                "colour": index % _COLOURS,
+                "batch_size": run.batch_size,
+                "epochs": points_between(epoch_points(run.epochs)),
+                "seconds": [(step, round(seconds, 3)) for step, seconds in points_between(run.seconds)],
+            }
+            for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        ],
+        "charts": as_data(charts),
+    }
+    html = _document(names, page.sections(), data, created)
+    return Report(html, data, [f"{name}: {tame(note)}" for run, name in page.named for note in run.notes])
+
+
+def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: Any, created: datetime) -> str:
+    style, script = _asset("vendor/uPlot.min.css") + _asset("page.css"), _script()
+    rules = [
+        "default-src 'none'",
+        f"style-src {_digest(style)}",
+        f"script-src {_digest(script)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{_text(title)} · training report</title>",
+        f"<style>{style}</style></head><body>",
+        f"<header><h1>{_text(title)}</h1>",
+        f"<p>Training report, {created:%Y-%m-%d %H:%M} UTC, JAX-Trainer {_text(_version())}</p><nav>",
+        *(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections),
+        "</nav></header><main>",
+        *(f'<section id="{_anchor(heading)}"><h2>{heading}</h2>{body}</section>' for heading, body in sections),
+        "</main>",
+        f'<script type="application/json" id="data">{_json(data)}</script>',
+        f"<script>{script}</script>",
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+class _Page:
+    """The sections of a page."""
+
+    def __init__(self, runs: Sequence[RunRecord], names: Sequence[str], charts: Sequence[Chart]) -> None:
+        self.runs, self.names, self.charts = runs, names, charts
+        self.named = list(zip(runs, names, strict=True))
+        self._media_left = _MEDIA_BYTES
+
+    def sections(self) -> list[tuple[str, str]]:
+        """Headings and their content, without empty ones."""
+        found = {
+            "Overview": self._overview(),
+            "Curves": self._curves(),
+            "Results": self._results(),
+            "Differences": self._differences(),
+            "Confusion matrix": self._per_run(_matrices),
+            "Samples": self._per_run(self._samples),
+            "Histograms": self._per_run(_histograms),
+            "Time": self._times(),
+            "Checkpoints": self._per_run(_checkpoints),
+            "Notices": self._per_run(_notices),
+            "Configuration": self._per_run(_configuration, is_folded=True),
+            "Environment": self._per_run(_environment, is_folded=True),
+        }
+        return [(heading, body) for heading, body in found.items() if body]
+
+    def _per_run(self, content: Any, *, is_folded: bool = False) -> str:
+        """The content about each run that has some, below its name."""
+        bodies = [(index, body) for index, run in enumerate(self.runs) if (body := content(run))]
+        parts = []
+        for index, body in bodies:
+            name = self._name(index) if len(self.runs) > 1 else "Show" if is_folded else ""
+            if is_folded:
+                parts.append(f"<details><summary>{name}</summary>{body}</details>")
+            else:
+                parts.append((f"<h3>{name}</h3>" if name else "") + body)
+        return "".join(parts)
+
+    def _name(self, index: int) -> str:
+        mark = f'<i class="mark c{index % _COLOURS}"></i>' if len(self.runs) > 1 else ""
+        return f"{mark}{_text(self.names[index])}"
+
+    def _overview(self) -> str:
+        heads = ["run", "status", "best", "steps", "epochs", "time", "parameters", "model", "optimizer", "data"]
+        rows = []
+        for index, run in enumerate(self.runs):
+            best = run.best
+            at = "" if best is None else f"{best.metric} {short(best.value)} at step {best.step:,}"
+            size = run.curves.get("param/num_model_params")
+            classes = (run.config.get(f"{part}.class_name", "") for part in ("optimizer", "dataset"))
+            rows.append(
+                [
+                    self._name(index),
+                    f'<span class="status {_status_class(run.status)}">{_text(run.status)}</span>',
+                    _text(at),
+                    f"{run.last_step:,}",
+                    f"{run.epochs[-1][1]:,}" if run.epochs else "",
+                    duration(run.wall),
+                    f"{size.values[-1]:,.0f}" if size else "",
+                    _text(run.config.get("model.class_name", run.config.get("model", ""))),
+                    *map(_text, classes),
+                ]
+            )
+        notes = [f"{name}: {note}" for run, name in self.named for note in run.notes]
+        return _table(heads, rows) + "".join(f'<p class="note">{_text(note)}</p>' for note in notes)
+
+    def _curves(self) -> str:
+        parts = [_TOOLBAR, "<noscript><p class='note'>Without JavaScript, curves are static.</p></noscript>"]
+        groups: dict[str, list[int]] = {}
+        for index, chart in enumerate(self.charts):
+            groups.setdefault(chart.group, []).append(index)
+        for group, members in groups.items():
+            boxes = "".join(self._chart(index) for index in members)
+            grid = f'<div class="charts">{boxes}</div>'
+            is_open = " open" if not groups.get("") else ""
+            folded = f"<details{is_open}><summary>{_text(group)} ({len(members)})</summary>{grid}</details>"
+            parts.append(folded if group else grid)
+        cut = [line for chart in self.charts for line in chart.lines if line.logged > len(line.steps)]
+        if cut:
+            shown, logged = max((len(line.steps), line.logged) for line in cut)
+            parts.append(
+                f'<p class="note">{len(cut)} curves have more points than a screen shows. They are drawn with the '
+                f"minimum and the maximum of each range of steps, up to {shown:,} of {logged:,} points.</p>"
+            )
+        return "".join(parts) if self.charts else ""
+
+    def _chart(self, index: int) -> str:
+        chart, legend = self.charts[index], []
+        for line in chart.lines:
+            style = f"c{line.colour}{' dash' * line.is_dashed}{' thin' * line.is_thin}"
+            label = _text(f"{self.names[line.run]} · {line.label}" if len(self.runs) > 1 else line.label)
+            broken = f" ({line.nonfinite} not finite)" if line.nonfinite else ""
+            last = next((value for value in reversed(line.values) if value is not None), math.nan)
+            key = f'<svg class="key" viewBox="0 0 24 8"><path class="line {style}" d="M0 4H24"/></svg>'
+            button = f'<button type="button">{key}<span>{label}{broken}</span></button>'
+            legend.append(f"<li>{button}<output>{short(last)}</output></li>")
+        return (
+            f'<figure class="chart" data-chart="{index}"><figcaption>{_text(chart.title)}</figcaption>'
+            f'<div class="plot">{drawing(chart)}</div><ul class="legend">{"".join(legend)}</ul></figure>'
+        )
+
+    def _results(self) -> str:
+        """The last value of every metric of an evaluation; bold: the best of several runs."""
+        found: dict[str, dict[int, float]] = {}
+        for index, run in enumerate(self.runs):
+            for metrics in run.evaluations.values():
+                for name, value in metrics.items():
+                    if name not in ("step", "epoch"):
+                        found.setdefault(name, {})[index] = value
+            for name, curve in run.curves.items():
+                if name.startswith("train/") and not name.endswith("_step"):
+                    found.setdefault(name, {})[index] = curve.values[-1]
+        rows = []
+        for name, values in found.items():
+            winner = _winner(name, values) if len(values) > 1 else None
+            cells = [short(values[index]) if index in values else "" for index in range(len(self.runs))]
+            rows.append([_text(name), *(f"<b>{cell}</b>" if i == winner else cell for i, cell in enumerate(cells))])
+        return _table(["last value", *map(self._name, range(len(self.runs)))], rows, "numbers") if rows else ""
+
+    def _differences(self) -> str:
+        """The configuration keys that differ between the runs."""
+        if len(self.runs) < 2:
+            return ""
+        keys = dict.fromkeys(key for run in self.runs for key in run.config)
+        missing = object()
+        differing = [key for key in keys if len({repr(run.config.get(key, missing)) for run in self.runs}) > 1]
+        if not differing:
+            return "<p>The configurations are the same.</p>"
+        rows = [
+            [_text(key), *(_value(run.config[key]) if key in run.config else "–" for run in self.runs)]
+            for key in differing
+        ]
+        return _table(["key", *map(self._name, range(len(self.runs)))], rows)
+
+    def _samples(self, run: RunRecord) -> str:
+        """The latest images and texts; a figure of a confusion matrix that is shown as numbers is left out."""
+        parts, left_out = [], 0
+        shown_sets = {name.rpartition("/")[0] for name in run.matrices}
+        for name, images in run.media.items():
+            where, _, kind = name.rpartition("/")
+            if kind == "confusion_matrix" and where in shown_sets:
+                continue
+            for step, file in images[-_MAX_IMAGES:]:
+                source = self._image(file)
+                left_out += source is None
+                if source is not None:
+                    caption = f"{_text(name)}, step {step:,}"
+                    parts.append(
+                        f'<figure><img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
+                    )
+        for name, (step, text) in run.texts.items():
+            caption = f"{_text(name)}, step {step:,}"
+            parts.append(f"<figure><pre>{_text(text[:4_000])}</pre><figcaption>{caption}</figcaption></figure>")
+        note = f'<p class="note">{left_out} images are left out: too large, or not PNG.</p>' if left_out else ""
+        return f'<div class="samples">{"".join(parts)}</div>{note}' if parts or note else ""
+
+    def _image(self, file: Path) -> str | None:
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST_IMAGE + 1)
+        if not content.startswith(_PNG) or len(content) > min(_LARGEST_IMAGE, self._media_left):
+            return None
+        self._media_left -= len(content)
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+    def _times(self) -> str:
+        """Where the time went: a bar per start of a run, all on one scale."""
+        starts = [(index, start) for index, run in enumerate(self.runs) for start in run.starts]
+        if not starts:
+            return ""
+        totals: dict[str, float] = {}
+        for _, start in starts:
+            for phase, seconds in start.seconds.items():
+                totals[phase] = totals.get(phase, 0.0) + seconds
+        phases = sorted(totals, key=lambda phase: -totals[phase])
+        colours = {phase: f"c{place}" if place < _COLOURS - 1 else "rest" for place, phase in enumerate(phases)}
+        longest = max(start.wall for _, start in starts) or 1.0
+        parts = []
+        for index, start in starts:
+            more = f", start {start.number}" if len(self.runs[index].starts) > 1 else ""
+            status = f", {_text(start.status)}" if start.status not in ("", "completed") else ""
+            parts.append(f"<p class='bar-name'>{self._name(index)}{more}: {duration(start.wall)}{status}</p>")
+            parts.append(_bar(start, phases, colours, longest))
+        heads = ["phase", *(f"{self._name(index)}" for index, _ in starts)]
+        rows = []
+        for phase in phases:
+            shares = [
+                f"{seconds:.2f} s <small>{seconds / max(start.wall, 1e-9):.0%}</small>"
+                if (seconds := start.seconds.get(phase, 0.0))
+                else ""
+                for _, start in starts
+            ]
+            rows.append([f'<i class="mark {colours[phase]}"></i>{_text(phase)}', *shares])
+        return "".join(parts) + _table(heads, rows, "numbers")
+
+
+_TOOLBAR = """
+<form id="toolbar" hidden>
+<label>x-axis <select name="x"><option value="step">step</option><option value="epoch">epoch</option>
+<option value="examples">examples</option><option value="seconds">seconds</option></select></label>
+<label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0"><output>0</output></label>
+<label><input name="logx" type="checkbox"> log x</label>
+<label><input name="logy" type="checkbox"> log y</label>
+<label>filter <input name="filter" type="search" placeholder="name of a metric"></label>
+<button name="reset" type="button">reset zoom</button>
+<span class="hint">drag: zoom all charts · double-click: reset · click a name: hide</span>
+</form>
+"""
+
+
+# sections about one run
+
+
+def _matrices(run: RunRecord) -> str:
+    """Rows are true classes; a cell is darker the larger its share of the row."""
+    parts = []
+    for name, (step, rows) in run.matrices.items():
+        right, total = sum(rows[k][k] for k in range(len(rows))), sum(map(sum, rows))
+        caption = f"{_text(name)}, step {step:,}: {right:,.0f} of {total:,.0f} correct"
+        caption += f" ({right / total:.2%})" if total else ""
+        parts.append(f"<figure>{_matrix_cells(rows)}<figcaption>{caption}</figcaption></figure>")
+    return f'<div class="samples">{"".join(parts)}</div>' if parts else ""
+
+
+def _matrix_cells(rows: Sequence[Sequence[float]]) -> str:
+    shades = [[round(10 * cell / max(sum(row), 1e-9)) for cell in row] for row in rows]
+    if len(rows) > _MAX_CELLS:  # too small to read
+        cells = "".join(
+            f'<rect class="h{shade}" x="{x}" y="{y}" width="1" height="1"/>'
+            for y, row in enumerate(shades)
+            for x, shade in enumerate(row)
+            if shade
+        )
+        return f'<svg class="matrix" viewBox="0 0 {len(rows)} {len(rows)}">{cells}</svg>'
+    head = "".join(f"<th>{k}</th>" for k in range(len(rows)))
+    body = "".join(
+        f"<tr><th>{k}</th>"
+        + "".join(
+            f'<td class="h{shade}">{short(cell) if cell else ""}</td>' for cell, shade in zip(row, marks, strict=True)
+        )
+        + "</tr>"
+        for k, (row, marks) in enumerate(zip(rows, shades, strict=True))
+    )
+    corner = "<th><small>true \\ predicted</small></th>"
+    return f'<table class="matrix"><thead><tr>{corner}{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _histograms(run: RunRecord) -> str:
+    parts = []
+    for name, (step, edges, counts) in run.histograms.items():
+        top = max(counts) or 1.0
+        bars = "".join(
+            f'<rect class="c0" x="{k * 300 / len(counts):.1f}" y="{80 - 80 * count / top:.1f}" '
+            f'width="{300 / len(counts):.1f}" height="{80 * count / top:.1f}"/>'
+            for k, count in enumerate(counts)
+        )
+        labels = f'<text x="0" y="94">{short(edges[0])}</text><text x="300" y="94" text-anchor="end">'
+        caption = f"{_text(name)}, step {step:,}"
+        parts.append(
+            f'<figure><svg class="static histogram" viewBox="0 0 300 98">{bars}{labels}{short(edges[-1])}</text></svg>'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    return f'<div class="samples">{"".join(parts)}</div>' if parts else ""
+
+
+def _checkpoints(run: RunRecord) -> str:
+    if not run.checkpoints:
+        return ""
+    names = (
+        [run.best.metric] if run.best else list(dict.fromkeys(n for one in run.checkpoints for n in one.metrics))[:3]
+    )
+    best = _best_checkpoint(run)
+    rows = []
+    for one in run.checkpoints:
+        kept = ["best"] * (one.step == best) + ["latest"] * (one is run.checkpoints[-1]) + [one.note] * bool(one.note)
+        values = (short(one.metrics[name]) if name in one.metrics else "" for name in names)
+        rows.append([f"{one.step:,}", f"{one.epoch:,}", *values, _bytes(one.bytes), ", ".join(kept)])
+    return _table(["step", "epoch", *map(_text, names), "size", "kept as"], rows, "numbers")
+
+
+def _best_checkpoint(run: RunRecord) -> int | None:
+    best: tuple[float, int] | None = None
+    for one in run.checkpoints:
+        value = one.metrics.get(run.best.metric) if run.best else None
+        if run.best and value is not None and is_better(value, None if best is None else best[0], run.best.mode):
+            best = value, one.step
+    return None if best is None else best[1]
+
+
+def _notices(run: RunRecord) -> str:
+    rows = [
+        [_text(one.time), f'<span class="level {one.level.lower()}">{one.level.lower()}</span>', _text(one.text)]
+        for one in run.log
+    ]
+    return _table(["time", "level", "message"], rows, "log") if rows else ""
+
+
+def _configuration(run: RunRecord) -> str:
+    rows = [[_text(key), _value(value)] for key, value in run.config.items()]
+    return _table(["key", "value"], rows) if rows else ""
+
+
+def _environment(run: RunRecord) -> str:
+    found = {f"versions.{name}": value for name, value in run.versions.items()}
+    found |= dict(islice(flattened(run.provenance), _MAX_ENVIRONMENT))
+    return _table(["key", "value"], [[_text(key), _value(value)] for key, value in found.items()]) if found else ""
+
+
+def _bar(start: Start, phases: Iterable[str], colours: Mapping[str, str], longest: float) -> str:
+    parts, at = [], 0.0
+    for phase in phases:
+        seconds = start.seconds.get(phase, 0.0)
+        width = 1000 * seconds / longest
+        title = f"<title>{_text(phase)}: {seconds:.2f} s</title>"
+        parts.append(f'<rect class="{colours[phase]}" x="{at:.2f}" width="{width:.2f}" height="24">{title}</rect>')
+        at += width
+    return f'<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none">{"".join(parts)}</svg>'
+
+
+# text
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table of HTML cells; columns without any content are left out."""
+    kept = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    head = "".join(f"<th>{heads[column]}</th>" for column in kept)
+    body = "".join(f"<tr>{''.join(f'<td>{row[column]}</td>' for column in kept)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _text(value: object) -> str:
+    """A value as HTML text: escaped, with control characters spelled out."""
+    return escape(tame(str(value)))
+
+
+def _value(value: object) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"<code>{_text(text if len(text) <= _MAX_CONFIG_VALUE else text[:_MAX_CONFIG_VALUE] + '…')}</code>"
+
+
+def _json(data: Any) -> str:
+    """JSON inside of a script element: ASCII, and without the characters that could end it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def duration(seconds: float | None) -> str:
+    """A time for a person.
+
+    >>> duration(7.25), duration(3700), duration(None)
+    ('7.2 s', '1 h 1 min', '')
+    """
+    if seconds is None:
+        return ""
+    for place, (size, unit) in enumerate(_UNITS):
+        if seconds >= size:
+            smaller, its_unit = (*_UNITS, (1, "s"))[place + 1]
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {its_unit}"
+    return f"{seconds:.1f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _winner(name: str, values: Mapping[int, float]) -> int | None:
+    """The run with the best value; None if the name of the metric does not say what is better, or all are equal."""
+    try:
+        mode: Direction = best_mode("auto", name.removesuffix("_epoch"))
+    except SettingsError:
+        return None
+    finite = {index: value for index, value in values.items() if not math.isnan(value)}
+    if len({*finite.values()}) < 2:
+        return None
+    return (min if mode == "min" else max)(finite, key=lambda index: finite[index])
+
+
+def _status_class(status: str) -> str:
+    good, bad = ("completed", "finished", "running", "stopped"), ("failed", "killed")
+    return "good" if status in good else "bad" if status in bad else ""
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _script() -> str:
+    return f"{_asset('vendor/uPlot.iife.min.js')}\n{_asset('page.js')}"
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("jax_trainer.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _version() -> str:
+    try:
+        return version("jax-trainer")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0.0.0"
