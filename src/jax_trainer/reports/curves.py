@@ -28,6 +28,7 @@ class Line:
         colour: the index of its colour.
         is_dashed: training in a chart with several runs.
         is_thin: metrics of single steps beside those of epochs.
+        is_hidden: such metrics in a chart with several runs, until one asks for them.
         logged: number of logged points.
         nonfinite: how many of them are not finite.
         best: the step of the best value of the run.
@@ -40,6 +41,7 @@ class Line:
     colour: int = 0
     is_dashed: bool = False
     is_thin: bool = False
+    is_hidden: bool = False
     logged: int = 0
     nonfinite: int = 0
     best: int | None = None
@@ -110,6 +112,7 @@ def _lines(
                 colour=(index if len(runs) > 1 else order[where]) % _COLOURS,
                 is_dashed=len(runs) > 1 and where == "train" and len(sets) > 1,
                 is_thin=is_beside,
+                is_hidden=is_beside and len(runs) > 1,
                 logged=len(curve.steps),
                 nonfinite=sum(not math.isfinite(value) for value in curve.values),
                 best=best.step if best is not None and best.metric == f"{where}/{title}" else None,
@@ -177,7 +180,7 @@ def epoch_points(epochs: Sequence[tuple[int, int]]) -> list[tuple[int, float]]:
 
 def drawing(chart: Chart) -> str:
     """The chart as SVG without a script: over the steps, with linear axes."""
-    lines = [replace(line, **_thinned(line)) for line in chart.lines]
+    lines = [replace(line, **_thinned(line)) for line in chart.lines if not line.is_hidden]
     points = [(s, v) for line in lines for s, v in zip(line.steps, line.values, strict=True) if v is not None]
     if not points:
         return '<p class="note">No finite values.</p>'

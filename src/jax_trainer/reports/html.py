@@ -227,7 +227,8 @@ class _Page:
             broken = f" ({line.nonfinite} not finite)" if line.nonfinite else ""
             last = next((value for value in reversed(line.values) if value is not None), math.nan)
             key = f'<svg class="key" viewBox="0 0 24 8"><path class="line {style}" d="M0 4H24"/></svg>'
-            button = f'<button type="button">{key}<span>{label}{broken}</span></button>'
+            off = ' class="off"' if line.is_hidden else ""
+            button = f'<button type="button"{off}>{key}<span>{label}{broken}</span></button>'
             legend.append(f"<li>{button}<output>{short(last)}</output></li>")
         return (
             f'<figure class="chart" data-chart="{index}"><figcaption>{_text(chart.title)}</figcaption>'
@@ -235,21 +236,27 @@ class _Page:
         )
 
     def _results(self) -> str:
-        """The last value of every metric of an evaluation; bold: the best of several runs."""
+        """The last value of every metric: by dataset for one run, by run for several, with the best in bold."""
         found: dict[str, dict[int, float]] = {}
         for index, run in enumerate(self.runs):
+            last = {name: curve.values[-1] for name, curve in run.curves.items() if name.startswith("train/")}
             for metrics in run.evaluations.values():
-                for name, value in metrics.items():
-                    if name not in ("step", "epoch"):
-                        found.setdefault(name, {})[index] = value
-            for name, curve in run.curves.items():
-                if name.startswith("train/") and not name.endswith("_step"):
-                    found.setdefault(name, {})[index] = curve.values[-1]
+                last |= metrics
+            for name, value in last.items():
+                if "/" in name and not name.endswith(("_step", "/time", "/time_epoch")):
+                    found.setdefault(name.removesuffix("_epoch"), {})[index] = value
+        if len(self.runs) == 1:
+            sets = sorted({name.rpartition("/")[0] for name in found}, key=lambda one: one != "train")
+            rows = []
+            for metric in sorted({name.rpartition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
+                values = [found.get(f"{where}/{metric}", {}).get(0) for where in sets]
+                rows.append([_text(metric), *("" if value is None else short(value) for value in values)])
+            return _table(["last value", *map(_text, sets)], rows, "numbers") if rows else ""
         rows = []
-        for name, values in found.items():
-            winner = _winner(name, values) if len(values) > 1 else None
+        for name, values in sorted(found.items(), key=lambda one: (not one[0].startswith("test"), one[0])):
+            winners = _winners(name, values)
             cells = [short(values[index]) if index in values else "" for index in range(len(self.runs))]
-            rows.append([_text(name), *(f"<b>{cell}</b>" if i == winner else cell for i, cell in enumerate(cells))])
+            rows.append([_text(name), *(f"<b>{cell}</b>" if i in winners else cell for i, cell in enumerate(cells))])
         return _table(["last value", *map(self._name, range(len(self.runs)))], rows, "numbers") if rows else ""
 
     def _differences(self) -> str:
@@ -259,6 +266,7 @@ class _Page:
         keys = dict.fromkeys(key for run in self.runs for key in run.config)
         missing = object()
         differing = [key for key in keys if len({repr(run.config.get(key, missing)) for run in self.runs}) > 1]
+        differing.sort(key=lambda key: any(key not in run.config for run in self.runs))  # keys of all runs first
         if not differing:
             return "<p>The configurations are the same.</p>"
         rows = [
@@ -503,16 +511,17 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _winner(name: str, values: Mapping[int, float]) -> int | None:
-    """The run with the best value; None if the name of the metric does not say what is better, or all are equal."""
+def _winners(name: str, values: Mapping[int, float]) -> set[int]:
+    """The runs with the best value; none if the metric's name does not say what is better, or all are equal."""
     try:
-        mode: Direction = best_mode("auto", name.removesuffix("_epoch"))
+        mode: Direction = best_mode("auto", name)
     except SettingsError:
-        return None
-    finite = {index: value for index, value in values.items() if not math.isnan(value)}
-    if len({*finite.values()}) < 2:
-        return None
-    return (min if mode == "min" else max)(finite, key=lambda index: finite[index])
+        return set()
+    finite = [value for value in values.values() if not math.isnan(value)]
+    if len({*finite}) < 2:
+        return set()
+    best = (min if mode == "min" else max)(finite)
+    return {index for index, value in values.items() if value == best}
 
 
 def _status_class(status: str) -> str:

@@ -6,7 +6,7 @@
   if (!toolbar) return;
   const figures = [...document.querySelectorAll("figure.chart")];
   const AXES = { step: "step", epoch: "epoch", examples: "examples", seconds: "seconds of running time" };
-  const HEIGHT = 240;
+  const HEIGHT = 256;
   const built = new Map(); // by figure: the chart, and the points of its lines
   let keepsZoom = true;
   const hidden = new Set(); // "chart/line" that a click has hidden
@@ -80,7 +80,7 @@
       lines.push({ xs, ys: smooth || ys });
       if (smooth || line.is_thin) {
         tables.push([xs, ys]);
-        series.push({ ...style, width: 1, alpha: smooth ? 0.25 : 0.45 });
+        series.push({ ...style, width: 1, alpha: smooth ? 0.3 : 0.6 });
       }
       if (smooth || !line.is_thin) {
         tables.push([xs, smooth || ys]);
@@ -99,7 +99,7 @@
     const options = {
       width: Math.max(200, plot.clientWidth), height: HEIGHT, series, legend: { show: false },
       scales: { x: { time: false, distr: option("logx").checked ? 3 : 1 }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, size: 26, gap: 4, grid: { show: false } }, { ...axis, size: 54 }],
+      axes: [{ ...axis, size: 24, gap: 3, grid: { show: false }, label: AXES[option("x").value], labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 54 }],
       cursor: { sync: { key: "charts", scales: ["x", null] }, drag: { x: true, y: false }, points: { show: false }, y: false },
       hooks: { setCursor: [(u) => showValues(figure, u)], draw: [(u) => markBest(u, chart)] },
     };
@@ -179,6 +179,7 @@
   for (const figure of figures) {
     figure.querySelector("figcaption").append(document.createElement("small"));
     figure.querySelectorAll(".legend button").forEach((button, index) => {
+      if (button.classList.contains("off")) hidden.add(`${figure.dataset.chart}/${index}`);
       button.addEventListener("click", () => {
         const key = `${figure.dataset.chart}/${index}`;
         if (!hidden.delete(key)) hidden.add(key);

@@ -477,13 +477,13 @@ def _inside(folder: Path, path: str) -> Path | None:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: the last two parts of their paths, more where those are the same.
+    """Names of runs: as many of the last parts of their paths as tell them apart; two for a single run.
 
-    >>> names_of([Path("/a/runs/CNN/1"), Path("/b/runs/CNN/2")]), names_of([Path("/a/x/1"), Path("/b/x/1")])
-    (['CNN/1', 'CNN/2'], ['a/x/1', 'b/x/1'])
+    >>> names_of([Path("/a/CNN/1"), Path("/a/CNN/2")]), names_of([Path("/a/x/1"), Path("/b/x/1")])
+    (['1', '2'], ['a/x/1', 'b/x/1'])
     """
     longest = max(len(path.parts) for path in paths)
-    for count in range(2, longest + 1):
+    for count in range(1 if len(paths) > 1 else 2, longest + 1):
         names = ["/".join(path.parts[1:][-count:]) for path in paths]
         if len({*names}) == len(paths):
             return names
