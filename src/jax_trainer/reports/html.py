@@ -31,7 +31,8 @@ _MAX_IMAGES = 3  # of one name: the latest, and two before
 _MAX_CELLS = 30  # classes of a confusion matrix with numbers in its cells
 _MAX_CONFIG_VALUE = 300  # characters
 _MAX_ENVIRONMENT = 200  # rows
-_COLOURS = 8
+_COLOURS = 8  # of the style sheet
+_SMALL = 0.005  # phases with a smaller share of the time are one row
 _PNG = b"\x89PNG\r\n\x1a\n"
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
@@ -316,6 +317,7 @@ class _Page:
                 totals[phase] = totals.get(phase, 0.0) + seconds
         phases = sorted(totals, key=lambda phase: -totals[phase])
         colours = {phase: f"c{place}" if place < _COLOURS - 1 else "rest" for place, phase in enumerate(phases)}
+        small = [phase for phase in phases[_COLOURS - 1 :] if totals[phase] < _SMALL * sum(totals.values())]
         longest = max(start.wall for _, start in starts) or 1.0
         parts = []
         for index, start in starts:
@@ -325,14 +327,15 @@ class _Page:
             parts.append(_bar(start, phases, colours, longest))
         heads = ["phase", *(f"{self._name(index)}" for index, _ in starts)]
         rows = []
-        for phase in phases:
+        for members in [*([phase] for phase in phases if phase not in small), small]:
+            spent = [sum(start.seconds.get(phase, 0.0) for phase in members) for _, start in starts]
             shares = [
-                f"{seconds:.2f} s <small>{seconds / max(start.wall, 1e-9):.0%}</small>"
-                if (seconds := start.seconds.get(phase, 0.0))
-                else ""
-                for _, start in starts
+                f"{seconds:.2f} s <small>{seconds / max(start.wall, 1e-9):.0%}</small>" if seconds else ""
+                for seconds, (_, start) in zip(spent, starts, strict=True)
             ]
-            rows.append([f'<i class="mark {colours[phase]}"></i>{_text(phase)}', *shares])
+            name = members[0] if len(members) == 1 else f"{len(members)} more"
+            if members:
+                rows.append([f'<i class="mark {colours[members[0]]}"></i>{_text(name)}', *shares])
         return "".join(parts) + _table(heads, rows, "numbers")
 
 
@@ -345,7 +348,7 @@ _TOOLBAR = """
 <label><input name="logy" type="checkbox"> log y</label>
 <label>filter <input name="filter" type="search" placeholder="name of a metric"></label>
 <button name="reset" type="button">reset zoom</button>
-<span class="hint">drag: zoom all charts · double-click: reset · click a name: hide</span>
+<span class="hint">drag to zoom · click a name to hide it</span>
 </form>
 """
 
