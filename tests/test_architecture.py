@@ -30,7 +30,7 @@ MAY_IMPORT = {
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "reports", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings"},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report_runs import PIXEL, ROWS, write_run, write_times
 
-from jax_trainer.reports import Report, report
+from jax_trainer.reports import Report, history_html, report
 
 NOW = datetime(2026, 11, 17, 10, 0, tzinfo=UTC)
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31m\u202e../../etc/passwd"
@@ -197,3 +197,11 @@ def test_a_report_is_saved_as_html_only(tmp_path: Path):
         made.save(tmp_path / "a" / "config.yaml")
     with pytest.raises(ValueError, match="at least one"):
         report()
+
+
+def test_a_history_is_shown_in_a_notebook_without_a_script():
+    history = {1: {"train/loss": 2.0, EVIL: 1.0, "val/odd": "text"}, 2: {"train/loss": 1.0, "val/loss": 1.5}}
+    html = history_html(EVIL, history)
+    elements = {tag for tag, _ in Elements(html).found}
+    assert "svg" in elements and not elements & {"script", "style", "img"}
+    assert "<td>train/loss</td><td>1</td>" in html and "val/odd" not in html

@@ -12,7 +12,8 @@ MOST_POINTS = 1_600  # of a line: a minimum and a maximum for each of 800 pixels
 FEWEST_POINTS = 60
 _ALL_POINTS = 70_000  # of a page: about 1 MB
 _DRAWN_POINTS = 300  # of a line in the static drawing
-_COLOURS = 8  # of the style sheet
+# Okabe and Ito: colours that colour-blind people can tell apart; the same as in the style sheet
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a7a00")
 _MAIN_SETS = ("train", "val", "test")
 _STATISTICS = ("_std", "_max", "_min")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 240, 52, 22, 8  # of the static drawing
@@ -109,7 +110,7 @@ def _lines(
                 label=tame(f"{where or title} (step)" if is_beside else where or title),
                 steps=steps,
                 values=values,
-                colour=(index if len(runs) > 1 else order[where]) % _COLOURS,
+                colour=(index if len(runs) > 1 else order[where]) % len(PALETTE),
                 is_dashed=len(runs) > 1 and where == "train" and len(sets) > 1,
                 is_thin=is_beside,
                 is_hidden=is_beside and len(runs) > 1,
@@ -178,8 +179,8 @@ def epoch_points(epochs: Sequence[tuple[int, int]]) -> list[tuple[int, float]]:
 # the static drawing
 
 
-def drawing(chart: Chart) -> str:
-    """The chart as SVG without a script: over the steps, with linear axes."""
+def drawing(chart: Chart, x_axis: str = "steps") -> str:
+    """The chart as SVG, without a script and with linear axes. Its attributes are for a page without a style sheet."""
     lines = [replace(line, **_thinned(line)) for line in chart.lines if not line.is_hidden]
     points = [(s, v) for line in lines for s, v in zip(line.steps, line.values, strict=True) if v is not None]
     if not points:
@@ -192,22 +193,24 @@ def drawing(chart: Chart) -> str:
         y = _TOP + (high - value) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
         return f"{x:.1f}".removesuffix(".0"), f"{y:.1f}".removesuffix(".0")
 
-    parts = []
+    parts, text = [], 'fill="#888" font-size="11"'
     for tick in ys:
         _, y = place(left, tick)
-        parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - 10}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{short(tick)}</text>')
+        parts.append(f'<path class="grid" stroke="#8884" d="M{_LEFT} {y}H{_WIDTH - 10}"/>')
+        parts.append(f'<text {text} x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{short(tick)}</text>')
     for tick in xs:
         x, _ = place(tick, low)
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{short(tick)}</text>')
+        parts.append(f'<text {text} x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{short(tick)}</text>')
     for line in sorted(lines, key=lambda one: not one.is_thin):
         style = f"line c{line.colour}{' dash' * line.is_dashed}{' thin' * line.is_thin}"
-        parts.append(f'<path class="{style}" d="{_path(line, place)}"/>')
+        stroke = f'fill="none" stroke="{PALETTE[line.colour]}" stroke-width="2"'
+        parts.append(f'<path class="{style}" {stroke} d="{_path(line, place)}"/>')
         at = dict(zip(line.steps, line.values, strict=True)).get(-1 if line.best is None else line.best)
         if at is not None and line.best is not None:
             x, y = place(line.best, at)
-            parts.append(f'<circle class="c{line.colour}" cx="{x}" cy="{y}" r="4"/>')
-    label = escape(f"{tame(chart.title)} over steps")
+            fill = f'class="c{line.colour}" fill="{PALETTE[line.colour]}"'
+            parts.append(f'<circle {fill} cx="{x}" cy="{y}" r="4"/>')
+    label = escape(tame(f"{chart.title} over {x_axis}"))
     return (
         f'<svg class="static" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     )

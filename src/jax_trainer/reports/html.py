@@ -16,13 +16,23 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from jax_trainer.checkpoint.ranking import Direction, best_mode, is_better
 from jax_trainer.output import tame
-from jax_trainer.reports.curves import Chart, as_data, charts_of, drawing, epoch_points, points_between, short
-from jax_trainer.reports.record import RunRecord, Start, flattened, names_of, read_run
+from jax_trainer.reports.curves import (
+    PALETTE,
+    Chart,
+    as_data,
+    charts_of,
+    drawing,
+    epoch_points,
+    points_between,
+    short,
+)
+from jax_trainer.reports.record import Curve, RunRecord, Start, flattened, names_of, read_run
 from jax_trainer.settings import SettingsError
 
 _MEDIA_BYTES = 700_000  # of all images together: a page stays small enough for a mail
@@ -31,7 +41,7 @@ _MAX_IMAGES = 3  # of one name: the latest, and two before
 _MAX_CELLS = 30  # classes of a confusion matrix with numbers in its cells
 _MAX_CONFIG_VALUE = 300  # characters
 _MAX_ENVIRONMENT = 200  # rows
-_COLOURS = 8  # of the style sheet
+_COLOURS = len(PALETTE)
 _SMALL = 0.005  # phases with a smaller share of the time are one row
 _PNG = b"\x89PNG\r\n\x1a\n"
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -78,6 +88,30 @@ def report(*folders: str | Path, created: datetime | None = None) -> Report:
     if not paths:
         raise ValueError("A report needs at least one run folder.")
     return page_of([read_run(path) for path in paths], created or datetime.now(UTC))
+
+
+def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
+    """Metrics by epoch for a notebook, without a script or a style sheet: curves, and a table of the last values.
+
+    Args:
+        heading: a line above them, as plain text.
+        history: scalars by epoch and name; other values are left out.
+    """
+    curves: dict[str, Curve] = {}
+    for epoch, metrics in sorted(history.items()):
+        for name, value in metrics.items():
+            if isinstance(value, Real):
+                curves.setdefault(name, Curve()).put(epoch, float(value))
+    charts = [chart for chart in charts_of([RunRecord(path=Path(), curves=curves)]) if not chart.group]
+    figures = []
+    for chart in charts:
+        key = " ".join(f'<b style="color:{PALETTE[line.colour]}">{_text(line.label)}</b>' for line in chart.lines)
+        figures.append(
+            f'<div style="flex:1 1 320px;max-width:480px">{_text(chart.title)} {key}{drawing(chart, "epochs")}</div>'
+        )
+    rows = [[_text(name), short(curve.values[-1])] for name, curve in curves.items()]
+    drawn = f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(figures)}</div>'
+    return f"<p>{_text(heading)}</p>{drawn}{_table(['last value', ''], rows) if rows else ''}"
 
 
 def page_of(runs: Sequence[RunRecord], created: datetime) -> Report:
