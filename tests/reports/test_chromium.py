@@ -1,9 +1,11 @@
 """The page in a real browser: Chromium, driven over HTTP, where it is installed."""
 
 import json
+import runpy
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,3 +171,10 @@ def test_hostile_names_do_nothing_and_nothing_is_fetched(browser: Browser, tmp_p
     assert browser.run("window.pwned === undefined && performance.getEntriesByType('resource').length") == 0
     assert "<script>" in browser.run("document.querySelector('h1').textContent")
     assert browser.problems() == []
+
+
+def test_a_script_takes_a_picture_for_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path / "a")
+    monkeypatch.setattr(sys, "argv", ["picture_report.py", str(tmp_path / "a.png"), str(tmp_path / "a"), "--dark"])
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "picture_report.py"))["main"]()
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

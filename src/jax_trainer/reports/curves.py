@@ -119,7 +119,7 @@ def _lines(
                 best=best.step if best is not None and best.metric == f"{where}/{title}" else None,
             )
         )
-    return lines
+    return sorted(lines, key=lambda line: line.is_hidden)
 
 
 def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]:

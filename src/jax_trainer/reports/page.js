@@ -15,7 +15,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function short(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "";
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
     const size = Math.abs(value);
     if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en-US");
     if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(3).replace(/\.?0+e/, "e");
@@ -80,7 +80,7 @@
       lines.push({ xs, ys: smooth || ys });
       if (smooth || line.is_thin) {
         tables.push([xs, ys]);
-        series.push({ ...style, width: 1, alpha: smooth ? 0.3 : 0.6 });
+        series.push({ ...style, width: 1, alpha: smooth ? 0.3 : 0.6, dash: smooth ? undefined : style.dash });
       }
       if (smooth || !line.is_thin) {
         tables.push([xs, smooth || ys]);
@@ -92,6 +92,11 @@
     if (old) old.uplot.destroy();
     plot.textContent = "";
     const isLog = option("logy").checked && lines.some((line) => line.ys.some((y) => y !== null && y > 0));
+    // lines of a log axis over several powers of ten would fill the chart: only those of the powers
+    const powers = (u, splits) => {
+      const { min, max, distr } = u.scales.y;
+      return distr === 3 && max / min >= 100 ? splits.map((y) => (Number.isInteger(Math.log10(y)) ? y : null)) : splits;
+    };
     const axis = {
       stroke: css("--muted"), font: "11px system-ui, sans-serif", grid: { stroke: css("--edge"), width: 1 },
       ticks: { show: false }, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))),
@@ -99,7 +104,7 @@
     const options = {
       width: Math.max(200, plot.clientWidth), height: HEIGHT, series, legend: { show: false },
       scales: { x: { time: false, distr: option("logx").checked ? 3 : 1 }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, size: 24, gap: 3, grid: { show: false }, label: AXES[option("x").value], labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 54 }],
+      axes: [{ ...axis, size: 24, gap: 3, grid: { show: false }, label: AXES[option("x").value], labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 54, grid: { ...axis.grid, filter: powers } }],
       cursor: { sync: { key: "charts", scales: ["x", null] }, drag: { x: true, y: false }, points: { show: false }, y: false },
       hooks: { setCursor: [(u) => showValues(figure, u)], draw: [(u) => markBest(u, chart)] },
     };

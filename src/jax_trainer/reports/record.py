@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -368,16 +368,15 @@ def _read_times(record: RunRecord) -> None:
 
 
 def _seconds_of_epochs(curves: Mapping[str, Curve]) -> list[tuple[int, float]]:
-    spent: dict[int, float] = {}
-    for name, curve in curves.items():
-        if name in ("train/time_epoch", "val/time"):
-            for step, value in zip(curve.steps, curve.values, strict=True):
-                spent[step] = spent.get(step, 0.0) + (value if math.isfinite(value) else 0.0)
-    total, points = 0.0, [(0, 0.0)] if spent else []
-    for step in sorted(spent):
-        total += spent[step]
+    """The running time at the end of every epoch, with the validations until then."""
+    epochs, evaluations = curves.get("train/time_epoch", Curve()), curves.get("val/time", Curve())
+    points, total, evaluated = [(0, 0.0)], 0.0, 0
+    for step, seconds in zip(epochs.steps, epochs.values, strict=True):
+        until = bisect_right(evaluations.steps, step)
+        total += sum(one for one in (seconds, *evaluations.values[evaluated:until]) if math.isfinite(one))
+        evaluated = until
         points.append((step, total))
-    return points
+    return points if total else []
 
 
 # what follows from them
