@@ -25,7 +25,7 @@ class Line:
 
     Attributes:
         run: the index of the run.
-        label: the dataset, such as "train", with "(step)" for metrics of single steps.
+        label: the dataset, such as "train", with "(step)" for metrics of single steps; without one, "epoch" or "step".
         colour: the index of its colour.
         is_dashed: training in a chart with several runs.
         is_thin: metrics of single steps beside those of epochs.
@@ -107,10 +107,10 @@ def _lines(
         lines.append(
             Line(
                 run=index,
-                label=tame(f"{where or title} (step)" if is_beside else where or title),
+                label=tame(f"{where} (step)" if where and is_beside else where or frequency or title),
                 steps=steps,
                 values=values,
-                colour=(index if len(runs) > 1 else order[where]) % len(PALETTE),
+                colour=(index if len(runs) > 1 else order[where] if where else 0) % len(PALETTE),
                 is_dashed=len(runs) > 1 and where == "train" and len(sets) > 1,
                 is_thin=is_beside,
                 is_hidden=is_beside and len(runs) > 1,
@@ -153,7 +153,7 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def points_between(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:

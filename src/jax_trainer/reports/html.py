@@ -211,7 +211,19 @@ class _Page:
         return f"{mark}{_text(self.names[index])}"
 
     def _overview(self) -> str:
-        heads = ["run", "status", "best", "steps", "epochs", "time", "parameters", "model", "optimizer", "data"]
+        heads = [
+            "run",
+            "status",
+            "started",
+            "time",
+            "steps",
+            "epochs",
+            "best",
+            "parameters",
+            "model",
+            "optimizer",
+            "data",
+        ]
         rows = []
         for index, run in enumerate(self.runs):
             best = run.best
@@ -222,10 +234,11 @@ class _Page:
                 [
                     self._name(index),
                     f'<span class="status {_status_class(run.status)}">{_text(run.status)}</span>',
-                    _text(at),
+                    _text(str(run.provenance.get("created", ""))[:16].replace("T", " ")),
+                    duration(run.wall),
                     f"{run.last_step:,}",
                     f"{run.epochs[-1][1]:,}" if run.epochs else "",
-                    duration(run.wall),
+                    _text(at),
                     f"{size.values[-1]:,.0f}" if size else "",
                     _text(run.config.get("model.class_name", run.config.get("model", ""))),
                     *map(_text, classes),
@@ -281,7 +294,9 @@ class _Page:
                 if "/" in name and not name.endswith(("_step", "/time", "/time_epoch")):
                     found.setdefault(name.removesuffix("_epoch"), {})[index] = value
         if len(self.runs) == 1:
-            sets = sorted({name.rpartition("/")[0] for name in found}, key=lambda one: one != "train")
+            sets = sorted(
+                {name.rpartition("/")[0] for name in found}, key=lambda one: (one != "train", one == "test", one)
+            )
             rows = []
             for metric in sorted({name.rpartition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
                 values = [found.get(f"{where}/{metric}", {}).get(0) for where in sets]
