@@ -13,7 +13,7 @@ from report_runs import PIXEL, ROWS, write_run, write_times
 from jax_trainer.reports import Report, history_html, report
 
 NOW = datetime(2026, 11, 17, 10, 0, tzinfo=UTC)
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31m\u202e../../etc/passwd"
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31m\u202e../../etc/hosts"
 
 
 class Elements(HTMLParser):
