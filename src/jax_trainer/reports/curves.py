@@ -142,10 +142,11 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
             bucket = min(ranges - 1, int((step - steps[0]) / width))
             if not math.isfinite(value):
                 low.setdefault(-1 - bucket, place)
-                continue
-            if bucket not in low or value < values[low[bucket]]:
+            elif bucket not in high:
+                low[bucket] = high[bucket] = place
+            elif value < values[low[bucket]]:
                 low[bucket] = place
-            if bucket not in high or value > values[high[bucket]]:
+            elif value > values[high[bucket]]:
                 high[bucket] = place
         kept |= {*low.values(), *high.values()}
     order = sorted(kept)

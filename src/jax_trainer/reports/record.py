@@ -34,6 +34,7 @@ _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _ENDED = re.compile(r"Run ([a-z]+)\.")
 _NOT_CURVES = frozenset(("step", "epoch"))
+_SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
 
 
 @dataclass
@@ -45,7 +46,11 @@ class Curve:
 
     def put(self, step: int, value: float) -> None:
         """Adds a value; one of the same step, before a resume, is replaced."""
-        where = len(self.steps) if not self.steps or step > self.steps[-1] else bisect_left(self.steps, step)
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        where = bisect_left(self.steps, step)
         same = self.steps[where : where + 1] == [step]
         self.steps[where : where + same] = [step]
         self.values[where : where + same] = [value]
@@ -189,7 +194,9 @@ def _read_metrics(record: RunRecord) -> None:
             if isinstance(edit := row.get("edit"), dict):
                 text = ", ".join(f"{key}: {value}" for key, value in edit.items())
                 edits.append(LogLine("", "EDIT", f"step {step}: {text}"))
-            elif not _read_special(record, step, row):
+            elif any(isinstance(row[kind], dict) for kind in _SPECIAL & row.keys()):
+                _read_special(record, step, row)
+            else:
                 _read_scalars(record, step, row)
     record.log += edits
     if damaged:
@@ -200,15 +207,15 @@ def _read_scalars(record: RunRecord, step: int, row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         number = None if name in _NOT_CURVES else _number(value)
         if number is not None:
-            record.curves.setdefault(name, Curve()).put(step, number)
+            curve = record.curves.get(name) or record.curves.setdefault(name, Curve())
+            curve.put(step, number)
     if type(epoch := row.get("epoch")) is int and epoch > 0:
         while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
             record.epochs.pop()
         record.epochs.append((step, epoch))
 
 
-def _read_special(record: RunRecord, step: int, row: Mapping[str, Any]) -> bool:
-    """Reads a row that is not about scalars; returns whether it is one."""
+def _read_special(record: RunRecord, step: int, row: Mapping[str, Any]) -> None:
     for name, path in _items(row, "media"):
         if isinstance(path, str) and (file := _inside(record.path, path)) is not None:
             shown = [one for one in record.media.get(name, []) if one[0] < step]
@@ -222,7 +229,6 @@ def _read_special(record: RunRecord, step: int, row: Mapping[str, Any]) -> bool:
         counts, edges = (_numbers(bins, key) for key in ("counts", "edges"))
         if counts and len(edges) == len(counts) + 1:
             record.histograms[name] = step, edges, counts
-    return any(isinstance(row.get(kind), dict) for kind in ("media", "arrays", "text", "histograms", "hparams"))
 
 
 def _items(row: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
@@ -431,6 +437,8 @@ def _status(record: RunRecord) -> str:
 
 def _number(value: Any) -> float | None:
     """A number, also one that JSON cannot represent; None for anything else."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"):
