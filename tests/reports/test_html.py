@@ -205,3 +205,18 @@ def test_a_history_is_shown_in_a_notebook_without_a_script():
     elements = {tag for tag, _ in Elements(html).found}
     assert "svg" in elements and not elements & {"script", "style", "img"}
     assert "<td>train/loss</td><td>1</td>" in html and "val/odd" not in html
+
+
+def test_odd_numbers_and_deep_data_are_shown_or_left_out(tmp_path: Path):
+    odd = [10**400, -1, 1e308, -1e308, "inf", "-inf", "nan", True, None, [], {}]
+    rows: list[dict[str, Any]] = [{"step": value, "epoch": 1, "train/loss": 1.0} for value in odd]
+    rows += [{"step": step, "epoch": value, "train/a": value, "val/a": step} for step, value in enumerate(odd)]
+    rows += [{"step": 1, "arrays": {f"{index}": [[value, 1], [1, 1]]}} for index, value in enumerate(odd)]
+    rows += [{"step": 1, "histograms": {str(index): {"counts": [x], "edges": [x, x]}}} for index, x in enumerate(odd)]
+    folder = write_run(tmp_path / "a", rows, run='{"a": ' * 900 + "1" + "}" * 900)
+    times = [{"start": value, "step": value, "from": value, "wall": value, "seconds": {"a": value}} for value in odd]
+    (folder / "time.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in times))
+    (folder / "metrics" / "val.json").write_text(json.dumps({f"val/{index}": value for index, value in enumerate(odd)}))
+    html = report(folder).html
+    numbers = re.findall(r'(?:x|y|cx|cy|d|width|height)="([^"]*)"', html)
+    assert numbers and not any(word in text for text in numbers for word in ("nan", "inf"))

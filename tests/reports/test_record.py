@@ -87,7 +87,7 @@ def test_damaged_files_cost_a_note(tmp_path: Path):
     folder = write_run(tmp_path / "a", run="{not json")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "val\n[1]\n{"step": "x"}\n' + "[" * 100_000 + "\n")
-    (folder / "config.yaml").write_text("a: &a [*a]\n")
+    (folder / "config.yaml").write_text("a: [b\n")
     (folder / "metrics" / "val.json").write_text("[1, 2]")
     (folder / "time.jsonl").write_text('nothing\n{"start": 1, "wall": "inf"}\n{"start": 1}\n[]\n')
     run = read_run(folder)
@@ -100,6 +100,11 @@ def test_a_configuration_of_references_to_references_is_cut(tmp_path: Path):
     lines = ["a0: &a0 [1, {b: 1}]", *(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}, *a{k - 1}]" for k in range(1, 40))]
     run = read_run(write_run(tmp_path / "a", config="\n".join(lines)))
     assert len(run.config) <= 2_000 and "config.yaml" in " ".join(run.notes)
+
+
+def test_a_configuration_that_contains_itself_ends(tmp_path: Path):
+    (value,) = read_run(write_run(tmp_path / "a", config="a: &a [*a]")).config.values()
+    assert value == "…"
 
 
 def test_images_outside_of_the_folder_are_not_read(tmp_path: Path):

@@ -154,7 +154,7 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+    return float(f"{value:.7g}") if abs(value) < 1e300 else None  # the range of larger values has no size
 
 
 def points_between(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -27,6 +27,7 @@ from jax_trainer.settings import SettingsError
 _MAX_BYTES = 1 << 24  # of a JSON or YAML file
 _MAX_LOG, _MAX_TIMES = 1 << 22, 1 << 26
 _MAX_KEYS = 2_000  # of a configuration
+_MAX_DEPTH = 30  # of nested data
 _MAX_INLINE = 40  # items of a list that is shown on one line
 _MAX_CLASSES = 200  # of a confusion matrix
 _MAX_NOTICES = 400
@@ -168,7 +169,7 @@ def read_run(folder: str | Path) -> RunRecord:
     if not record.curves:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
     record.config = _config(record)
-    record.provenance = redact(_json(record, path / "run.json"))
+    record.provenance = _json(record, path / "run.json")
     _read_checkpoints(record)
     _read_evaluations(record)
     _read_log(record)
@@ -188,7 +189,7 @@ def _read_metrics(record: RunRecord) -> None:
     with _opened(record.path / METRICS) as lines:
         for line in lines:
             row = _parsed(line)
-            if not isinstance(row, dict) or type(step := row.get("step")) is not int:
+            if not isinstance(row, dict) or not _is_count(step := row.get("step")):
                 damaged += 1
                 continue
             if isinstance(edit := row.get("edit"), dict):
@@ -209,7 +210,7 @@ def _read_scalars(record: RunRecord, step: int, row: Mapping[str, Any]) -> None:
         if number is not None:
             curve = record.curves.get(name) or record.curves.setdefault(name, Curve())
             curve.put(step, number)
-    if type(epoch := row.get("epoch")) is int and epoch > 0:
+    if _is_count(epoch := row.get("epoch")) and epoch:
         while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
             record.epochs.pop()
         record.epochs.append((step, epoch))
@@ -238,7 +239,7 @@ def _items(row: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
 
 def _numbers(data: Any, key: str) -> list[float]:
     found = data.get(key) if isinstance(data, dict) else None
-    return [one for one in map(_number, found) if one is not None] if isinstance(found, list) else []
+    return [one for one in map(_number, found) if _is_size(one)] if isinstance(found, list) else []
 
 
 def _matrix(array: Any) -> list[list[float]] | None:
@@ -246,9 +247,9 @@ def _matrix(array: Any) -> list[list[float]] | None:
     if not isinstance(array, list) or not 2 <= len(array) <= _MAX_CLASSES:
         return None
     rows = [[_number(cell) for cell in row] if isinstance(row, list) else [] for row in array]
-    if any(len(row) != len(array) or any(cell is None or not cell >= 0 for cell in row) for row in rows):
+    if any(len(row) != len(array) or any(not _is_size(cell) or cell < 0 for cell in row) for row in rows):
         return None
-    return [[float(cell or 0) for cell in row] for row in rows]
+    return [[cell for cell in row if cell is not None] for row in rows]
 
 
 # other files
@@ -268,12 +269,15 @@ def _config(record: RunRecord) -> dict[str, Any]:
     return redact(dict(found[:_MAX_KEYS]))
 
 
-def flattened(data: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(data: Any, above: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Nested data as dotted keys and values; short lists of scalars stay values.
 
     >>> dict(flattened({"model": {"hidden": [16, 32], "act": "gelu"}}))
     {'model.hidden': '[16, 32]', 'model.act': 'gelu'}
     """
+    if depth > _MAX_DEPTH:
+        yield above, "…"
+        return
     if isinstance(data, dict) and data:
         pairs = list(data.items())
     elif isinstance(data, list) and (len(data) > _MAX_INLINE or any(isinstance(one, dict | list) for one in data)):
@@ -283,7 +287,7 @@ def flattened(data: Any, above: str = "") -> Iterator[tuple[str, Any]]:
             yield above, data if isinstance(data, str | int | float | None) else str(data)
         return
     for name, value in pairs:
-        yield from flattened(value, f"{above}.{name}" if above else str(name))
+        yield from flattened(value, f"{above}.{name}" if above else str(name), depth + 1)
 
 
 def _read_checkpoints(record: RunRecord) -> None:
@@ -360,13 +364,13 @@ def _read_times(record: RunRecord) -> None:
         return
     for row in map(_parsed, lines):
         number, wall = (row.get("start"), _number(row.get("wall"))) if isinstance(row, dict) else (None, None)
-        if not isinstance(row, dict) or type(number) is not int or wall is None or not 0 <= wall < math.inf:
+        if not isinstance(row, dict) or not _is_count(number) or not _is_size(wall) or wall < 0:
             continue
-        if number not in last and type(resumed := row.get("from")) is int:
+        if number not in last and _is_count(resumed := row.get("from")):
             points = [point for point in points if point[0] <= resumed]
-        seconds = {key: one for key, value in _items(row, "seconds") if (one := _number(value)) is not None and one > 0}
+        seconds = {key: one for key, value in _items(row, "seconds") if _is_size(one := _number(value)) and one > 0}
         last[number] = Start(number, wall, seconds, str(row.get("status", "")))
-        if type(step := row.get("step")) is int and step >= 0:
+        if _is_count(step := row.get("step")):
             while points and points[-1][0] >= step:
                 points.pop()
             points.append((step, sum(one.wall for one in last.values())))
@@ -449,6 +453,16 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
+def _is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a step or an epoch; larger integers are no exact numbers in a page."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_size(value: float | None) -> TypeGuard[float]:
+    """Whether it is a number that can be drawn."""
+    return value is not None and abs(value) < 1e15
+
+
 def _parsed(line: str | bytes) -> Any:
     try:
         return json.loads(line)
@@ -457,11 +471,11 @@ def _parsed(line: str | bytes) -> Any:
 
 
 def _json(record: RunRecord, file: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none, with a note if it cannot be read."""
+    """A JSON object without secrets; empty if there is none, with a note if it cannot be read."""
     if not file.exists():
         return {}
     try:
-        data = json.loads(read_bounded(file, _MAX_BYTES))
+        data = redact(json.loads(read_bounded(file, _MAX_BYTES)))
     except (ValueError, RecursionError):
         data = None
     if isinstance(data, dict):
