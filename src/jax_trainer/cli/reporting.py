@@ -18,12 +18,12 @@ def report(args: argparse.Namespace) -> Outcome:
         raise WrongInput(f"--output must be an .html file, found {args.output!r}.")
     try:
         made = report_of(*args.folders)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise WrongInput(str(error)) from None
     try:
         made.save(file)
-    except OSError as error:
-        raise Failure(f"{file} cannot be written: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise Failure(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
     size, names = file.stat().st_size, [run["name"] for run in made.data["runs"]]
 
     def show(console: Console) -> None:
