@@ -31,9 +31,10 @@ MAY_IMPORT = {
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "reports", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
+    "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "runs", "config", "generative", "output", "registration"),
@@ -55,7 +56,6 @@ MAY_IMPORT = {
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
         "suggestions",
     },
-    "reports": {"checkpoint", "redaction", "settings", "suggestions"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package

@@ -206,3 +206,11 @@ def test_text_is_replaced_atomically_and_leaves_no_other_files(tmp_path):
 def test_text_is_not_written_outside_of_the_folder(tmp_path):
     with pytest.raises(ValueError, match="separator"):
         RunFolder.create(tmp_path, "a").write_text("../../evil", "x")
+
+
+def test_a_notebook_shows_the_files_of_a_run(tmp_path: Path):
+    (tmp_path / "<b>").write_text("12345")
+    (tmp_path / "checkpoints").mkdir()
+    html = RunFolder(tmp_path)._repr_html_()
+    assert "<td>&lt;b&gt;</td><td>5 bytes</td>" in html and "<td>checkpoints/</td>" in html
+    assert "missing" in RunFolder(tmp_path / "missing")._repr_html_()

@@ -27,6 +27,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
+  jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
@@ -78,6 +79,10 @@ Compare two runs: configuration, code, packages, machine, data, the first row of
 
 The exit code is that of `diff`: 0 if configuration and metrics are equal, 1 if they differ, 2 if a run cannot be read.
 Measured times are not compared; differences of code, packages, machine and data do not change the exit code.""",
+    "report": """\
+Write one HTML page about one or several runs: curves, results, configuration and what differs, time, checkpoints.
+
+The page is one file and needs no network. Curves can be zoomed and smoothed; tables work without JavaScript.""",
     "describe": """\
 Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
 
@@ -138,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     time = command("time", "show where the time of a run went, and what to change")
     runs = command("runs", "list the runs below a folder, with status and metrics", imports=False)
     diff = command("diff", "compare two runs", imports=False)
+    report = command("report", "show one or several runs as one HTML page", imports=False)
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
     launch = command("launch", "train in several processes on this machine")
@@ -156,6 +162,9 @@ def parser() -> argparse.ArgumentParser:
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
+    report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
+                        help="the file to write (default: report.html); an existing one is replaced")  # fmt: skip
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     _add_check(check)
     _add_runs(runs)

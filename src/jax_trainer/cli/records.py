@@ -1,4 +1,4 @@
-"""The commands `runs` and `diff`: list and compare run folders. They import no JAX."""
+"""The commands `runs`, `diff` and `report`: list, compare and show run folders. They import no JAX."""
 
 import argparse
 import csv
@@ -17,9 +17,10 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from jax_trainer.cli.outcomes import Outcome, WrongInput
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
 from jax_trainer.config import redact
 from jax_trainer.output import safe_console, tame
+from jax_trainer.reports import report as report_of
 from jax_trainer.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
 from jax_trainer.reports.diff import SIDES, RunDiff, compare_runs
 from jax_trainer.reports.index import RunSummary, find_runs
@@ -202,4 +203,30 @@ def _line(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {"runs": runs, "diff": diff}
+def report(args: argparse.Namespace) -> Outcome:
+    """Write one HTML page about one or several runs."""
+    file = Path(args.output)
+    if file.suffix.lower() not in (".html", ".htm") or file.is_dir():
+        raise WrongInput(f"--output must be an .html file, found {args.output!r}.")
+    try:
+        made = report_of(*args.folders)
+    except (OSError, ValueError) as error:
+        raise WrongInput(str(error)) from None
+    try:
+        made.save(file)
+    except (OSError, ValueError) as error:
+        raise Failure(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
+    size, names = file.stat().st_size, [run["name"] for run in made.data["runs"]]
+
+    def show(console: Console) -> None:
+        for note in made.notes:
+            console.print(note, soft_wrap=True, highlight=False, markup=False)
+        what = names[0] if len(names) == 1 else f"{len(names)} runs"
+        line = f"Report of {what}: {tame(str(file))} ({size / 1e6:.2f} MB). Open it in a browser; it needs no network."
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    data = {"status": "completed", "report": str(file.absolute()), "bytes": size, "runs": names, "notes": made.notes}
+    return Outcome(data, show)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {"runs": runs, "diff": diff, "report": report}

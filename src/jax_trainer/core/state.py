@@ -33,6 +33,18 @@ class TrainState(flax.struct.PyTreeNode):
         """The root key. It never changes; keys are derived by folding in a name and the step."""
         return key_of(self.rng)
 
+    def _repr_html_(self) -> str:
+        """A table for notebooks: arrays, values and bytes of each part."""
+        rows = []
+        for name in ("params", "model_state", "opt_state", "extra"):
+            leaves = [leaf for leaf in jax.tree.leaves(getattr(self, name)) if hasattr(leaf, "dtype")]
+            values, size = sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            rows.append(f"<tr><td>{name}</td><td>{len(leaves):,}</td><td>{values:,}</td><td>{size:,}</td></tr>")
+        is_known = isinstance(self.step, jax.Array) and not self.step.is_deleted()
+        step = f"step {int(self.step):,}" if is_known else "step unknown: the state was donated"
+        head = "<tr><th></th><th>arrays</th><th>values</th><th>bytes</th></tr>"
+        return f"<p>{type(self).__name__}, {step}</p><table>{head}{''.join(rows)}</table>"
+
     @classmethod
     def create(
         cls,

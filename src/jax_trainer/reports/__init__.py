@@ -1,6 +1,18 @@
 """Looks at run folders: reads what runs have written, lists, compares and shows them. Imports no JAX."""
 
 from jax_trainer.reports.diff import RunDiff, compare_runs
+from jax_trainer.reports.html import Report, history_html, report
 from jax_trainer.reports.index import RunSummary, find_runs
+from jax_trainer.reports.record import RunRecord, read_run
 
-__all__ = ["RunDiff", "RunSummary", "compare_runs", "find_runs"]
+__all__ = [
+    "Report",
+    "RunDiff",
+    "RunRecord",
+    "RunSummary",
+    "compare_runs",
+    "find_runs",
+    "history_html",
+    "read_run",
+    "report",
+]

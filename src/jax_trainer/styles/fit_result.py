@@ -13,6 +13,7 @@ from jax_trainer.core import PyTree, from_extra
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate, predictions
+from jax_trainer.reports import history_html
 from jax_trainer.runs import Best, Run, TimeReport, Weights, select_weights, used_by_default
 from jax_trainer.styles.fit_data import Inputs
 from jax_trainer.styles.fit_program import FitTarget
@@ -106,6 +107,9 @@ class FitResult:
             axes.set(xlabel="epoch", title=name)
             axes.legend()
         return drawn
+
+    def _repr_html_(self) -> str:
+        return history_html(repr(self), self.history)
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best: {self.best.description}"

@@ -133,6 +133,11 @@ def test_a_notebook_shows_the_figure_as_a_picture(result):
     assert result.plot()._repr_png_().startswith(b"\x89PNG")
 
 
+def test_a_notebook_shows_the_result_as_curves_and_last_values(result):
+    html = result._repr_html_()
+    assert result.status in html and "<svg" in html and "val/loss" in html and "<script" not in html
+
+
 def test_its_repr_names_status_and_folder(result):
     best = result.best
     value = f"{best.metrics['val/loss']:.6g}"
