@@ -106,4 +106,5 @@ def test_type_checkers_read_the_same_names():
     }
     assert {*imported, "__version__"} == set(jax_trainer.__all__)
     for name, (module, original) in imported.items():
-        assert getattr(importlib.import_module(module or ""), original) is getattr(jax_trainer, name)
+        value = getattr(jax_trainer, name)  # first: it may be a module that is imported by that
+        assert getattr(importlib.import_module(module or ""), original) is value
