@@ -401,7 +401,7 @@ def matrix_rate(dtype: str) -> float:
 @cache
 def memory_rate() -> float:
     """Bytes per second of reading an array and writing another on one device, measured once."""
-    words, times = 1 << (22 if jax.default_backend() == "cpu" else 28), 10
+    words, times = 1 << (24 if jax.default_backend() == "cpu" else 28), 10
     # several times in one call: a new allocation may take longer than to write to it
     repeated = compiled_function(lambda x: lax.fori_loop(0, times, lambda _, x: x * 0.5, x))
     array = jnp.ones((words,), jnp.float32)
