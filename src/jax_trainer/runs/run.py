@@ -10,10 +10,13 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
+import jax
+
 from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, RunContext, logger_observers
 from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
+from jax_trainer.core.accelerators import memory_of
 from jax_trainer.core.ledger import CALLBACK, CLOSING, EVALUATION, INIT, LOGGING, RESTORE, SAVING, open_ledger, phase
 from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DataSource, Position
@@ -205,7 +208,8 @@ class Run:
                 status = "interrupted"
             # only its type: the message of an error of user code may contain secrets
             reason = type(error).__name__ if error is not None and status == "failed" else self.history.reason
-            self.provenance.end(status, reason, self.step)
+            times = {name: round(seconds, 3) for name, seconds in self._times.ledger.read().items()}
+            self.provenance.end(status, reason, self.step, seconds=times, **memory_of(jax.local_devices()))
         self.logger.close(self.history.status)
 
     # what the loop runs
