@@ -9,7 +9,9 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined] - m
 
 def events_in(folder: Path) -> list[Any]:
     """The events of all event files in `folder`, in the order in which they were written."""
-    return [Event.FromString(record) for file in sorted(folder.glob("events.out.*")) for record in _records(file)]
+    # their names have the second, and then a random part
+    files = sorted(folder.glob("events.out.*"), key=lambda file: file.stat().st_mtime_ns)
+    return [Event.FromString(record) for file in files for record in _records(file)]
 
 
 def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
