@@ -25,6 +25,8 @@ from typing import Any
 import jax_trainer
 
 cli = importlib.import_module("jax_trainer.cli.main")  # the package exports a function of the same name
+# reads the signatures of optax, whose defaults autodoc replaces by their text
+importlib.import_module("jax_trainer.optimizer.named")
 
 _MARK = re.compile(r"^<!-- reference: (\w+) ?(.*?) *-->$", re.MULTILINE)
 # modules that are no packages and have names for users

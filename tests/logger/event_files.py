@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined] - m
 
 def events_in(folder: Path) -> list[Any]:
     """The events of all event files in `folder`, in the order in which they were written."""
-    # their names have the second, and then a random part
+    # their names have the second, then the process and a number: 10 comes before 9
     files = sorted(folder.glob("events.out.*"), key=lambda file: file.stat().st_mtime_ns)
     return [Event.FromString(record) for file in files for record in _records(file)]
 
