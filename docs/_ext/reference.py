@@ -122,7 +122,7 @@ _KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], str]]] =
     (
         "Classes",
         lambda thing: inspect.isclass(thing) and _has_docstring(thing) and not _is_error(thing),
-        lambda path, _: f".. autoclass:: {path}\n   :members:",
+        lambda path, _: f".. autoclass:: {path}\n   :members:\n   :exclude-members: factory",  # of optax
     ),
     ("Exceptions and warnings", _is_error, lambda path, _: f".. autoexception:: {path}"),
     ("Constants and types", _is_data, _data),
