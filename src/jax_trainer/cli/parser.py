@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -211,7 +211,7 @@ def _add_check(one: argparse.ArgumentParser) -> None:
                      help="--compile, and what changes would need: micro-batches, remat, precision, fsdp (default: if "
                      "it does not fit)")  # fmt: skip
     one.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GB or 4GiB")
-    one.add_argument("--devices", type=_some, metavar="N",
+    one.add_argument("--devices", type=_positive, metavar="N",
                      help="compile for this many devices like those of this machine, which need not exist")  # fmt: skip
 
 
@@ -225,16 +225,19 @@ def _add_processes(one: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process", type=int, metavar="I", help="index of this process, from 0")
-    group.add_argument("--heartbeat", type=_heartbeat, default=HEARTBEAT, metavar="SECONDS",
+    group.add_argument("--heartbeat", type=_seconds_from(2), default=HEARTBEAT, metavar="SECONDS",
                        help="timeout after which a process without heartbeats is considered dead, and the others exit "
                        f"(default: {HEARTBEAT:g})")  # fmt: skip
 
 
-def _heartbeat(text: str) -> float:
-    with suppress(ValueError):
-        if 2 <= float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds, from 2 to 86400, found {text[:40]!r}.")
+def _seconds_from(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if least <= float(text) <= 86400:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"expected seconds, from {least:g} to 86400, found {text[:40]!r}.")
+
+    return parse
 
 
 def _add_runs(one: argparse.ArgumentParser) -> None:
@@ -247,15 +250,8 @@ def _add_runs(one: argparse.ArgumentParser) -> None:
                      "'val/acc>0.9'; * and ? are wildcards; repeatable")  # fmt: skip
     one.add_argument("--columns", metavar="A,B,…", help="columns, separated by commas; +A,B adds to the usual ones")
     one.add_argument("--csv", action="store_true", help="print comma-separated values")
-    one.add_argument("--watch", nargs="?", type=_interval, const=2.0, metavar="SECONDS",
+    one.add_argument("--watch", nargs="?", type=_seconds_from(0.1), const=2.0, metavar="SECONDS",
                      help="show the table again every few seconds, until Ctrl-C (default: 2)")  # fmt: skip
-
-
-def _interval(text: str) -> float:
-    with suppress(ValueError):
-        if 0.1 <= float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds, from 0.1 to 86400, found {text[:40]!r}.")
 
 
 def _add_launch(one: argparse.ArgumentParser) -> None:
@@ -266,7 +262,7 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
     one.add_argument("--restarts", type=_processes, default=0, metavar="K",
                      help="if a process fails or is killed, restart all and resume the run, up to K times "
                      "(default: 0)")  # fmt: skip
-    one.add_argument("--heartbeat", type=_heartbeat, default=HEARTBEAT, metavar="SECONDS",
+    one.add_argument("--heartbeat", type=_seconds_from(2), default=HEARTBEAT, metavar="SECONDS",
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
 

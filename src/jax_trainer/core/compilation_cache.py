@@ -196,8 +196,9 @@ class _Loads:
 
     def take(self) -> tuple[int, float]:
         with self._lock:
-            taken, self._count, self._seconds = (self._count, self._seconds), 0, 0.0
-        return taken
+            loaded = self._count, self._seconds
+            self._count, self._seconds = 0, 0.0
+        return loaded
 
 
 _chosen: str | None = None

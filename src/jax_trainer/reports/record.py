@@ -17,9 +17,9 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from jax_trainer.checkpoint.files import read_bounded
+from jax_trainer.checkpoint.files import read_bounded, read_json
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RunFolder
-from jax_trainer.checkpoint.lock import RunInUseError, check_free
+from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.checkpoint.ranking import Direction, best_mode, is_better
 from jax_trainer.redaction import redact
 from jax_trainer.settings import SettingsError
@@ -419,12 +419,8 @@ def _best(record: RunRecord) -> BestValue | None:
 
 
 def _status(record: RunRecord) -> str:
-    try:
-        check_free(record.path)
-    except RunInUseError:
+    if is_locked(record.path):
         return "running"
-    except ValueError as error:
-        record.notes.append(str(error))
     starts = record.provenance.get("starts")
     started = starts[-1] if isinstance(starts, list) and starts else record.provenance
     found = started.get("status") if isinstance(started, dict) else None
@@ -475,13 +471,10 @@ def _json(record: RunRecord, file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        data = redact(json.loads(read_bounded(file, _MAX_BYTES)))
+        return redact(read_json(file, _MAX_BYTES))
     except (ValueError, RecursionError):
-        data = None
-    if isinstance(data, dict):
-        return data
-    record.notes.append(f"{file.relative_to(record.path)} could not be read.")
-    return {}
+        record.notes.append(f"{file.relative_to(record.path)} could not be read.")
+        return {}
 
 
 def _opened(file: Path) -> Any:

@@ -252,7 +252,7 @@ _TOOLBAR = """
 <label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0"><output>0</output></label>
 <label><input name="logx" type="checkbox"> log x</label>
 <label><input name="logy" type="checkbox"> log y</label>
-<label>filter <input name="filter" type="search" placeholder="name of a metric"></label>
+<label>filter by name <input name="filter" type="search"></label>
 <button name="reset" type="button">reset zoom</button>
 <span class="hint">drag to zoom · click a name to hide it</span>
 </form>
