@@ -11,10 +11,11 @@ import logging
 import math
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,7 +64,9 @@ def _run(arguments: Sequence[str]) -> int:
         if args.command in records.COMMANDS:
             outcome = records.COMMANDS[args.command](args)
         else:
-            _check_readable(args)
+            if not _may_join_others(args):
+                _check_readable(args)
+                _start_devices(args)
             from jax_trainer.cli import running  # imports JAX
 
             running.join_others(args)
@@ -97,12 +100,30 @@ def _run(arguments: Sequence[str]) -> int:
     return FAILED if outcome.problem else outcome.code
 
 
-def _check_readable(args: argparse.Namespace) -> None:
-    """Raises now what reading the file would raise: it is missing, not YAML, or includes such a file."""
+def _may_join_others(args: argparse.Namespace) -> bool:
+    """Whether this may be one of several processes: JAX must not be used, nor an error printed, before they join."""
     described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
     joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
-    if joins or any(name.startswith(("SLURM_", "OMPI_")) for name in os.environ):
-        return  # after joining the others: only the primary process prints
+    return joins or any(name.startswith(("SLURM_", "OMPI_")) for name in os.environ)
+
+
+def _start_devices(args: argparse.Namespace) -> None:
+    """Has a thread start the GPUs, which takes two seconds, while this one imports the rest and loads the data."""
+    is_wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
+    if args.command not in ("train", "resume", "test") or not (is_wanted and os.path.isdir("/proc/driver/nvidia/gpus")):
+        return
+    import jax
+
+    def start() -> None:
+        with suppress(Exception):  # the main thread raises it again at its first use of a device
+            jax.devices()
+
+    # no daemon: Python waits for it, because a thread in native code would abort an exit
+    threading.Thread(target=start, name="jax_trainer devices").start()
+
+
+def _check_readable(args: argparse.Namespace) -> None:
+    """Raises now what reading the file would raise: it is missing, not YAML, or includes such a file."""
     file = getattr(args, "config", None)
     if file is not None and (os.path.isfile(file) or not os.path.exists(file)):  # a pipe can be read only once
         read_tree(Path(file), (), Problems())
