@@ -63,7 +63,11 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
-LATE_MODULES = {("cli/main.py", "jax_trainer.cli"), ("trainer/experiment.py", "jax_trainer.optimizer")}
+LATE_MODULES = {
+    ("cli/main.py", "jax"),
+    ("cli/main.py", "jax_trainer.cli"),
+    ("trainer/experiment.py", "jax_trainer.optimizer"),
+}
 # optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
 ONLY_JIT = "core/compile.py"
