@@ -21,7 +21,6 @@ from jax_trainer.core import (
     TrainState,
     checked_int,
     compile_program,
-    readable_bytes,
     resolve_layout,
 )
 from jax_trainer.core.rng import key_data
@@ -178,7 +177,7 @@ class TrainLoop:
         if not self._has_printed_size:
             weights = jax.tree.leaves(self._steps.params)
             number, size = (sum(getattr(one, name) for one in weights) for name in ("size", "nbytes"))
-            self._print(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
+            self._print(f"Total number of trainable weights: {number} ~ {size / 2**20:.1f} MB.")
             self._has_printed_size = True
         return self._steps.to(step, yields_partial=yields_partial)
 

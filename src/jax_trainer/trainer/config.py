@@ -59,6 +59,7 @@ class TrainerConfig(Settings):
         max_rollbacks: maximum number of rollbacks; the next non-finite step is an error.
         logger: what is logged, and where.
         callbacks: callbacks by name; a name that is a callback's class needs no `class_name`.
+        num_classes: number of classes, for the trainers and metrics that need it.
         model_mode: nnx, linen or function; default: inferred from the model.
         max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
         max_steps_per_epoch: maximum number of steps per epoch.
@@ -100,6 +101,7 @@ class TrainerConfig(Settings):
     max_rollbacks: Count = 3
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
     callbacks: dict[str, Callback.cfgtype] = field(default_factory=dict)
+    num_classes: Annotated[int, AtLeast(2)] | None = None
     model_mode: ModelMode | None = None
     max_steps: Size | None = None
     max_steps_per_epoch: Size | None = None

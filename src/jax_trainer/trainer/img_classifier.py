@@ -32,7 +32,7 @@ class ImgClassifierTrainerConfig(TrainerConfig):
         num_classes: number of classes.
     """
 
-    num_classes: Annotated[int, AtLeast(2)] = 10
+    num_classes: Annotated[int, AtLeast(2)] = 10  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @register

@@ -462,7 +462,7 @@ def test_a_loop_prints_the_size_of_the_model_once_unless_silent(capsys: pytest.C
     assert "Total model initialization time is " in capsys.readouterr().out
     for _ in loop:
         pass
-    assert capsys.readouterr().out.splitlines() == ["Total number of trainable weights: 3 ~ 12 B."]
+    assert capsys.readouterr().out.splitlines() == ["Total number of trainable weights: 3 ~ 0.0 MB."]
     for _ in loop:
         pass
     assert "at step 8, and `n_steps` is 8" in capsys.readouterr().out
