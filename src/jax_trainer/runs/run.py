@@ -37,6 +37,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.output import short_path
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
@@ -258,9 +259,25 @@ class Run:
         if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
             return []
         epochs, steps = self.ends_at
-        title = "" if self.target is None else f"Run folder: {self.target.folder.path}"
-        shown: dict[str, Any] = {"in_steps": self.spec.in_steps, "is_primary": self.writes}
-        return [ProgressBar(title=title, epochs=epochs, steps=steps, **shown)]
+        return [
+            ProgressBar(
+                title="" if self.target is None else f"Run folder: {short_path(self.target.folder.path)}",
+                epochs=epochs,
+                steps=steps,
+                in_steps=self.spec.in_steps,
+                metric=self._progress_metric(),
+                eval_every=self.plan.resolved().eval_every,
+                is_primary=self.writes,
+            )
+        ]
+
+    def _progress_metric(self) -> str:
+        """The metric of the progress bar: as configured, or what `ModelCheckpoint` or another callback monitors."""
+        if self.spec.progress_metric or self.spec.recording is None:
+            return self.spec.progress_metric
+        callbacks = sorted(self.callbacks.callbacks.values(), key=lambda one: not isinstance(one, ModelCheckpoint))
+        monitors = (getattr(one.config, "monitor", None) for one in callbacks)
+        return next((name for name in monitors if name), "")
 
     def handle(self, event: Event) -> None:
         """Follows the state of training; a test may use other weights."""
@@ -294,6 +311,8 @@ class Run:
             transforms=recording.transforms,
             writes=self.writes,
             train_hlo=self.spec.program.train_hlo,
+            eval_every=self.plan.resolved().eval_every,
+            progress_metric=self._progress_metric,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:
