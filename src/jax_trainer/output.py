@@ -98,7 +98,8 @@ def short_path(path: str | Path) -> str:
     'runs/CNN'
     """
     try:
-        return str(Path(path).relative_to(Path.cwd()))
+        text = str(Path(path).relative_to(Path.cwd()))
+        return f"./{text}" if text.startswith("-") else text  # a command would read it as an option
     except (OSError, ValueError):  # it is elsewhere, or the working directory was deleted
         return str(path)
 
