@@ -10,7 +10,8 @@ from pathlib import Path
 from jax_trainer.checkpoint.ranking import Direction, best_mode, is_better
 from jax_trainer.output import tame
 from jax_trainer.reports.curves import PALETTE, Chart, drawing, short
-from jax_trainer.reports.record import RunRecord, Start, flattened
+from jax_trainer.reports.record import RunRecord, Start
+from jax_trainer.reports.values import flattened
 from jax_trainer.settings import SettingsError
 
 _MEDIA_BYTES = 700_000  # of all images together: a page stays small enough for a mail
