@@ -20,7 +20,7 @@ from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RunFolde
 from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.checkpoint.ranking import best_mode, is_better
 from jax_trainer.redaction import redact
-from jax_trainer.reports.record import BestValue, Curve, LogLine, RunRecord, SavedStep, Start
+from jax_trainer.reports.record import BestValue, Curve, Histogram, LogLine, Recompile, RunRecord, SavedStep, Start
 from jax_trainer.reports.values import flattened, is_count, is_size, json_of, matrix_of, number_of, numbers_in
 from jax_trainer.settings import SettingsError
 
@@ -28,8 +28,13 @@ _MAX_BYTES = 1 << 24  # of a JSON or YAML file
 _MAX_LOG, _MAX_TIMES = 1 << 22, 1 << 26
 _MAX_KEYS = 2_000  # of a configuration
 _MAX_NOTICES = 400
+_MAX_STEPS = 256  # of the histograms of an array; of more, every second one is left out
+_MAX_CLASSES, _MAX_NAME = 1_000, 100  # names, and characters of one
 _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+_RECOMPILED = re.compile(
+    r"`(\w+)` was compiled again(?: on (.*?))? \((\d+(?:\.\d+)?) s, compilation \d+\): (.*)", re.DOTALL
+)
 _ENDED = re.compile(r"Run ([a-z]+)\.")
 _NOT_CURVES = frozenset(("step", "epoch"))
 _SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
@@ -49,6 +54,7 @@ def read_run(folder: str | Path) -> RunRecord:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
     record.config = _config(record)
     record.provenance = _json(record, path / "run.json")
+    record.classes = _classes(record.provenance)
     _read_checkpoints(record)
     _read_evaluations(record)
     _read_log(record)
@@ -107,8 +113,10 @@ def _read_special(record: RunRecord, step: int, row: Mapping[str, Any]) -> None:
         record.texts[name] = step, str(text)
     for name, bins in _items(row, "histograms"):
         counts, edges = (numbers_in(bins, key) for key in ("counts", "edges"))
-        if counts and len(edges) == len(counts) + 1:
-            record.histograms[name] = step, edges, counts
+        if counts and len(edges) == len(counts) + 1 and edges == sorted(edges) and min(counts) >= 0:
+            kept = [one for one in record.histograms.get(name, []) if one.step < step]
+            kept = kept[::2] if len(kept) >= _MAX_STEPS else kept
+            record.histograms[name] = [*kept, Histogram(step, edges, counts)]
 
 
 def _items(row: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
@@ -131,6 +139,12 @@ def _config(record: RunRecord) -> dict[str, Any]:
     if len(found) > _MAX_KEYS:
         record.notes.append(f"{CONFIG}: only the first {_MAX_KEYS} keys are shown.")
     return redact(dict(found[:_MAX_KEYS]))
+
+
+def _classes(provenance: Mapping[str, Any]) -> list[str]:
+    found = provenance.get("classes")
+    names = found if isinstance(found, list) and all(isinstance(one, str) for one in found) else []
+    return [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
 
 
 def _read_checkpoints(record: RunRecord) -> None:
@@ -188,7 +202,14 @@ def _read_log(record: RunRecord) -> None:
     if len(found) > _MAX_NOTICES:
         record.notes.append(f"run.log: only the last {_MAX_NOTICES} of {len(found)} messages are shown.")
     here = f"{record.path}/"
-    shown = [LogLine(one.time, one.level, redact(one.text.replace(here, ""))) for one in found[-_MAX_NOTICES:]]
+    shown = []
+    for one in found[-_MAX_NOTICES:]:
+        text = redact(one.text.replace(here, ""))
+        if match := _RECOMPILED.fullmatch(text):
+            function, where, seconds, reason = match.groups()
+            record.recompiles.append(Recompile(one.time, function, where or "", float(seconds), reason))
+        else:
+            shown.append(LogLine(one.time, one.level, text))
     record.log = shown + record.log
 
 

@@ -60,6 +60,26 @@ class SavedStep:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """The values of an array at a step: `counts[i]` of them lie between `edges[i]` and `edges[i + 1]`."""
+
+    step: int
+    edges: Sequence[float]
+    counts: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A step that was compiled again: when, on which batch, for how long, and why."""
+
+    time: str
+    function: str
+    where: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class LogLine:
     """A message of `run.log`, or an edit of the training state."""
 
@@ -85,10 +105,12 @@ class RunRecord:
         matrices: the latest confusion matrix by name, as (step, rows).
         media: images by name, as (step, file), by ascending step.
         texts: the latest logged text by name, as (step, text).
-        histograms: the latest histogram by name, as (step, edges, counts).
+        histograms: by name, by ascending step.
+        classes: names of the classes of the data, by label.
         checkpoints: by ascending step.
         starts: where the time of every start went.
-        log: messages of the run.
+        recompiles: the steps that were compiled again.
+        log: other messages of the run.
         provenance: the content of `run.json`.
         versions: of the packages that wrote the latest checkpoint.
         notes: what could not be read.
@@ -106,9 +128,11 @@ class RunRecord:
     matrices: dict[str, tuple[int, list[list[float]]]] = field(default_factory=dict)
     media: dict[str, list[tuple[int, Path]]] = field(default_factory=dict)
     texts: dict[str, tuple[int, str]] = field(default_factory=dict)
-    histograms: dict[str, tuple[int, list[float], list[float]]] = field(default_factory=dict)
+    histograms: dict[str, list[Histogram]] = field(default_factory=dict)
+    classes: list[str] = field(default_factory=list)
     checkpoints: list[SavedStep] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
     log: list[LogLine] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

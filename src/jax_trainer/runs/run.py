@@ -5,14 +5,23 @@ A style translates its arguments into a `RunSpec`, and reads the `Run` when it h
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, RunContext, logger_observers
+from jax_trainer.callbacks import (
+    Callback,
+    ConfusionMatrixCallback,
+    ModelCheckpoint,
+    Progress,
+    ProgressBar,
+    RunContext,
+    logger_observers,
+)
+from jax_trainer.callbacks.classification import class_names_of
 from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
@@ -155,8 +164,14 @@ class Run:
         self.is_resumed = found is not None
         if self.provenance is not None:
             self.step = step_of(self.state)
-            self.provenance.start(spec, self.state, self.step)
+            self.provenance.start(spec, self.state, self.step, self._class_names())
         spec.on_open(self)
+
+    def _class_names(self) -> Sequence[str]:
+        """The names of the classes of the data, as configured for a confusion matrix, or those of the dataset."""
+        assert self.spec.recording is not None
+        drawing = [one for one in self.callbacks.callbacks.values() if isinstance(one, ConfusionMatrixCallback)]
+        return next((one.class_names for one in drawing), class_names_of(self.spec.recording.dataset))
 
     def _initial(self) -> TrainState:
         with compiling_ahead(self.spec.program, self.spec.data, self.plan):
