@@ -138,7 +138,7 @@ def test_layers_have_the_last_norms_and_the_relative_size_of_an_update(tmp_path:
 
 def test_histograms_of_several_steps_are_drawn_over_time(tmp_path: Path):
     shown = section(report(write_run(tmp_path / "a")).html, "Histograms")
-    assert "params/w" in shown and "step 8<" in shown and "steps 4 to 8" in shown
+    assert "<h4>params</h4>" in shown and "step 8<" in shown and "steps 4 to 8" in shown
     # two columns of bins from -1 to 2: the values spread over the lower two thirds, then over the upper third
     paths = re.findall('class="h(\\d+)" d="(.*?)"', shown)
     assert paths == [
@@ -149,7 +149,7 @@ def test_histograms_of_several_steps_are_drawn_over_time(tmp_path: Path):
 def test_recompilations_are_a_section_with_reason_and_time(tmp_path: Path):
     shown = section(report(write_run(tmp_path / "a")).html, "Recompilations")
     assert "1 times, which took 1.5 s" in shown
-    assert cells(shown)[1][1:4] == ["train_step", "batch 3 of epoch 1", "1.5 s"]
+    assert cells(shown)[1][1:4] == ["train_step", "batch 3 of epoch 1", "1.5&nbsp;s"]
 
 
 def test_memory_is_a_section_with_curves_of_its_own(tmp_path: Path):

@@ -21,14 +21,15 @@ _MAX_HISTOGRAMS = 40  # of a page
 _MAX_ENVIRONMENT = 200  # rows
 _BINS, _COLUMNS = 24, 32  # of histograms over time
 _PNG = b"\x89PNG\r\n\x1a\n"
+_HISTOGRAMS = {"param_histogram": "parameters", "grad_histogram": "gradients"}
 _NORMS = {"param_norm": "parameters", "grad_norm": "gradients", "update_norm": "updates"}
 
 
 class Budget:
-    """How much may still be added to a page: bytes of images, and histograms."""
+    """How much may be added to a page: bytes of images, which become fewer, and histograms of each of so many runs."""
 
-    def __init__(self) -> None:
-        self.media, self.histograms = _MEDIA_BYTES, _MAX_HISTOGRAMS
+    def __init__(self, runs: int) -> None:
+        self.media, self.histograms = _MEDIA_BYTES, max(1, _MAX_HISTOGRAMS // runs)
 
 
 # confusion matrices
@@ -43,8 +44,7 @@ def matrices(run: RunRecord) -> str:
         caption += f" ({right / total:.2%})" if total else ""
         named = run.classes if len(run.classes) == len(rows) else [str(k) for k in range(len(rows))]
         cells = _cells(rows, named) if len(rows) <= _MAX_CELLS else _squares(rows)
-        parts.append(f"<figure>{cells}<figcaption>{caption}</figcaption></figure>")
-        parts.append(_confused(rows, named))
+        parts.append(f"<figure>{cells}<figcaption>{caption}</figcaption>{_confused(rows, named)}</figure>")
     return f'<div class="samples">{"".join(parts)}</div>' if parts else ""
 
 
@@ -94,7 +94,7 @@ def _confused(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
         for cell, true, guess in worst
     ]
     heads = ["true class", "predicted as", "examples", "of the class"]
-    return f'<figure class="confused">{table_of(heads, cells, "numbers pairs")}</figure>' if worst else ""
+    return table_of(heads, cells, "numbers pairs") if worst else ""
 
 
 # images and texts
@@ -150,16 +150,21 @@ def layers(run: RunRecord) -> str:
 
 def histograms(run: RunRecord, budget: Budget) -> str:
     """Every array: the distribution of its values over the steps, or at the only one."""
-    parts = []
-    for name, steps in islice(run.histograms.items(), budget.histograms):
+    groups: dict[str, list[str]] = {}
+    for full, steps in islice(run.histograms.items(), budget.histograms):
+        kind, _, name = full.partition("/") if "/" in full else ("", "", full)
         last = steps[-1]
         drawn = _over_time(steps) if len(steps) > 1 else _bars(last)
         when = f"steps {steps[0].step:,} to {last.step:,}" if len(steps) > 1 else f"step {last.step:,}"
-        parts.append(f"<figure>{drawn}<figcaption>{text_of(name)}<br><small>{when}</small></figcaption></figure>")
-    left_out = len(run.histograms) - len(parts)
-    budget.histograms -= len(parts)
-    note = f'<p class="note">{left_out} further arrays are left out.</p>' if left_out else ""
-    return f'<div class="samples histograms">{"".join(parts)}</div>{note}' if parts or note else ""
+        caption = f"{text_of(name)}<br><small>{when}</small>"
+        groups.setdefault(kind, []).append(f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>")
+    left_out = len(run.histograms) - budget.histograms
+    note = f'<p class="note">{left_out} further arrays are left out.</p>' if left_out > 0 else ""
+    shown = (
+        f'<h4>{text_of(_HISTOGRAMS.get(kind, kind))}</h4><div class="samples histograms">{"".join(figures)}</div>'
+        for kind, figures in groups.items()
+    )
+    return "".join(shown) + note
 
 
 def _bars(one: Histogram) -> str:
@@ -207,7 +212,7 @@ def _rebinned(one: Histogram, low: float, high: float) -> list[float]:
 def recompiles(run: RunRecord) -> str:
     """Every time that a step was compiled again, with the reason."""
     rows = [
-        [*map(text_of, (one.time, one.function, one.where)), f"{one.seconds:.1f} s", text_of(one.reason)]
+        [*map(text_of, (one.time, one.function, one.where)), f"{one.seconds:.1f}&nbsp;s", text_of(one.reason)]
         for one in run.recompiles
     ]
     if not rows:

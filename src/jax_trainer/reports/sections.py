@@ -22,7 +22,7 @@ class Page:
     def __init__(self, runs: Sequence[RunRecord], names: Sequence[str], charts: Sequence[Chart]) -> None:
         self.runs, self.names, self.charts = runs, names, charts
         self.named = list(zip(runs, names, strict=True))
-        self._budget = Budget()
+        self._budget = Budget(len(runs))
 
     def sections(self) -> list[tuple[str, str]]:
         """Headings and their content, without empty ones."""
