@@ -20,6 +20,7 @@ def linear_step(**options: Any) -> tuple[Any, Any, StepReport]:
     wrapped = with_layer_norms(linear_program(optax.sgd(0.125), clip_norm=0.01), **options)
     batch = {"x": np.ones((4, 8), np.float32), "y": np.zeros(4, np.int32)}
     state = wrapped.init(jax.random.key(0), batch)
+    state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.5, state.params))  # it begins with zeros
     after, report = jax.jit(wrapped.train_step)(state, batch)
     return state, after, report
 
