@@ -1,5 +1,6 @@
 """The page: one file without a network, harmless whatever a run folder contains, and of a bounded size."""
 
+import itertools
 import json
 import re
 from datetime import UTC, datetime
@@ -238,7 +239,7 @@ def test_in_a_notebook_the_page_is_an_isolated_frame(hostile: Path):
     assert "<!doctype html>" in (attributes["srcdoc"] or "")
 
 
-def test_a_long_run_with_many_metrics_and_images_stays_small(tmp_path: Path):
+def test_a_long_run_with_many_metrics_images_and_histograms_stays_small(tmp_path: Path):
     names = [f"train/metric_{index}_step" for index in range(20)]
     rows: list[dict[str, Any]] = [
         {"step": step, "epoch": 1, **dict.fromkeys(names, step * 7919 % 1000 / 997)} for step in range(1, 5_000)
@@ -247,9 +248,14 @@ def test_a_long_run_with_many_metrics_and_images_stays_small(tmp_path: Path):
     for index in range(30):
         (folder / "media" / f"{index}.png").write_bytes(PIXEL + bytes(100_000))
         rows.append({"step": 5_000, "media": {f"image {index}": f"media/{index}.png"}})
+    for step, index in itertools.product(range(40), range(100)):
+        counts = [(step * 31 + k * 17 + index) ** 2 % 97 for k in range(30)]  # as rough as possible
+        bins = {"counts": counts, "edges": [k / 30 for k in range(31)]}
+        rows.append({"step": step, "histograms": {f"w/{index}": bins}})
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = report(folder)
     assert len(made.html) < 2_000_000
+    assert "60 further arrays are left out" in made.html
     assert all(len(line["steps"]) < 1_610 for chart in embedded(made)["charts"] for line in chart["lines"])
     assert "24 images are left out" in made.html and "more points than a screen shows" in made.html
 
