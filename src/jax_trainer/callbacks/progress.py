@@ -2,20 +2,20 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import Annotated, Any
 
 import numpy as np
 from compoconf import register
 from rich.console import Console
 
+from jax_trainer.callbacks.bar_text import fitted, metric_texts
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
-from jax_trainer.core import LogMetricMode, LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import (
     Edit,
@@ -38,15 +38,11 @@ from jax_trainer.engine import (
 from jax_trainer.output import short_path
 from jax_trainer.settings import AtLeast
 
-SHOWN = 4  # metrics of a dataset in a line; more do not fit
-RATE = "optimizer/lr"  # shown if it is a step metric
-WIDTH, NARROWEST = 24, 4  # of the bar
 WIDE = 100  # characters from which numbers have a digit more
 FREE_LINES, LINE_SECONDS = 200, 5.0  # after so many lines of epochs, one is written at most so often
 FIRST_SILENCE, LONGEST_SILENCE = 30.0, 600.0  # seconds of an epoch after which a file gets a line; doubled each time
 UNLIMITED = 10_000  # characters
 _NUMBER = re.compile(r"\d[\d.,]*")
-_STATISTICS = tuple(f"_{mode.value}" for mode in LogMetricMode)
 
 
 @dataclass
@@ -190,7 +186,7 @@ class ProgressBar:
 
     def _add(self, event: Event, name: str, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a dataset to the line of this step."""
-        first, *others = _texts(metrics) or ["–"]
+        first, *others = metric_texts(metrics) or ["–"]
         if name.startswith("test"):  # of other weights, perhaps: the best ones
             self._end_row()
             self._lines.append("  ".join([f"{name} {first}", *others]))
@@ -324,13 +320,13 @@ class ProgressBar:
                 self._evaluated.add(self._eval_rows.pop(0))
             so_far = WindowAccumulator(LogMode.VAL)
             so_far.load(self._evaluated.state())
-            first, *others = _texts(so_far.compute(), digits) or [""]
+            first, *others = metric_texts(so_far.compute(), digits) or [""]
             return [first, "", *others]
         latest = {} if self._rows is None else {name: one.values[-1] for name, one in self._rows.columns.items()}
         bare = self._metric.removeprefix("train/")
-        first, *others = _texts({name: latest[name] for name in latest if name != bare or name == "loss"}, digits) or [
-            ""
-        ]
+        first, *others = metric_texts(
+            {name: latest[name] for name in latest if name != bare or name == "loss"}, digits
+        ) or [""]
         value = self._values.get(self._metric, None if bare == "loss" else latest.get(bare))
         chosen = "" if value is None or np.ndim(value) else f"{self._metric} {value:.{digits}g}"
         return [first, chosen, *others]
@@ -350,52 +346,6 @@ class ProgressBar:
         if lines:
             self._last_output = time.perf_counter()
         self._screen.show(lines, bar)
-
-
-def fitted(
-    pieces: Sequence[tuple[str, int]], width: int, share: float | None = None, ticks: tuple[str, str] = ("#", "-")
-) -> str:
-    """The pieces in order, with a bar for `share` after the first; those of the lowest rank are left out if needed.
-
-    >>> fitted([("epoch 1", 9), ("3/4", 9), ("loss 0.5", 8), ("step 3", 1)], 31, 0.75)
-    'epoch 1 ######--- 3/4  loss 0.5'
-    """
-    kept = list(pieces)
-    room = 0 if share is None else NARROWEST  # the bar is worth more than what is left out first
-
-    def is_too_long() -> bool:
-        return sum(len(text) + 2 for text, _ in kept) - 2 + room > width
-
-    for lowest in sorted({rank for _, rank in pieces} - {9}):
-        room = 0 if lowest > 2 else room
-        for place in reversed([place for place, (_, rank) in enumerate(kept) if rank == lowest]):
-            if is_too_long():
-                del kept[place]
-    first, *rest = ["  ".join(text for text, _ in kept)] if share is None else [text for text, _ in kept]
-    text = "  ".join(rest)
-    free = min(WIDTH, width - len(first) - len(text) - 2)
-    if share is None or free < NARROWEST:
-        return "  ".join(filter(None, (first, text)))
-    filled = int(free * share)
-    return f"{first} {ticks[0] * filled}{ticks[1] * (free - filled)} {text}"
-
-
-def _texts(metrics: Mapping[str, Any], digits: int = 4) -> list[str]:
-    first = islice(_main(metrics), SHOWN)
-    rate = [f"lr {metrics[RATE]:.3g}"] if RATE in metrics else []
-    return [*(f"{name} {metrics[name]:.{digits}g}" for name in first), *rate]
-
-
-def _main(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """The names of scalars, the loss first; without those with a prefix and other statistics, such as "acc_std"."""
-
-    def is_scalar(name: str) -> bool:
-        return name in metrics and np.ndim(metrics[name]) == 0
-
-    for name in chain(("loss",), (one for one in metrics if one != "loss")):
-        others = (name.removesuffix(end) for end in _STATISTICS if name.endswith(end))
-        if "/" not in name and is_scalar(name) and not any(map(is_scalar, others)):
-            yield name
 
 
 @dataclass
