@@ -52,7 +52,6 @@ class _Stage:
     name: str
     unit: str
     total: int | None
-    started: float
     is_first: bool  # of its kind in this run, so that it is compiled
     pace: Pace
     done: int = 0
@@ -108,7 +107,7 @@ class ProgressBar:
         self._epochs, self._steps, self._in_steps, self._metric = epochs, steps, in_steps, metric
         self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
         self._left, self._pace = TimeLeft(epochs, steps, eval_every), Pace()
-        self._stage = self._training = _Stage("", "", None, 0.0, is_first=False, pace=self._pace)
+        self._stage = self._training = _Stage("", "", None, is_first=False, pace=self._pace)
         self._seen: set[str] = set()  # stages that are compiled
         self._rows: MetricWindow | None = None  # the latest steps
         self._values: dict[str, Any] = {}  # the latest metrics of evaluations, by full name
@@ -240,7 +239,7 @@ class ProgressBar:
     def _start(self, kind: str, name: str, unit: str, total: int | None, pace: Pace) -> _Stage:
         """Shows the next stage before it starts, since compiling may take a while."""
         now = time.perf_counter()
-        self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen, pace=pace)
+        self._stage = _Stage(name, unit, total, is_first=kind not in self._seen, pace=pace)
         if self._stage.is_first:
             self._seen.add(kind)
             if self._screen.is_live:
@@ -324,9 +323,8 @@ class ProgressBar:
             return [first, "", *others]
         latest = {} if self._rows is None else {name: one.values[-1] for name, one in self._rows.columns.items()}
         bare = self._metric.removeprefix("train/")
-        first, *others = metric_texts(
-            {name: latest[name] for name in latest if name != bare or name == "loss"}, digits
-        ) or [""]
+        main = {name: value for name, value in latest.items() if name != bare or name == "loss"}
+        first, *others = metric_texts(main, digits) or [""]
         value = self._values.get(self._metric, None if bare == "loss" else latest.get(bare))
         chosen = "" if value is None or np.ndim(value) else f"{self._metric} {value:.{digits}g}"
         return [first, chosen, *others]
