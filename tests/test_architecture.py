@@ -27,7 +27,7 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        "redaction",
+        *("output", "redaction"),
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
@@ -61,7 +61,7 @@ MAY_IMPORT = {
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
+LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -256,7 +256,7 @@ def test_an_edit_is_a_row_and_a_line(tmp_path, capsys):
 
     edit = Edit(hyperparameters={"learning_rate_scale": 0.5}, reason="why not")
     editor = LambdaCallback(on_training_epoch_end=lambda epoch: edit if epoch == 1 else None)
-    log, bar = LogMetrics(JsonlWriter(tmp_path / "rows.jsonl")), ProgressBar(is_notebook=False)
+    log, bar = LogMetrics(JsonlWriter(tmp_path / "rows.jsonl")), ProgressBar()
     run_with(log, bar, editor, program=matrix_program())
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row for row in rows if "edit" in row] == [

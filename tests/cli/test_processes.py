@@ -52,7 +52,7 @@ def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path):
     assert code == 0
     assert "\r\x1b[2K" in shown and "━" in shown and "/4  " in shown  # a line that is drawn again, with steps
     assert "\x1b[1mmetric" in shown  # bold
-    assert re.search(r"epoch   2  step +8  val  loss", shown) and "Run folder: " in shown
+    assert re.search(r"epoch 2/2  step 8  train loss .*  val loss", shown) and "Run folder: " in shown
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
@@ -62,14 +62,18 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
     first, *lines = result.err.splitlines()
     assert first.startswith("Run folder: ")
     assert lines.pop(0) == "epoch 1/2  compiling"
-    assert [[*line.split()[:2], line.split()[4]] for line in lines] == [
-        ["epoch", "1", "train"],
-        ["epoch", "1", "val"],
-        ["epoch", "2", "train"],
-        ["epoch", "2", "val"],
-        ["epoch", "2", "test"],
+    assert [re.findall("epoch [0-9/]+|train|val|test", line) for line in lines] == [
+        ["epoch 1/2", "train", "val"],
+        ["epoch 2/2", "train", "val"],
+        ["test"],
     ]
-    assert "test/acc" in result.out and "Run folder: " in result.out
+    table, facts = result.out.split("Best checkpoint: ")
+    assert re.search(" val .* test ", table) and "best: epoch 2, step 8" in table
+    checkpoint, time, folder, test, report = facts.splitlines()
+    assert checkpoint.startswith("epoch 2, step 8: val/acc ")
+    assert re.match(r"Time: [0-9.]+ s: \S+ [0-9]+%", time) and folder.startswith("Run folder: runs/MLP/")
+    assert re.match(r"Next: jax-trainer test runs/MLP/\S+ ", test) and "jax-trainer report runs/MLP/" in report
+    assert max(map(len, result.out.splitlines())) < 80
 
 
 def test_a_reader_may_leave_early_and_need_not_know_every_letter(tmp_path: Path):
@@ -155,7 +159,7 @@ def test_a_run_that_a_signal_ends_is_resumed_to_the_same_bits(
     if options:
         assert result.data == {"status": "interrupted", "error": way_on, "run": str(run)}
     else:
-        assert result.out == "" and re.search(r"epoch   1  step +4  val  loss", result.err)
+        assert result.out == "" and re.search(r"epoch 1/6  step +4  train loss .*  val loss", result.err)
 
     resumed = run_command(
         "resume", run, "own_pause.py", "trainer.callbacks.OwnPause.seconds=0", "--json", folder=folder

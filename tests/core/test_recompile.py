@@ -103,14 +103,16 @@ def test_a_length_is_reported_once():
     assert compilations(run.compiled.flat_train_step) == 2
 
 
-def test_at_most_three_recompilations_of_a_step_are_reported():
+def test_at_most_three_recompilations_of_a_step_are_warnings_and_the_log_has_all(caplog):
+    caplog.set_level("INFO", "jax_trainer")
     run = Run()
     with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for length in range(8, 2, -1):
             run.step(batch_of(length))
     assert [warning.category for warning in message] == [RecompileWarning] * 3
-    assert "not reported" in str(message[-1].message)
+    assert "in the log" in str(message[-1].message)
+    assert len([text for text in caplog.messages if text.startswith("`train_step` was compiled again")]) == 5
     assert compilations(run.compiled.flat_train_step) == 6
 
 

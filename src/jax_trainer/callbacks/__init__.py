@@ -3,6 +3,12 @@
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
+from jax_trainer.callbacks.layers import (
+    HistogramMonitor,
+    HistogramMonitorConfig,
+    NormMonitor,
+    NormMonitorConfig,
+)
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
@@ -11,7 +17,8 @@ from jax_trainer.callbacks.monitor import (
     ThroughputMonitorConfig,
 )
 from jax_trainer.callbacks.monitored import EarlyStopping, EarlyStoppingConfig, OptunaPruning
-from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig, with_needs_of
+from jax_trainer.callbacks.needs import with_needs_of
+from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig
 from jax_trainer.callbacks.process import (
     DisableGC,
     DisableGCConfig,
@@ -49,6 +56,8 @@ __all__ = [
     "GradientSpikeMonitorConfig",
     "HangMonitor",
     "HangMonitorConfig",
+    "HistogramMonitor",
+    "HistogramMonitorConfig",
     "JAXProfiler",
     "JAXProfilerConfig",
     "LambdaCallback",
@@ -59,6 +68,8 @@ __all__ = [
     "ModelCheckpointConfig",
     "ModelSummary",
     "ModelSummaryConfig",
+    "NormMonitor",
+    "NormMonitorConfig",
     "OptunaPruning",
     "Progress",
     "ProgressBar",

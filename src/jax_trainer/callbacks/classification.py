@@ -34,6 +34,7 @@ class ConfusionMatrixConfig(CallbackConfig):
         fig_size: another spelling of `figsize`.
         format: the format of numbers in cells; by default .2% for fractions and d for counts.
         dpi: dots per inch.
+        class_names: names of the classes, by label; default: those of the dataset.
     """
 
     normalize: bool = True
@@ -42,6 +43,7 @@ class ConfusionMatrixConfig(CallbackConfig):
     fig_size: tuple[Length, Length] | None = None
     format: str | None = None
     dpi: Annotated[int, AtLeast(1)] = 100
+    class_names: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[Problem]:
         """Two different sizes, or an invalid number format."""
@@ -76,11 +78,11 @@ class ConfusionMatrixCallback(Callback):
     config: ConfusionMatrixConfig
 
     def reset(self) -> None:
-        self._class_names: Sequence[str] = ()
+        self.class_names: Sequence[str] = ()
 
     def attach(self, run: RunContext) -> None:
         super().attach(run)
-        self._class_names = _class_names(run.dataset)
+        self.class_names = self.config.class_names or class_names_of(run.dataset)
         self._plots: ModuleType | None = None
         try:
             with from_extra("plots"):
@@ -115,7 +117,7 @@ class ConfusionMatrixCallback(Callback):
 
     def _draw(self, matrix: np.ndarray) -> Any:
         assert self._plots is not None
-        config, names = self.config, self._class_names
+        config, names = self.config, self.class_names
         numbers = _fractions(matrix) if config.normalize else np.rint(matrix).astype(np.int64)
         figure = self._plots.Figure(figsize=config.size, dpi=config.dpi, layout="tight")
         axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
@@ -140,8 +142,8 @@ def _write_cells(axes: Any, numbers: np.ndarray, form: str) -> None:
         axes.text(column, row, format(number.item(), form), ha="center", va="center", color=colour)
 
 
-def _class_names(dataset: Any) -> Sequence[str]:
-    """The class names of the dataset, if it has them."""
+def class_names_of(dataset: Any) -> Sequence[str]:
+    """The names of the classes of a dataset, by label, if it has them."""
     metadata = getattr(dataset, "metadata", None) or {}
     known = metadata.get("class_names") or getattr(dataset, "class_names", ()) or getattr(dataset, "classes", ())
     return [str(name) for name in known or ()]

@@ -8,7 +8,7 @@ from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
-from jax_trainer.core.leaves import STATISTICS, check_modes, leaf_path, leaf_statistics
+from jax_trainer.core.leaves import STATISTICS, check_modes, float_leaves, leaf_path, leaf_statistics
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
@@ -63,6 +63,8 @@ from jax_trainer.core.wrappers import (
     with_ema,
     with_finite_check,
     with_finite_guard,
+    with_gradients,
+    with_layer_norms,
     with_statistics,
 )
 
@@ -129,6 +131,7 @@ __all__ = [
     "copy_state",
     "explaining",
     "failpoint",
+    "float_leaves",
     "from_extra",
     "grad_of",
     "kinds_of",
@@ -157,6 +160,8 @@ __all__ = [
     "with_ema",
     "with_finite_check",
     "with_finite_guard",
+    "with_gradients",
+    "with_layer_norms",
     "with_statistics",
     "with_user_frame",
 ]

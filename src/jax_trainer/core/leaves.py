@@ -70,16 +70,21 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
     """
     if not modes:
         return {}
-    named = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if _has_floats(leaf)}
     return {
         f"{prefix}/{'_'.join(filter(None, (path, mode)))}": {
             "value": _NUMBERS[mode](jax.lax.stop_gradient(leaf).astype(jnp.float32)),
             "mode": _FOLDED.get(mode, "mean"),
             "log_mode": "train",
         }
-        for path, leaf in named.items()
+        for path, leaf in float_leaves(tree)
         for mode in _modes_of(leaf, modes)
     }
+
+
+def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The dotted paths and arrays of all leaves of floats that are not empty."""
+    leaves = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(path, leaf) for path, leaf in leaves if _has_floats(leaf)]
 
 
 def _has_floats(leaf: Any) -> bool:

@@ -114,6 +114,19 @@ class StepDispatcher:
         self._in_flight.add(buffer)
         return flat_state, grads
 
+    def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
+        """The gradients of the first step on `step_batch`, computed apart from it; None if steps do not report them."""
+        batch = map_stacked(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
+        self._number, self._program.describe_batch = step_batch.number, self.where
+        try:
+            if self._reader is None:
+                self._prepare(flat_state, step_batch)
+            if self._resident is not None:
+                batch = ResidentBatch(batch, self._resident)
+            return self._program.gradients(flat_state, batch)
+        except Exception as error:
+            raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
+
     def compile_ahead(self, pool: Executor, state: TrainState, example: Batch) -> None:
         """Has `pool` compile what the first `dispatch` calls, if the form of its batch is known without reading data.
 

@@ -164,7 +164,7 @@ class _Training:
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
-        job, dispatch = self.peers, self._dispatch
+        job, dispatch, sees_grads = self.peers, self._dispatch, bool(plan.grads)
         drawn = dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)
         with closing(job.stepping(drawn)) as batches:
             clock.track(batches)
@@ -173,7 +173,9 @@ class _Training:
                     yield Waiting(*self._at, self._data_source.name)
                     now = clock.now()
                     continue
-                steps = step_batch.steps
+                steps, seen = step_batch.steps, None
+                if sees_grads and plan.sees_grads_at(progress.step, progress.epoch, progress.epoch_step):
+                    seen = dispatcher.gradients(self._flat_state, step_batch)
                 self._flat_state, grads = dispatch(self._flat_state, step_batch, progress.step)
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
@@ -185,7 +187,7 @@ class _Training:
                     self._flat_state,
                     steps,
                     epoch_step,
-                    grads,
+                    seen if grads is None else grads,
                     step_batch.state,
                     job.idle,
                 )

@@ -5,14 +5,23 @@ A style translates its arguments into a `RunSpec`, and reads the `Run` when it h
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, RunContext, logger_observers
+from jax_trainer.callbacks import (
+    Callback,
+    ConfusionMatrixCallback,
+    ModelCheckpoint,
+    Progress,
+    ProgressBar,
+    RunContext,
+    logger_observers,
+)
+from jax_trainer.callbacks.classification import class_names_of
 from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
@@ -37,6 +46,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.output import short_path
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
@@ -154,8 +164,14 @@ class Run:
         self.is_resumed = found is not None
         if self.provenance is not None:
             self.step = step_of(self.state)
-            self.provenance.start(spec, self.state, self.step)
+            self.provenance.start(spec, self.state, self.step, self._class_names())
         spec.on_open(self)
+
+    def _class_names(self) -> Sequence[str]:
+        """The names of the classes of the data, as configured for a confusion matrix, or those of the dataset."""
+        assert self.spec.recording is not None
+        drawing = [one for one in self.callbacks.callbacks.values() if isinstance(one, ConfusionMatrixCallback)]
+        return next((one.class_names for one in drawing), class_names_of(self.spec.recording.dataset))
 
     def _initial(self) -> TrainState:
         with compiling_ahead(self.spec.program, self.spec.data, self.plan):
@@ -258,9 +274,25 @@ class Run:
         if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
             return []
         epochs, steps = self.ends_at
-        title = "" if self.target is None else f"Run folder: {self.target.folder.path}"
-        shown: dict[str, Any] = {"in_steps": self.spec.in_steps, "is_primary": self.writes}
-        return [ProgressBar(title=title, epochs=epochs, steps=steps, **shown)]
+        return [
+            ProgressBar(
+                title="" if self.target is None else f"Run folder: {short_path(self.target.folder.path)}",
+                epochs=epochs,
+                steps=steps,
+                in_steps=self.spec.in_steps,
+                metric=self._progress_metric(),
+                eval_every=self.plan.resolved().eval_every,
+                is_primary=self.writes,
+            )
+        ]
+
+    def _progress_metric(self) -> str:
+        """The metric of the progress bar: as configured, or what `ModelCheckpoint` or another callback monitors."""
+        if self.spec.progress_metric or self.spec.recording is None:
+            return self.spec.progress_metric
+        callbacks = sorted(self.callbacks.callbacks.values(), key=lambda one: not isinstance(one, ModelCheckpoint))
+        monitors = (getattr(one.config, "monitor", None) for one in callbacks)
+        return next((name for name in monitors if name), "")
 
     def handle(self, event: Event) -> None:
         """Follows the state of training; a test may use other weights."""
@@ -294,6 +326,8 @@ class Run:
             transforms=recording.transforms,
             writes=self.writes,
             train_hlo=self.spec.program.train_hlo,
+            eval_every=self.plan.resolved().eval_every,
+            progress_metric=self._progress_metric,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:

@@ -19,7 +19,7 @@ from jax_trainer.callbacks import (
     full_names,
     with_needs_of,
 )
-from jax_trainer.callbacks.monitored import Mode, may_add_metrics
+from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
 from jax_trainer.core import (
     CompiledProgram,
@@ -87,6 +87,7 @@ def fit(
     log_dir: str | Path = "runs",
     tensorboard: bool = True,
     progress: bool = True,
+    progress_metric: str | None = None,
     steps_per_epoch: int | None = None,
     steps_per_call: Steps = 1,
     resident: bool | Literal["auto"] = False,
@@ -134,6 +135,7 @@ def fit(
         log_dir: the parent folder of all runs.
         tensorboard: write event files for TensorBoard.
         progress: show a progress bar.
+        progress_metric: the metric that it shows besides the loss, such as "val/accuracy"; default: `metric`.
         steps_per_epoch: maximum number of batches per epoch; defines an epoch for an endless generator.
         steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch. Speeds up small models.
         resident: keep arrays on the device if they fit.
@@ -197,6 +199,9 @@ def fit(
         return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
     ranked_by = _metric(evaluating, VAL, metric, named) if evals else _metric(training, "train", metric, named)
     saver, named = _with_saver(named, ranked_by, mode, save, metric_is_set=metric is not None)
+    if progress_metric is not None and not any(map(may_add_metrics, named.values())):
+        evaluated = full_names(evaluating.by_name, VAL) if evals else {}
+        shown_metric(progress_metric, {**full_names(training.by_name, "train"), **evaluated})
     metadata = {
         "style": "fit",
         "model": target.name,
@@ -220,6 +225,7 @@ def fit(
         policy=options.guard or "raise",
         max_rollbacks=options.max_rollbacks,
         progress=progress,
+        progress_metric=progress_metric or saver.monitor,
         recording=_recording(metadata, named, saver, tensorboard, saves=save is not False, validates=bool(evals)),
     )
     run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, metadata, resume)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
-from jax_trainer.callbacks.monitored import may_add_metrics
+from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.core import ProgramOptions
@@ -38,7 +38,9 @@ class TrainerConfig(Settings):
         train_epochs: number of epochs; null: `max_steps` or `max_time` ends the run. One of the three is required.
         check_val_every_n_epoch: epochs between two validations; 0: never.
         debug: run without compilation, so that a breakpoint in the loss works.
-        enable_progress_bar: show a progress bar, and a line per epoch and validation.
+        enable_progress_bar: show a progress bar, and a line per epoch.
+        progress_metric: the metric that the progress bar shows besides the loss, such as val/acc; null: the one that
+            ModelCheckpoint, or another callback, monitors.
         seed: random seed of the initial weights, dropout and all other randomness in training.
         seed_eval: random seed of evaluations, the same for each of them.
         log_grad_norm: log the norms of gradients and parameters.
@@ -85,6 +87,7 @@ class TrainerConfig(Settings):
     check_val_every_n_epoch: Count = 1
     debug: bool = False
     enable_progress_bar: bool = True
+    progress_metric: str | None = None
     seed: Count = 42
     seed_eval: Count = 43
     log_grad_norm: bool = True
@@ -238,11 +241,16 @@ class TrainerConfig(Settings):
             text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
-    def check_monitored(self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]) -> None:
-        """Refuses callbacks that monitor a metric which evaluations do not report, unless a callback may add it.
+    def check_monitored(
+        self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]
+    ) -> None:
+        """Refuses callbacks that monitor, and a progress bar that shows, a metric which is not reported.
+
+        A callback may add it to those of an evaluation.
 
         Args:
             evals: names of the evaluation sets.
+            trained: names of the metrics that a training step reports.
             evaluated: names of the metrics that an evaluation reports.
             others: callbacks that were passed as objects.
         """
@@ -250,6 +258,11 @@ class TrainerConfig(Settings):
             return
         configs = {**self.callbacks, **{name: one.config for name, one in others.items()}}
         known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
+        if self.progress_metric is not None:
+            try:
+                shown_metric(self.progress_metric, {*known, *full_names(dict.fromkeys(trained), "train")})
+            except ValueError as error:
+                raise SettingsError([("trainer.progress_metric", str(error))]) from None
         for key, one in configs.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:

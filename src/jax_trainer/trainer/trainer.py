@@ -314,7 +314,8 @@ class TrainerModule(BaseTrainer):
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
         program = self.prepare(train_loader)
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
-        self._check_monitored([] if dataset is None or dataset.val_loader is None else ["val"], report.evaluated)
+        evals = [] if dataset is None or dataset.val_loader is None else ["val"]
+        self._check_monitored(evals, report.reported, report.evaluated)
         return report
 
     def preflight(
@@ -452,12 +453,12 @@ class TrainerModule(BaseTrainer):
         if self.config.debug:
             return evals, tests
         shapes = program.shapes(self._key, self.exmp_input)
-        self._check_monitored(evals, shapes[2].by_name)
+        self._check_monitored(evals, shapes[1].by_name, shapes[2].by_name)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
-    def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
+    def _check_monitored(self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str]) -> None:
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
-            self.config.check_monitored(evals, evaluated, self._given_callbacks)
+            self.config.check_monitored(evals, trained, evaluated, self._given_callbacks)
 
     def _start(self, program: CompiledProgram, *, resume: bool) -> None:
         """Sets `program` and the initial state; an existing state keeps its weights."""
@@ -499,6 +500,7 @@ class TrainerModule(BaseTrainer):
             tests=tests,
             observers=lambda run: [hooks(run.context, run.history)],
             progress=shown,
+            progress_metric=config.progress_metric or "",
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,

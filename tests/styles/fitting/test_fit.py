@@ -20,7 +20,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[attr-defined] - made when it is imported
 
 from jax_trainer.adapters import function_program
-from jax_trainer.callbacks import Callback, CallbackConfig, EarlyStoppingConfig, LambdaCallback, ModelCheckpointConfig
+from jax_trainer.callbacks import (
+    Callback,
+    CallbackConfig,
+    EarlyStoppingConfig,
+    LambdaCallback,
+    ModelCheckpointConfig,
+    ProgressBar,
+)
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import (
     FlaxState,
@@ -184,6 +191,26 @@ def test_the_bar_shows_loss_and_learning_rate(tmp_path, capsys):
     assert first.startswith("Run folder: ") and "compiling" in compiling
     assert "loss " in epoch
     assert "lr 0.03" in epoch  # three quarters of the way from 0.005 to 0.05
+
+
+def test_the_bar_gets_the_metric_that_selects_the_best_or_the_chosen_one(tmp_path, monkeypatch):
+    metrics = []
+
+    class Bar(ProgressBar):
+        def __init__(self, **options: Any) -> None:
+            metrics.append(options["metric"])
+            super().__init__(**options)
+
+    monkeypatch.setattr("jax_trainer.runs.run.ProgressBar", Bar)
+    for options in ({}, {"metric": "loss"}, {"save": False}, {"progress_metric": "train/loss"}):
+        fitted(tmp_path, num_epochs=1, progress=True, **options)
+    assert metrics == ["val/accuracy", "val/loss", "val/accuracy", "train/loss"]
+
+
+def test_a_progress_metric_that_is_not_reported_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="progress_metric.*'val/acc'.*val/accuracy, val/loss.*val/accuracy"):
+        fitted(tmp_path, progress_metric="val/acc")
+    assert not any(tmp_path.iterdir())
 
 
 class Watcher(Callback):
