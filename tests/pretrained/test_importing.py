@@ -1,0 +1,140 @@
+"""A pretrained model as a run folder: trainings start from it, on any devices, and it is written back bit for bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file
+
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.cli import main
+from jax_trainer.datasets import SupervisedBatch
+from jax_trainer.models import GPT, GPTConfig
+from jax_trainer.pretrained import export_pretrained, files, import_pretrained, load_pretrained
+from jax_trainer.testing import assert_same_bits
+from jax_trainer.trainer import LanguageModelTrainer, TrainerModule
+from jax_trainer.trainer.layout import ShardingConfig
+
+CONFIG = GPTConfig(vocab_size=64, context=16, layers=1, heads=4, width=32, bias=True, norm_epsilon=1e-5)
+TOKENS = np.zeros((8, 16), np.int32)
+BATCH = SupervisedBatch.of(TOKENS, TOKENS)
+TRAINING = {"train_epochs": 1, "enable_progress_bar": False}
+
+
+def filled() -> GPT:
+    """A GPT-2 with weights that are not zero and draw no random numbers, which would have to be compiled."""
+    model = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), params)
+    key = lambda leaf: jax.random.key(0) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.uint32(0)
+    return nnx.merge(graph, params, jax.tree.map(key, rest))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return filled()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory) -> Path:
+    """A pretrained model with its configuration and tokenizer: read-only."""
+    made = export_pretrained(model, tmp_path_factory.mktemp("gpt2"))
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(folder, tmp_path_factory) -> Path:
+    return import_pretrained(folder, tmp_path_factory.mktemp("imported") / "base").folder.path
+
+
+def params_of(model: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def test_the_folder_of_an_imported_model_is_that_of_a_run(base, model):
+    loaded: Any = TrainerModule.load_from_checkpoint(base, BATCH, optimizer=optax.sgd(0.1))
+    assert type(loaded) is LanguageModelTrainer
+    assert loaded.model_config == CONFIG
+    assert_same_bits(loaded.state.params, params_of(model))
+    assert CheckpointStore(base / "checkpoints").verify(base / "checkpoints" / "step_00000000") == ""
+    assert (base / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_trainer_starts_from_it(base, model):
+    options = {"optimizer": optax.sgd(0.1), "exmp_input": BATCH, "init_from": str(base), **TRAINING}
+    trainer = LanguageModelTrainer(model_config=CONFIG, **options)
+    assert_same_bits(trainer.state.params, params_of(model))
+
+
+def test_a_run_folder_is_written_as_it_was(base, folder, tmp_path):
+    out = export_pretrained(base, tmp_path / "out")
+    assert (out / "config.json").read_text() == (folder / "config.json").read_text()
+    before, after = (load_file(one / "model.safetensors") for one in (folder, out))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder, tmp_path, capsys):
+    def run(*arguments: str) -> tuple[int, Any, str]:
+        code = main(["import", *arguments, "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out), err
+
+    code, done, _ = run(str(folder), "-o", str(tmp_path / "base"), "model.dropout=0.5", "--dtype", "bfloat16")
+    assert (code, done["mapping"], done["dtype"], done["model"]["dropout"]) == (0, "gpt2", "bfloat16", 0.5)
+    assert done["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(params_of(filled())))
+    saved = LanguageModelTrainer.load_from_checkpoint
+    with pytest.raises(ValueError, match="bfloat16"):
+        saved(tmp_path / "base", BATCH, optimizer=optax.sgd(0.1))  # whose weights are float32
+    for arguments, words in (
+        ([str(folder), "-o", str(tmp_path / "base")], "already exists"),
+        ([str(folder), "-o", str(tmp_path / "new"), "model.dropuot=0.5"], "dropout"),
+        ([str(tmp_path / "nowhere"), "-o", str(tmp_path / "new")], "nowhere"),
+        ([str(folder), "-o", str(tmp_path / "new"), "--mapping", "llama"], "num_hidden_layers"),
+    ):
+        code, result, err = run(*arguments)
+        assert code == 2 and words in result["error"] and words in err
+    assert not (tmp_path / "new").exists()
+
+
+SHARDED = {"mesh": {"data": 1, "fsdp": 8}, "sharding": ShardingConfig(smallest=256)}
+
+
+@pytest.fixture
+def watched(monkeypatch) -> list[int]:
+    """The largest number of bytes of one device at every read of a tensor, besides what was there before."""
+    seen: list[int] = []
+    before = {id(array) for array in jax.live_arrays()}
+    read: Callable[..., Any] = files.TensorFiles.read
+
+    def watching(self: Any, name: str) -> Any:
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+        seen.append(max((shard.data.nbytes for array in new for shard in array.addressable_shards), default=0))
+        return read(self, name)
+
+    monkeypatch.setattr(files.TensorFiles, "read", watching)
+    return seen
+
+
+def test_each_device_receives_its_shard_and_none_a_complete_array(folder, model, watched):
+    trainer = LanguageModelTrainer(
+        model_config=CONFIG, optimizer=optax.adam(0.1), exmp_input=BATCH, **TRAINING, **SHARDED
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
+    assert load_pretrained(trainer, folder) is trainer
+    assert jax.tree.map(lambda leaf: leaf.sharding, trainer.state) == shardings
+    assert_same_bits(jax.device_get(trainer.state.params), jax.device_get(params_of(model)))
+    kernel = trainer.state.params["blocks"][0]["perceptron"]["hidden"]["kernel"]
+    assert kernel.sharding.spec != PartitionSpec() and kernel.addressable_shards[0].data.size == kernel.size // 8
+    assert len(watched) == len(jax.tree.leaves(trainer.state.params))
+    assert 0 < max(watched) <= kernel.nbytes // 8
