@@ -10,10 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import torch
-import transformers as hf
+import transformers
+
+hf: Any = transformers
 
 VOCAB, TIME, WIDTH, LAYERS, HEADS = 64, 12, 32, 2, 4
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": 48,
@@ -21,15 +23,21 @@ SIZES = {
     "num_attention_heads": HEADS,
     "max_position_embeddings": 24,
 }
-DECODER = {**SIZES, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-SCALING = {
+DECODER: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-IMAGES = {"num_labels": 5, "num_channels": 3}
+IMAGES: dict[str, Any] = {"num_labels": 5, "num_channels": 3}
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, VOCAB, (2, TIME))
@@ -61,7 +69,13 @@ class Family:
 
 
 def gpt2() -> Any:
-    sizes = {"vocab_size": VOCAB, "n_positions": 24, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_positions": 24,
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+    }
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0))
 
 
@@ -74,7 +88,9 @@ def bert(kind: Any, **more: Any) -> Any:
     return kind(hf.BertConfig(**SIZES, **more))
 
 
-VIT = {name: value for name, value in SIZES.items() if name not in ("vocab_size", "max_position_embeddings")}
+VIT: dict[str, Any] = {
+    name: value for name, value in SIZES.items() if name not in ("vocab_size", "max_position_embeddings")
+}
 DECODERS = {
     "gpt2": Family(gpt2, TOKENS),
     "llama": Family(

@@ -26,7 +26,7 @@ from jax_trainer.trainer.layout import ShardingConfig
 CONFIG = GPTConfig(vocab_size=64, context=16, layers=1, heads=4, width=32, bias=True, norm_epsilon=1e-5)
 TOKENS = np.zeros((8, 16), np.int32)
 BATCH = SupervisedBatch.of(TOKENS, TOKENS)
-TRAINING = {"train_epochs": 1, "enable_progress_bar": False}
+TRAINING: dict[str, Any] = {"train_epochs": 1, "enable_progress_bar": False}
 
 
 def filled() -> GPT:
@@ -71,7 +71,7 @@ def test_the_folder_of_an_imported_model_is_that_of_a_run(base, model):
 
 
 def test_a_trainer_starts_from_it(base, model):
-    options = {"optimizer": optax.sgd(0.1), "exmp_input": BATCH, "init_from": str(base), **TRAINING}
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "exmp_input": BATCH, "init_from": str(base), **TRAINING}
     trainer = LanguageModelTrainer(model_config=CONFIG, **options)
     assert_same_bits(trainer.state.params, params_of(model))
 
@@ -107,7 +107,7 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder, tmp_p
     assert not (tmp_path / "new").exists()
 
 
-SHARDED = {"mesh": {"data": 1, "fsdp": 8}, "sharding": ShardingConfig(smallest=256)}
+SHARDED: dict[str, Any] = {"mesh": {"data": 1, "fsdp": 8}, "sharding": ShardingConfig(smallest=256)}
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def written(file: Path, tensors: dict[str, np.ndarray] | None = None, **changes:
 
 @pytest.mark.parametrize("kind", ["nnx", "nnx class", "linen", "functions"])
 def test_weights_go_into_a_model_of_any_library(kind: str, file):
+    found: Any
     match kind:
         case "nnx":
             model = Nnx(nnx.Rngs(0))

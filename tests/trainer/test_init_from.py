@@ -15,7 +15,7 @@ from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
 from jax_trainer.trainer.config import InitFromConfig
 
-SAVING = {"callbacks": {"saver": ModelCheckpointConfig(monitor="val/loss")}}
+SAVING: dict[str, Any] = {"callbacks": {"saver": ModelCheckpointConfig(monitor="val/loss")}}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def copied(base, tmp_path) -> Path:
 
 
 def test_a_training_starts_from_the_weights_as_after_loading_them(base, tmp_path):
-    configured, loading = (plain_for("nnx", tmp_path / name, **more) for name, more in
-                           (("a", {"init_from": str(base)}), ("b", {})))  # fmt: skip
+    configured, loading = plain_for("nnx", tmp_path / "a", init_from=str(base)), plain_for("nnx", tmp_path / "b")
     loading.load_weights(base)
     assert_same_bits(configured.state.params, loading.state.params)  # before training, too
     fresh = plain_for("nnx", tmp_path / "c", init_from=InitFromConfig(str(base), which="latest"))

@@ -17,6 +17,7 @@ from jax_trainer.pretrained.mapping import (
     TensorRowConfig,
     known_mappings,
 )
+from jax_trainer.pretrained.text import generate_text
 
 __all__ = [
     "ConfigRowConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "TensorRowConfig",
     "export_pretrained",
     "from_pretrained_config",
+    "generate_text",
     "import_pretrained",
     "known_mappings",
     "load_pretrained",
