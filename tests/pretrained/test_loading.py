@@ -220,13 +220,16 @@ def test_tensors_may_be_in_several_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"net.0.bias": "../elsewhere.safetensors"}, "../elsewhere.safetensors"),
+        ({"net.0.bias": "../elsewhere.safetensors"}, "../elsewhere.safetensors.*no safetensors file of its folder"),
         ({"net.0.bias": "absent.safetensors"}, "absent.safetensors.*missing"),
         ({"more": "model-00001-of-00002.safetensors"}, "lacks the tensor more"),
         ({"net.0.bias": 3}, "weight_map"),
     ],
 )
 def test_an_index_that_lies_is_an_error(change: dict[str, Any], words: str, tmp_path):
+    written(tmp_path / "elsewhere.safetensors")
+    tmp_path /= "model"
+    tmp_path.mkdir()
     names = sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**names, **change}}))
     with pytest.raises(PretrainedError, match=words):

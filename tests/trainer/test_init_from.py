@@ -4,9 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from trainer_runs import Plain, first_examples, plain_for, train_plain
+from trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.config import ConfigError, config_from
@@ -79,6 +82,17 @@ def test_weights_that_cannot_be_loaded_are_an_error_before_anything_is_written(b
     with pytest.raises(SettingsError, match=r"params\.hidden\.linear\.kernel"):
         train_plain(other)
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_optimizer_that_remembers_its_start_starts_from_them(base, tmp_path):
+    unchanged: Any = lambda grads, start, params=None: (grads, start)
+    anchored = optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), unchanged)
+    config = TrainerConfig(**settings(tmp_path, train_epochs=1, init_from=str(base)))
+    trainer = Plain(config, LINEAR["nnx"](num_classes=4), exmp_input=EXAMPLE, optimizer=anchored)
+    other = plain_for("nnx", tmp_path)
+    other.load_weights(base)
+    train_plain(trainer)
+    assert_same_bits(trainer.state.opt_state, other.state.params)
 
 
 def test_a_part_may_be_left_out(base, tmp_path):

@@ -151,7 +151,14 @@ def _placed(value: np.ndarray, leaf: Any, dtype: Any) -> jax.Array:
     sharding = getattr(leaf, "sharding", None) if is_committed else None
     if sharding is None:
         return jnp.array(value, dtype)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index].astype(dtype))
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [_sent(value[index], dtype, device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def _sent(part: np.ndarray, dtype: Any, device: Any) -> jax.Array:
+    # waits, so that the host has one part at a time besides the tensor
+    return jax.block_until_ready(jax.device_put(np.array(part, dtype, order="C"), device))
 
 
 def is_float(spec: Spec) -> bool:
